@@ -104,7 +104,7 @@ def test_a_program_that_fails_alike_on_all_ranks_ends_the_job_and_each_is_named(
 def test_a_rank_that_raises_and_stays_is_ended(launcher):
     done = run_failing(launcher, "1", "stay", "--grace-s", "0.5")
     assert done.returncode == 0, done.stderr
-    assert "rank 1, worker 127.0.0.1:0:1 did not end in time and is ended: MemoryError" in done.stderr
+    assert "rank 1, worker 127.0.0.1:0:1 did not exit in time and is terminated: MemoryError" in done.stderr
     assert "[localhost:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
 
 
@@ -199,7 +199,7 @@ def test_a_host_comes_in_the_middle_of_an_epoch_and_another_goes(elastic, undist
     result = job.result()
     check_alike(result, undisturbed)
     assert result["sizes"] == [2] * 5 + [3] * 7 + [2] * 8
-    assert "this worker leaves the job: its slot on 127.0.0.1 is gone" in result["errors"]
+    assert "this worker leaves the job: its slot on 127.0.0.1 was removed" in result["errors"]
     assert "was killed" not in result["errors"]
 
 
@@ -228,7 +228,7 @@ def test_a_rank_that_hangs_is_left_behind_and_ended(elastic, undisturbed):
     options = (*SHRINKING, "--grace-s", "1")
     result = elastic.result(2, options, faults={"1": ["step", 5]})
     check_alike(result, undisturbed)
-    assert "rank 1, worker 127.0.0.1:0:1 did not ask for a place in time and is ended" in result["errors"]
+    assert "rank 1, worker 127.0.0.1:0:1 did not request a rank in time and is terminated" in result["errors"]
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_a_rank_that_ends_well_before_the_others_does_not_end_their_training(ela
     result = elastic.result(2, ("--min-num-proc", "2", *TWO_HOSTS), faults={"0": ["step", 11]})
     check_alike(result, undisturbed)
     assert result["sizes"] == [2] * 11 + [1] * 9
-    assert "the job runs down with 1 of the 2 ranks" in result["errors"]
+    assert "the job finishes with 1 of the 2 ranks" in result["errors"]
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_the_reset_limit_ends_the_job_with_status_3(elastic):
 def test_too_few_ranks_with_no_host_for_more_end_the_job(elastic):
     done = elastic.run(2, ("--min-num-proc", "2", *TWO_HOSTS), faults={"1": ["step", 3]})
     assert done.returncode == 128 + signal.SIGKILL
-    assert "1 of the 2 ranks that are needed (--min-num-proc) are there, and there is no host for more" in done.stderr
+    assert "1 of the 2 required ranks (--min-num-proc) are available, and no host has a free slot" in done.stderr
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Training that goes on when ranks come and go, in the processes that are left: `hvd.elastic`.
+"""`hvd.elastic`: training that continues in the remaining processes when ranks join or leave.
 
-torch is imported when the first of these names is used: the launcher's side of this package starts without it.
+The package imports torch when one of its names is first used; the launcher uses this package without torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MODULE_OF = {
 }
 
 
-# Horovod's modules.
+# Modules of `horovod.torch.elastic` that programs use as attributes.
 _PUBLIC_MODULES = ("sampler", "state")
 
 

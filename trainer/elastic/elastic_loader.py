@@ -1,4 +1,4 @@
-"""A loader that is made anew whenever rank and size change, and goes on where the job stands."""
+"""A loader that is created again when rank and size change, and continues at the position of the job."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class ResumableLoader(Protocol[B_co]):
-    """What this file needs of a loader; ours have it, and so do torchdata's."""
+    """The loader interface that is required here; the loaders of `datasvc.loaders` and torchdata have it."""
 
     def __iter__(self) -> Iterator[B_co]:
-        """Yields the rest of the epoch."""
+        """Yield the remaining batches of the epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the job stands after the batches handed over so far, the same on every rank."""
+        """Return the position of the job after the batches delivered so far, the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Goes on from a state, whatever the rank and size that it was saved at."""
+        """Continue from a state, which may have been saved at another rank and size."""
 
 
 class ElasticLoader(Generic[B]):
-    """Holds the loader of this rank and size; every other attribute is that loader's own.
+    """The loader for the current rank and size; all other attributes are those of that loader.
 
-    The loader's state says how far the job is, so that after a resize each sample that was not committed is served
-    once. Iterate anew in every call of the training function.
+    The state of the loader is the position of the job, so that after a change of size each sample that was not
+    committed is delivered exactly once. Create a new iterator in every call of the training function.
 
     Args:
-        make_loader: called as `make_loader(rank, size)` after each change of these; with one of our loaders, give
-            them as `data_rank` and `data_world_size`. For a loss that does not depend on the number of ranks,
-            divide a constant global batch by `size`.
+        make_loader: factory, called as `make_loader(rank, size)` after each change; a loader of `datasvc.loaders`
+            gets them as `data_rank` and `data_world_size`. Divide a constant global batch by `size` for a loss that
+            does not depend on the number of ranks.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:
         self._make_loader = make_loader
-        self._share: tuple[int, int] | None = None
+        self._rank_and_size: tuple[int, int] | None = None
         self._loader: ResumableLoader[B] | None = None
         self.reset()
 
     @property
     def loader(self) -> ResumableLoader[B]:
-        """The loader of now."""
+        """The loader for the current rank and size."""
         assert self._loader is not None
         return self._loader
 
     def reset(self) -> None:
-        """Makes the loader anew if rank or size have changed; where the job stands stays."""
-        share = (runtime.rank(), runtime.size())
-        if share == self._share:
+        """Create a new loader at the same position of the job if rank or size have changed."""
+        rank_and_size = (runtime.rank(), runtime.size())
+        if rank_and_size == self._rank_and_size:
             return
         state = None if self._loader is None else self._loader.state_dict()
         self.close()
-        self._loader, self._share = self._make_loader(*share), share
+        self._loader, self._rank_and_size = self._make_loader(*rank_and_size), rank_and_size
         if state is not None:
             self._loader.load_state_dict(state)
 
@@ -67,21 +67,21 @@ class ElasticLoader(Generic[B]):
         return len(self.loader)  # type: ignore[arg-type]  # if the loader has a length
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the job stands."""
+        """Return the position of the job."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Continue at the position of a state."""
         self.loader.load_state_dict(copy.deepcopy(dict(state)))
 
     def close(self) -> None:
-        """Closes the loader, if it can be closed."""
+        """Close the loader, if it has a `close` method."""
         close = getattr(self._loader, "close", None)
         if close is not None:
             close()
 
     def __getattr__(self, name: str) -> Any:
-        # Only for names that are not found here; the loader itself is one until it is made.
+        # Private names are never those of the loader; without this check, `_loader` would recurse before it is set.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

@@ -1,4 +1,4 @@
-"""How `TorchState` saves, restores and synchronizes each kind of value."""
+"""Handlers that save, restore and synchronize the values of a `TorchState`, one class for each kind of value."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from datasvc.trainer.optim.broadcast_state import broadcast_object, broadcast_op
 
 
 class StateHandler:
-    """Base of handlers. Subclasses say how; an own one is made known by `set_handler_registry`.
+    """Base class of handlers. Register a custom subclass with `set_handler_registry`.
 
     Args:
-        value: the first.
+        value: initial value.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def save(self) -> None:
-        """Keeps a copy in memory."""
+        """Save a copy of the value in memory."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Makes the value what it was when saved."""
+        """Restore the value from the saved copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Makes the value equal to rank 0's. Every rank calls this; a `save` follows once all values are."""
+        """Make the value equal to rank 0's. Every rank calls this; `save` is called after all values are equal."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapts the value to a new rank and size."""
+        """Adapt the value to a new rank and size."""
 
     def set_value(self, value: Any) -> None:
-        """Takes another value, and saves it."""
+        """Replace the value, and save the new one."""
         self.value = value
         self.save()
 
 
 class StateDictHandler(StateHandler):
-    """For whatever has `state_dict` and `load_state_dict`: schedulers, loss scalers, averaged weights.
+    """Handler for objects with `state_dict` and `load_state_dict`: schedulers, loss scalers, averaged weights.
 
-    The state must be the same on every rank and travel as a pickle.
+    The state must be the same on every rank, and picklable.
     """
 
     def __init__(self, value: Any) -> None:
@@ -54,66 +54,66 @@ class StateDictHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """Copies the state."""
+        """Save a copy of the state."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Loads the copy."""
+        """Load the saved copy."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Loads rank 0's state."""
+        """Load the state of rank 0."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
 class ModelHandler(StateDictHandler):
-    """For `torch.nn.Module`: parameters and buffers, in place."""
+    """Handler for `torch.nn.Module`: parameters and buffers, in place."""
 
     value: torch.nn.Module
 
     def sync(self) -> None:
-        """Overwrites the tensors with rank 0's."""
+        """Overwrite the tensors with those of rank 0."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerHandler(StateDictHandler):
-    """For `torch.optim.Optimizer`, distributed or not."""
+    """Handler for `torch.optim.Optimizer`, plain or distributed."""
 
     value: torch.optim.Optimizer
 
     def sync(self) -> None:
-        """Takes over rank 0's state and options."""
+        """Copy the state and the options of rank 0."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class GradScalerHandler(StateDictHandler):
-    """For `torch.amp.GradScaler`, whose state lacks how far the step under way has come."""
+    """Handler for `torch.amp.GradScaler`, whose `state_dict` omits the stage of the current step."""
 
     value: torch.amp.GradScaler
 
     def restore(self) -> None:
-        """Loads the copy, and forgets the step under way: the next gradients are scaled again."""
+        """Load the saved copy, and discard the current step: the next gradients are scaled again."""
         super().restore()
         self._forget_step()
 
     def reset(self) -> None:
-        """Forgets the step under way, also when nothing was restored."""
+        """Discard the current step, also when nothing was restored."""
         self._forget_step()
 
     def _forget_step(self) -> None:
         if self.value.is_enabled():
-            self.value._per_optimizer_states.clear()  # noqa: SLF001 - only update() does, after a whole step
+            self.value._per_optimizer_states.clear()  # noqa: SLF001 - the public update() clears it only after a complete step
 
 
-class ShareHandler(StateDictHandler):
-    """For `ElasticSampler` and `ElasticLoader`: their state is the job's, their share the rank's."""
+class SamplerHandler(StateDictHandler):
+    """Handler for `ElasticSampler` and `ElasticLoader`: the state belongs to the job, the samples to the rank."""
 
     value: ElasticSampler | ElasticLoader[Any]
 
     def reset(self) -> None:
-        """Takes this rank's share of what is left."""
+        """Distribute the remaining samples over the current ranks."""
         self.value.reset()
 
 
 # Horovod's names.
-ModelStateHandler, OptimizerStateHandler, SamplerStateHandler = ModelHandler, OptimizerHandler, ShareHandler
+ModelStateHandler, OptimizerStateHandler, SamplerStateHandler = ModelHandler, OptimizerHandler, SamplerHandler

@@ -1,4 +1,4 @@
-"""Which handler takes which kind of value of a `TorchState`."""
+"""The registry of state handlers, by the type of the value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasvc.trainer.elastic.handlers import (
     GradScalerHandler,
     ModelHandler,
     OptimizerHandler,
-    ShareHandler,
+    SamplerHandler,
     StateDictHandler,
     StateHandler,
 )
@@ -24,24 +24,24 @@ _registry: Registry = [
     (torch.nn.Module, ModelHandler),
     (torch.optim.Optimizer, OptimizerHandler),
     (torch.amp.GradScaler, GradScalerHandler),
-    (ElasticSampler, ShareHandler),
-    (ElasticLoader, ShareHandler),
+    (ElasticSampler, SamplerHandler),
+    (ElasticLoader, SamplerHandler),
 ]
 
 
 def get_handler_registry() -> Registry:
-    """Pairs of a type and its handler; the first that fits is taken."""
+    """Return pairs of a type and its handler class; the first matching type is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replaces the pairs, for states that are made from now on."""
+    """Replace the pairs of types and handler classes; affects states that are created afterwards."""
     global _registry  # noqa: PLW0603 - Horovod's interface
     _registry = registry
 
 
 def choose_handler(value: Any) -> StateHandler | None:
-    """The handler for a value; None for one that is an attribute and no more."""
+    """Return the handler for a value; None for a plain attribute."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)

@@ -1,4 +1,4 @@
-"""`hvd.elastic.run`: the loop around a training function that survives the loss of ranks."""
+"""`hvd.elastic.run`: repeats a training function after the loss or addition of ranks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ R = TypeVar("R")
 def run(
     func: Callable[Concatenate[S, P], R], reset: Callable[[], object] | None = None
 ) -> Callable[Concatenate[S, P], R]:
-    """Makes `func(state, ...)` start again, from the last commit, when ranks come, go or die.
+    """Wrap `func(state, ...)` so that it is called again when ranks join, leave or are lost.
 
-    All ranks call the result after `init`; the state is then that of rank 0. When a rank is lost, the others
-    restore their last commit; when hosts have come or gone, they keep what they have. They meet anew, ranks and size
-    change, the state's reset callbacks run, and `func` is called again, in the same process.
+    All ranks call the wrapped function after `init`; it first copies the state of rank 0. When a rank is lost, the
+    other ranks restore their last commit; when hosts are added or removed, they keep their current state. Then the
+    ranks form a new round, rank and size change, the reset callbacks of the state run, and `func` is called again in
+    the same process.
 
-    Any other error of `func` is raised, and unless it is caught it is the death of this rank: the others go on from
-    their last commit.
+    Any other exception of `func` propagates. If the program does not catch it, this rank ends, and the others
+    continue from their last commit.
 
     Args:
-        func: takes the state first.
-        reset: leaves the job and enters it anew, by `shutdown` and `init`, on every rank; None does just that.
+        func: training function; its first argument is the state.
+        reset: function that leaves the job and joins it again on every rank; None for `shutdown` and `init`.
 
     Raises:
-        ValueError: not initialized.
-        HorovodInternalError: it came again and again, without a commit in between.
+        ValueError: the trainer is not initialized.
+        HorovodInternalError: the same error occurred several times without a commit in between.
     """
 
     @functools.wraps(func)
@@ -81,21 +82,21 @@ class _Loop:
                 return train()
             except HorovodInternalError as error:
                 self._check_progress(error)
-                logger.warning("back to the last commit: %s", error)
-                self._meet(should_sync=True)
+                logger.warning("restoring the last commit: %s", error)
+                self._join_next_round(should_sync=True)
                 self._state.restore()
             except HostsUpdatedInterrupt as interrupt:
-                self._meet(should_sync=not interrupt.skip_sync)
+                self._join_next_round(should_sync=not interrupt.skip_sync)
             self._state.on_reset()
             if self._rendezvous is not None:
-                # One that has come since the seat may have been forgotten by the reset.
+                # The reset may have discarded a notice that arrived after the rank assignment.
                 self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
-        """Gives up on an error that a new round does not mend: ranks that disagree would do so for ever."""
-        seat = None if self._rendezvous is None else self._rendezvous.seat
-        # Where ranks have died in between, these are the cause, and the launcher counts them.
-        failure = (str(error), self._state.num_commits, 0 if seat is None else seat.num_deaths)
+        """Raise an error that new rounds do not repair, such as a disagreement of the ranks, which would recur."""
+        assignment = None if self._rendezvous is None else self._rendezvous.assignment
+        # Deaths in between are the cause of the error; the launcher counts and limits them.
+        failure = (str(error), self._state.num_commits, 0 if assignment is None else assignment.num_deaths)
         self._num_repeats = self._num_repeats + 1 if failure == self._last_failure else 0
         self._last_failure = failure
         if self._num_repeats >= _MAX_REPEATS:
@@ -103,15 +104,15 @@ class _Loop:
                 self._rendezvous.report_error(error, ends_job=True)
             raise error
 
-    def _meet(self, *, should_sync: bool) -> None:
-        """Leaves the round and enters the next one; deaths meanwhile are the rendezvous's business."""
+    def _join_next_round(self, *, should_sync: bool) -> None:
+        """Leave the round and join the next one; the rendezvous handles deaths in the meantime."""
         rendezvous = self._rendezvous
         if rendezvous is not None:
             rendezvous.serial, rendezvous.wants_sync = self._state.serial, should_sync
         self._reset()
-        # The others may want it although this rank does not.
-        seat = None if rendezvous is None else rendezvous.seat
-        self._should_sync = should_sync if seat is None else seat.needs_sync
+        # Another rank may need a synchronization although this rank does not.
+        assignment = None if rendezvous is None else rendezvous.assignment
+        self._should_sync = should_sync if assignment is None else assignment.needs_sync
 
     def _init_again(self) -> None:
         runtime.shutdown()

@@ -1,4 +1,4 @@
-"""Horovod's module of the sampler: `horovod.torch.elastic.sampler`."""
+"""The public names of `horovod.torch.elastic.sampler`."""
 
 from __future__ import annotations
 

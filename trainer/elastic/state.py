@@ -1,4 +1,4 @@
-"""What the ranks of an elastic job have in common, and how far it is committed."""
+"""The shared state of the ranks of an elastic job, with commit, restore and synchronization."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BroadcastObject = Callable[..., Any]
 
 
 class State:
-    """Base of elastic states. Subclasses say how to save, restore and synchronize; see `TorchState`.
+    """Base class of elastic states. Subclasses define save, restore and synchronization; see `TorchState`.
 
     Args:
-        bcast_object: `broadcast_object` or a stand-in.
-        get_rank: `rank` or a stand-in.
+        bcast_object: `broadcast_object` or a replacement.
+        get_rank: `rank` or a replacement.
     """
 
     def __init__(
@@ -34,40 +34,40 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
         self._serial = 0
         self.num_commits = 0
-        """Of this process."""
+        """Number of commits of this process."""
         self.sync_s = 0.0
-        """Seconds that the last synchronization took: it brings a rank that joins the state of one that lives."""
+        """Seconds that the last synchronization took, which copies the state of rank 0 to ranks that join."""
 
     @property
     def serial(self) -> int:
-        """Grows with each commit and each synchronization; equal serials of two ranks are equal states."""
+        """Serial number of the state; it grows with each commit and synchronization. Equal serials: equal states."""
         return self._serial
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Calls these, in order, whenever the ranks have met anew: rank and size may have changed."""
+        """Register functions to call, in order, after each new round, when rank and size may have changed."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The ranks have met anew."""
+        """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts have changed: called on every rank as soon as the launcher says so, from a thread of its own.
+        """Record a change of hosts; called on every rank, from a background thread, when the launcher reports one.
 
-        The next `check_host_updates` of rank 0 makes all ranks meet anew. An override must not block: the changes
-        that follow wait for it.
+        The next `check_host_updates` of rank 0 starts a new round. An override must not block, because later changes
+        wait for it.
 
         Args:
-            timestamp: greater than that of the change before.
-            update_res: of `HostUpdateResult`.
+            timestamp: number of the change; greater than that of the previous change.
+            update_res: value of `HostUpdateResult`.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Saves, so that no later failure undoes what was done so far, and checks for changes of hosts.
+        """Save the state, so that later failures do not undo the training so far, and check for changes of hosts.
 
         Every rank calls this at the same point of the training.
 
@@ -80,38 +80,38 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Every rank calls this: rank 0 says whether hosts have changed, and all agree.
+        """Check for changes of hosts. Every rank calls this; all ranks use the answer of rank 0.
 
         Raises:
-            HostsUpdatedInterrupt: they have; on all ranks.
+            HostsUpdatedInterrupt: hosts have changed; raised on all ranks.
             HorovodInternalError: a rank is lost.
         """
-        mine = (self._last_updated_timestamp, *self._drain_messages())
-        before, self._last_updated_timestamp, result = self._bcast_object(mine)
+        local_update = (self._last_updated_timestamp, *self._drain_messages())
+        before, self._last_updated_timestamp, result = self._bcast_object(local_update)
         if self._last_updated_timestamp > before:
             raise HostsUpdatedInterrupt(skip_sync=result == HostUpdateResult.removed)
 
     def synchronize(self) -> None:
-        """Makes all ranks' states equal to rank 0's, and counts that; `run` calls it."""
+        """Copy the state of rank 0 to all ranks, and increase the serial number; `run` calls it."""
         began_s = time.perf_counter()
         self.sync()
         self.sync_s = time.perf_counter() - began_s
         self._serial = 1 + self._bcast_object(self._serial)
 
     def save(self) -> None:
-        """Keeps the state in memory, for `restore`."""
+        """Save the state in memory, for `restore`."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Goes back to what was saved last."""
+        """Restore the state that was saved last."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Makes all ranks' states equal to rank 0's, and saves. Every rank calls this."""
+        """Copy the state of rank 0 to all ranks, and save it. Every rank calls this."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapts to the new rank and size, before the reset callbacks run."""
+        """Adapt to the new rank and size, before the reset callbacks run."""
 
     def _drain_messages(self) -> tuple[float, int]:
         newest, result = self._last_updated_timestamp, HostUpdateResult.no_update
@@ -123,12 +123,12 @@ class State:
 
 
 class ObjectState(State):
-    """Keeps attributes: `ObjectState(epoch=0, step=0)` has `state.epoch` and `state.step`.
+    """A state of plain attributes: `ObjectState(epoch=0, step=0)` has `state.epoch` and `state.step`.
 
     Args:
         bcast_object: see `State`.
         get_rank: see `State`.
-        kwargs: attributes and their first values, anything that can be pickled.
+        kwargs: attributes with their initial values, which must be picklable.
     """
 
     def __init__(
@@ -142,20 +142,20 @@ class ObjectState(State):
         self._set_attrs()
 
     def save(self) -> None:
-        """Keeps copies of the attributes: what is changed in place later does not change them."""
+        """Save deep copies of the attributes, so that later changes in place do not affect them."""
         self._saved_state = copy.deepcopy({name: getattr(self, name) for name in self._saved_state})
 
     def restore(self) -> None:
-        """Goes back to the copies."""
+        """Restore the attributes from the copies."""
         self._set_attrs()
 
     def sync(self) -> None:
-        """Takes over rank 0's attributes, as they are now, and saves them."""
+        """Copy the current attributes of rank 0, and save them."""
         if self._saved_state:
             attributes = self._bcast_object({name: getattr(self, name) for name in self._saved_state})
             for name, value in attributes.items():
                 setattr(self, name, value)
-        # All at once and last: a death in the middle must leave the last commit whole.
+        # Saved only after all attributes have arrived: a failure before that must leave the last commit intact.
         self.save()
 
     def _set_attrs(self) -> None:
@@ -163,7 +163,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-# Horovod has these in its module of this name; here they are in modules that import this one.
+# Horovod defines these names in its module `state`; here they are in modules that import this one.
 _MODULE_OF = {
     "ElasticSampler": "elastic_sampler",
     "TorchState": "torch_state",

@@ -1,4 +1,4 @@
-"""The state of a training with torch: model, optimizer, loader or sampler, and plain attributes."""
+"""The elastic state of a training with torch: model, optimizer, loader or sampler, and plain attributes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from datasvc.trainer.elastic.state import ObjectState
 
 
 class TorchState(ObjectState):
-    """What the ranks have in common: `TorchState(model, optimizer, loader=loader, epoch=0)`.
+    """The shared state of the ranks, such as `TorchState(model, optimizer, loader=loader, epoch=0)`.
 
-    Each value is an attribute under its name. Models, optimizers, an `ElasticSampler`, an `ElasticLoader` and
-    whatever has `state_dict` and `load_state_dict` are saved by these; others are copied. Made after `init`, on
-    every rank alike.
+    Each value is an attribute. Models, optimizers, `ElasticSampler`, `ElasticLoader` and other objects with
+    `state_dict` and `load_state_dict` are saved by these methods; all other values are copied. Create it after
+    `init`, in the same way on every rank.
 
     Args:
-        model: may be None.
-        optimizer: may be None.
+        model: model, or None.
+        optimizer: optimizer, or None.
         kwargs: other values by name.
     """
 
@@ -33,33 +33,33 @@ class TorchState(ObjectState):
         **kwargs: Any,
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
-        found = {name: choose_handler(value) for name, value in values.items()}
-        # Not by way of __setattr__, which asks for it.
-        self.__dict__["_handlers"] = {name: handler for name, handler in found.items() if handler is not None}
+        handlers = {name: choose_handler(value) for name, value in values.items()}
+        # Written to __dict__, because __setattr__ reads _handlers.
+        self.__dict__["_handlers"] = {name: handler for name, handler in handlers.items() if handler is not None}
         for name, handler in self._handlers.items():
             self.__dict__[name] = handler.value
         super().__init__(**{name: value for name, value in values.items() if name not in self._handlers})
 
     def save(self) -> None:
-        """Keeps copies of everything in memory: on the GPU for what is there."""
+        """Save copies of all values in memory; tensors stay on their device."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Goes back to the copies."""
+        """Restore all values from the copies."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Makes everything equal to rank 0's, and saves it. Every rank calls this."""
+        """Copy all values of rank 0, and save them. Every rank calls this."""
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
 
     def reset(self) -> None:
-        """Adapts samplers and loaders to the new rank and size."""
+        """Adapt samplers and loaders to the new rank and size."""
         for handler in self._handlers.values():
             handler.reset()
 

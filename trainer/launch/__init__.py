@@ -1,6 +1,6 @@
-"""Starts a program as the ranks of one data-parallel job, here and on other hosts, and ends them together.
+"""The launcher: runs a program as the ranks of one data-parallel job, on this machine and on other hosts.
 
-`python -m datasvc.trainer.launch -np 2 python train.py`; installed as `datasvc-run`.
+Start it with `python -m datasvc.trainer.launch -np 2 python train.py`; it is installed as `datasvc-run`.
 """
 
 from __future__ import annotations

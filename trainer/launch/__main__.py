@@ -1,4 +1,4 @@
-"""`python -m datasvc.trainer.launch`."""
+"""Entry point of `python -m datasvc.trainer.launch`."""
 
 from __future__ import annotations
 

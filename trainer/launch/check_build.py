@@ -1,10 +1,10 @@
-"""What this installation can do, in the form that people know from `horovodrun --check-build`."""
+"""The capabilities of this installation, in the format of `horovodrun --check-build`."""
 
 from __future__ import annotations
 
 
 def describe_build() -> str:
-    """A table of frameworks and of what moves tensors. Imports torch."""
+    """Return a table of the available frameworks, launchers and tensor operations. Imports torch."""
     import torch
     import torch.distributed as dist
 
@@ -26,5 +26,9 @@ def describe_build() -> str:
     ]
     lines = []
     for title, features in rows:
-        lines += [f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in features), ""]
+        lines += [
+            f"{title}:",
+            *(f"    [{'X' if is_available else ' '}] {name}" for name, is_available in features),
+            "",
+        ]
     return "\n".join(lines).rstrip()

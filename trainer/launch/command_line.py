@@ -1,8 +1,8 @@
 """The launcher's command line: `python -m datasvc.trainer.launch -np 2 python train.py`, with horovodrun's flags.
 
-Exit status: 0 when all ranks end well; else that of the first rank that failed, 128 + N for signal N; 2 for a
-command line that describes no job, 3 when an elastic job has reached its reset limit, 127 for a program that is not
-there, 126 for one that cannot be started; 1 when the launcher itself has failed.
+Exit status: 0 if all ranks succeed; otherwise that of the first rank that failed, 128 + N for signal N. Errors of the
+launcher: 2 for an invalid command line, 3 for an elastic job that has reached its reset limit, 127 for a program that
+does not exist, 126 for a program that cannot be started, 1 for any other failure of the launcher.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from datasvc.trainer.launch.ranks.static_job import run_static_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses, runs the job, and says on standard error which rank failed first."""
+    """Parse the command line, run the job, report the first failure on standard error, and return the exit status."""
     job, elastic = parse_arguments(arguments, os.environ)
     try:
         failure = run_job(job, elastic, os.environ)
     except ValueError as error:
-        _say(str(error))
+        _print_message(str(error))
         return 2
     except StartError as error:
-        _say(str(error))
+        _print_message(str(error))
         return 127 if isinstance(error.__cause__, FileNotFoundError) else 126
     except OSError as error:
-        _say(f"the launcher has failed: {error}")
+        _print_message(f"the launcher has failed: {error}")
         return 1
     if failure is None:
         return 0
-    _say(failure.describe())
+    _print_message(failure.describe())
     return failure.exit_status
 
 
 def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str]) -> JobFailure | None:
-    """Runs a job to its end; elastic if there are options for that.
+    """Run a job to its end, as an elastic job if `elastic` is given.
 
     Raises:
         StartError: the command cannot be started.
-        OSError: the launcher lacks something: a port, or a place for the output.
-        ValueError: the job cannot be as described.
+        OSError: no port is available, or the output files cannot be written.
+        ValueError: the job description is invalid.
     """
     if elastic is None:
         return run_static_job(job, environ)
@@ -61,7 +61,7 @@ def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str
 def parse_arguments(
     arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[LaunchJob, ElasticOptions | None]:
-    """The job that the command line describes; leaves the process with status 2 if it describes none."""
+    """Return the job that the command line describes; exit with status 2 if the command line is invalid."""
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.check_build:
@@ -71,15 +71,15 @@ def parse_arguments(
         parser.exit(0)
     try:
         if options.config_file is not None:
-            # What is on the command line comes later, so it wins.
-            given = sys.argv[1:] if arguments is None else arguments
+            # The command line is parsed after the file, so it takes precedence.
+            command_line = sys.argv[1:] if arguments is None else arguments
             switches = {
                 flag
                 for action in parser._actions  # noqa: SLF001 - argparse has no other list of its flags
                 if action.nargs == 0
                 for flag in action.option_strings
             }
-            options = parser.parse_args([*read_config_file(options.config_file, switches), *given])
+            options = parser.parse_args([*read_config_file(options.config_file, switches), *command_line])
         return _read_job(options, {} if environ is None else environ)
     except ValueError as error:
         parser.error(str(error))
@@ -88,22 +88,22 @@ def parse_arguments(
 def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchJob, ElasticOptions | None]:
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        raise ValueError("the program to run is missing")
+        raise ValueError("the program to run is missing; write it after the options, such as: python train.py")
     elastic = _read_elastic(options)
     hosts, shell = _read_hosts(options, environ, is_elastic=elastic is not None)
     num_ranks = _count_ranks(options, hosts)
     for flag in list_ignored(options):
-        note = ": the ranks talk over gloo, and NCCL on GPUs" if flag in CONTROLLERS else ""
-        _say(f"{flag} means nothing on torch.distributed and is ignored{note}")
+        note = ": the ranks communicate over gloo, and over NCCL on GPUs" if flag in CONTROLLERS else ""
+        _print_message(f"{flag} has no effect on torch.distributed and is ignored{note}")
     variables = read_engine_flags(options)
-    named = [text.partition("=") for text in options.x]
-    variables.update({name: value for name, equals, value in named if equals})
+    assignments = [text.partition("=") for text in options.x]
+    variables.update({name: value for name, equals, value in assignments if equals})
     job = LaunchJob(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,
         variables=variables,
-        passed_names=tuple(name for name, _, _ in named),
+        passed_names=tuple(name for name, _, _ in assignments),
         remote=RemoteSettings(
             shell=shell,
             ssh_port=options.ssh_port,
@@ -124,7 +124,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
 def _read_hosts(
     options: argparse.Namespace, environ: Mapping[str, str], *, is_elastic: bool
 ) -> tuple[tuple[Host, ...], str]:
-    """The hosts, and the shell that leads to them."""
+    """Return the hosts, and the remote shell for them."""
     default_slots = options.slots_per_host or 1
     if options.hosts is not None and options.hostfile is not None:
         raise ValueError("give hosts with -H or with -hostfile, not both")
@@ -141,7 +141,7 @@ def _read_hosts(
     hosts = read_allocation(environ, slots_per_host=options.slots_per_host)
     shell = options.remote_shell or ("srun" if hosts and shutil.which("srun", path=environ.get("PATH")) else "ssh")
     if len(hosts) == 1 and options.num_proc is not None and is_local(hosts[0].name, environ):
-        # The only node is this one, and the user knows how many ranks it takes.
+        # The only node is this machine, so -np decides on the number of ranks.
         hosts = ()
     return hosts, shell
 
@@ -157,8 +157,8 @@ def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 
 
 def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
-    given = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
-    if all(value is None for value in given):
+    elastic_flags = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
+    if all(value is None for value in elastic_flags):
         for name in ("elastic_timeout", "reset_limit", "blacklist_cooldown_range"):
             if getattr(options, name) is not None:
                 raise ValueError(
@@ -184,13 +184,13 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="datasvc.trainer.launch", description="Run a program as the ranks of one data-parallel job."
     )
     parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
-    parser.add_argument("--no-prefix", action="store_true", help="do not begin output lines with [rank]")
+    parser.add_argument("--no-prefix", action="store_true", help="print output lines without the prefix [rank]")
     parser.add_argument(
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         action="store_true",
         dest="stamps_lines",
-        help="begin output lines with the time",
+        help="print the time before each output line",
     )
     parser.add_argument(
         "--output-filename",
@@ -208,12 +208,14 @@ def _build_parser() -> argparse.ArgumentParser:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="end the job when a rank has not come by then; an elastic one goes on (default: name it after a minute)",
+        help="end the job if a rank has not started by then; an elastic job continues (default: only print a note)",
     )
     parser.add_argument("-x", action="append", default=[], metavar="NAME[=VALUE]", help="variable for all ranks")
-    parser.add_argument("--verbose", action="store_true", help="say what is started where")
+    parser.add_argument("--verbose", action="store_true", help="print the host and the command of each rank")
     parser.add_argument("--config-file", type=Path, metavar="FILE", help="settings in YAML, JSON or TOML")
-    parser.add_argument("-cb", "--check-build", action="store_true", help="print what this installation can do")
+    parser.add_argument(
+        "-cb", "--check-build", action="store_true", help="print the capabilities of this installation"
+    )
     parser.add_argument("-v", "--version", action="version", version=_version())
     _add_host_flags(parser)
     _add_elastic_flags(parser)
@@ -223,34 +225,38 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_host_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("hosts", "default: the Slurm allocation around the launcher, else this machine")
+    group = parser.add_argument_group("hosts", "default: the Slurm allocation of the launcher, else this machine")
     group.add_argument("-H", "--hosts", "--host", metavar="A:2,B:2", help="hosts and their slots")
     group.add_argument("-hostfile", "--hostfile", type=Path, metavar="FILE", help="lines such as: a slots=2")
-    group.add_argument("--slots-per-host", type=_positive, metavar="N", help="slots of hosts that do not say")
+    group.add_argument(
+        "--slots-per-host", type=_positive, metavar="N", help="slots of hosts without a number of slots"
+    )
     group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT")
     group.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE")
-    group.add_argument("--remote-shell", choices=("ssh", "srun"), help="what leads to other hosts")
+    group.add_argument("--remote-shell", choices=("ssh", "srun"), help="remote shell for other hosts")
     group.add_argument(
-        "--remote-python", metavar="PATH", help="interpreter on other hosts (default: this one's path)"
+        "--remote-python", metavar="PATH", help="Python interpreter on other hosts (default: the path of this one)"
     )
     group.add_argument(
-        "--network-interface", "--network-interfaces", metavar="NAMES", help="by which other hosts reach this one"
+        "--network-interface", "--network-interfaces", metavar="NAMES", help="interfaces that connect the hosts"
     )
 
 
 def _add_elastic_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("elastic", "ranks may come and go")
-    group.add_argument("--min-num-proc", "--min-np", type=_positive, metavar="N", help="wait while there are fewer")
-    group.add_argument("--max-num-proc", "--max-np", type=_positive, metavar="N", help="use no more")
-    group.add_argument("--host-discovery-script", metavar="PATH", help="prints lines such as: a:2")
-    group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="for which too few slots are waited for")
-    group.add_argument("--reset-limit", type=_positive, metavar="N", help="end with status 3 after so many changes")
+    group = parser.add_argument_group("elastic", "jobs whose number of ranks may change")
+    group.add_argument("--min-num-proc", "--min-np", type=_positive, metavar="N", help="minimum number of ranks")
+    group.add_argument("--max-num-proc", "--max-np", type=_positive, metavar="N", help="maximum number of ranks")
+    group.add_argument("--host-discovery-script", metavar="PATH", help="script that prints lines such as: a:2")
+    group.add_argument("--elastic-timeout", type=_seconds, metavar="S", help="maximum time to wait for enough slots")
+    group.add_argument(
+        "--reset-limit", type=_positive, metavar="N", help="end with status 3 after N changes of ranks"
+    )
     group.add_argument(
         "--blacklist-cooldown-range",
         type=_seconds,
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="seconds after which a host that failed may be tried again",
+        help="seconds for which a host gets no ranks after a failure",
     )
 
 
@@ -279,5 +285,5 @@ def _version() -> str:
         return "unknown"
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - a command line's answer

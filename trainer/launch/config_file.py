@@ -1,4 +1,4 @@
-"""horovodrun's configuration file: sections of settings, each the same as a flag; in YAML, JSON or TOML."""
+"""horovodrun's configuration file in YAML, JSON or TOML: sections of settings, which are converted to flags."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Where a setting's flag is not its own name in dashes.
+# Settings whose flag is not their name with dashes.
 _FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",
     ("logging", "level"): "--log-level",
     ("logging", "hide-timestamp"): "--log-hide-timestamp",
 }
-# The flags whose values are words of their own; other lists are one word with commas.
-_OF_SEVERAL_WORDS = frozenset({"--blacklist-cooldown-range"})
-# The key "controller" has one of these: each is a flag of its own.
+# Flags that take several arguments; lists for other flags become one argument with commas.
+_MULTI_ARGUMENT_FLAGS = frozenset({"--blacklist-cooldown-range"})
+# The values of the key "controller"; each has a flag.
 _CONTROLLERS = ("gloo", "mpi")
 _PREFIXES = {
     "params": "",
@@ -31,17 +31,16 @@ _PREFIXES = {
 
 
 def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
-    """The command line that a configuration file stands for.
+    """Return the command-line arguments that are equivalent to a configuration file.
 
-    `.json` and `.toml` are read as such, everything else as YAML, for which PyYAML must be installed. Names have
-    underscores or dashes.
+    Files other than `.json` and `.toml` are read as YAML, which needs PyYAML. Names may have underscores or dashes.
 
     Args:
-        path: of the file.
-        switches: the flags without a value that the command line has.
+        path: path of the file.
+        switches: flags of the command line that take no value.
 
     Raises:
-        ValueError: it cannot be read or does not hold sections of settings.
+        ValueError: the file cannot be read, or does not contain sections of settings.
     """
     try:
         content = _parse(path)
@@ -49,7 +48,7 @@ def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     if not isinstance(content, Mapping):
         raise ValueError(  # noqa: TRY004 - the file is wrong, not the caller
-            f"{path} must hold sections such as params, not {type(content).__name__}"
+            f"{path} must contain sections such as params, not a {type(content).__name__}"
         )
     return list(_list_arguments(content, path, switches))
 
@@ -85,7 +84,7 @@ def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection
         elif not isinstance(settings, Mapping):
             yield from _argument(f"--{section}", settings, path, switches)
         elif section not in _PREFIXES:
-            raise ValueError(f"{path} has a section {key}; known are {', '.join(_PREFIXES)}")
+            raise ValueError(f"{path} has an unknown section {key}; valid are {', '.join(_PREFIXES)}")
         else:
             for name, value in settings.items():
                 flag = _FLAGS.get((section, _dashed(name)), f"--{_PREFIXES[section]}{_dashed(name)}")
@@ -97,16 +96,18 @@ def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -
         yield flag
     elif value is False:
         opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
-        # A switch without an opposite is off anyway. A flag that is no switch is the parser's to refuse.
+        # A switch without an opposite is off by default. The parser rejects False for a flag that takes a value.
         if opposite in switches or flag not in switches:
             yield opposite
     elif isinstance(value, list):
-        words = [str(part) for part in value]
-        yield from (flag, *words) if flag in _OF_SEVERAL_WORDS else (f"{flag}={','.join(words)}",)
+        texts = [str(entry) for entry in value]
+        yield from (flag, *texts) if flag in _MULTI_ARGUMENT_FLAGS else (f"{flag}={','.join(texts)}",)
     elif isinstance(value, str | int | float):
         yield f"{flag}={value}"
     elif value is not None:
-        raise ValueError(f"{path}: the value of {flag[2:]} must be a number, a text or a switch, not {value!r}")
+        raise ValueError(
+            f"{path}: the value of {flag[2:]} must be a number, a string, a list, true or false, not {value!r}"
+        )
 
 
 def _dashed(name: object) -> str:

@@ -1,7 +1,7 @@
-"""horovodrun's flags that only set a variable which the engine reads in every rank, and those that mean nothing here.
+"""horovodrun's flags that set an environment variable for the engine of every rank, and flags that have no effect.
 
-A flag is given to ranks only if it is on the command line or in the configuration file, so that a variable of the
-environment stays as it is.
+A variable is set only if its flag is on the command line or in the configuration file; otherwise the value from the
+environment stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlag:
-    """A flag with a value, and its variable, which gets the value times `scale`."""
+    """A flag with a value, and its variable, which is set to the value times `scale`."""
 
     flag: str
     variable: str
@@ -23,12 +23,12 @@ class EngineFlag:
     value_type: type[int | float | str] = str
     scale: int = 1
     choices: tuple[str, ...] | None = None
-    least: float = 0
+    minimum: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSwitch:
-    """A flag without a value, its opposite, and their variable."""
+    """A flag without a value, the opposite flag, and the variable of both."""
 
     flag: str
     opposite: str
@@ -42,7 +42,7 @@ VALUES = (
         variable="HOROVOD_FUSION_THRESHOLD",
         value_type=float,
         scale=1 << 20,
-        help="size of a fusion buffer in MiB; 0 to reduce each tensor alone",
+        help="size of a fusion buffer in MiB; 0 to reduce each tensor separately",
     ),
     EngineFlag(
         flag="--cycle-time-ms",
@@ -54,12 +54,12 @@ VALUES = (
         flag="--cache-capacity",
         variable="HOROVOD_CACHE_CAPACITY",
         value_type=int,
-        help="operations whose negotiation is remembered",
+        help="maximum number of operations whose negotiation is cached",
     ),
     EngineFlag(
         flag="--timeline-filename",
         variable="HOROVOD_TIMELINE",
-        help="write a chrome trace of all operations to this file",
+        help="write a Chrome trace of all operations to this file",
     ),
     EngineFlag(
         flag="--stall-check-warning-time-seconds",
@@ -74,27 +74,27 @@ VALUES = (
         help="end the job when a rank has waited this long; 0 for never",
     ),
     EngineFlag(
-        flag="--autotune-log-file", variable="HOROVOD_AUTOTUNE_LOG", help="where autotune writes what it tried"
+        flag="--autotune-log-file", variable="HOROVOD_AUTOTUNE_LOG", help="CSV file for the samples of autotune"
     ),
     EngineFlag(
         flag="--autotune-warmup-samples",
         variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
         value_type=int,
-        help="samples that autotune ignores at first",
+        help="number of first samples that autotune ignores",
     ),
     EngineFlag(
         flag="--autotune-steps-per-sample",
         variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
         value_type=int,
-        least=1,
-        help="steps per sample of autotune",
+        minimum=1,
+        help="number of steps per sample of autotune",
     ),
     EngineFlag(
         flag="--autotune-bayes-opt-max-samples",
         variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
         value_type=int,
-        least=1,
-        help="samples after which autotune settles",
+        minimum=1,
+        help="number of samples after which autotune stops",
     ),
     EngineFlag(
         flag="--autotune-gaussian-process-noise",
@@ -106,11 +106,11 @@ VALUES = (
         flag="--gloo-timeout-seconds",
         variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
         value_type=int,
-        least=1,
-        help="after which a collective that waits for a rank fails",
+        minimum=1,
+        help="time after which a collective that waits for a rank fails",
     ),
     EngineFlag(
-        flag="--log-level", variable="HOROVOD_LOG_LEVEL", choices=_LOG_LEVELS, help="least level that is logged"
+        flag="--log-level", variable="HOROVOD_LOG_LEVEL", choices=_LOG_LEVELS, help="minimum level of log messages"
     ),
 )
 SWITCHES = (
@@ -124,7 +124,7 @@ SWITCHES = (
         flag="--no-stall-check",
         opposite="--stall-check",
         variable="HOROVOD_STALL_CHECK_DISABLE",
-        help="say nothing when ranks wait for others",
+        help="do not warn when ranks wait for others",
     ),
     EngineSwitch(
         flag="--autotune",
@@ -136,16 +136,16 @@ SWITCHES = (
         flag="--log-hide-timestamp",
         opposite="--no-log-hide-timestamp",
         variable="HOROVOD_LOG_HIDE_TIME",
-        help="log lines without the time",
+        help="omit the time in log lines",
     ),
     EngineSwitch(
         flag="--log-without-timestamp",
         opposite="--log-with-timestamp",
         variable="HOROVOD_LOG_HIDE_TIME",
-        help="the same",
+        help="same as --log-hide-timestamp",
     ),
 )
-# Accepted, so that command lines written for Horovod run; True for those that take a value.
+# Accepted so that command lines for Horovod work; True for flags that take a value.
 WITHOUT_MEANING = {
     "--hierarchical-allreduce": False,
     "--no-hierarchical-allreduce": False,
@@ -164,9 +164,9 @@ WITHOUT_MEANING = {
     "--mpi": False,
     "--jsrun": False,
 }
-# Of these, what other processes would run the job with.
+# Those of them that choose the controller, which would run the job in Horovod.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
-# Without meaning too, and what they ask for is so anyway: no word is lost about them.
+# Also without effect, but the requested behavior is the default: no note is printed.
 ALREADY_SO = (
     "--gloo",
     "--disable-cache",
@@ -176,7 +176,7 @@ ALREADY_SO = (
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds all of these flags to a parser."""
+    """Add all flags of this module to a parser."""
     group = parser.add_argument_group("engine", "set the HOROVOD_* variables that every rank reads")
     for flag in VALUES:
         group.add_argument(
@@ -201,17 +201,19 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_engine_flags(options: argparse.Namespace) -> dict[str, str]:
-    """The variables that the parsed flags set."""
-    given = vars(options)
+    """Return the environment variables that the parsed flags set."""
+    values = vars(options)
     return {
-        flag.variable: str(given[flag.variable]) for flag in (*VALUES, *SWITCHES) if given[flag.variable] is not None
+        flag.variable: str(values[flag.variable])
+        for flag in (*VALUES, *SWITCHES)
+        if values[flag.variable] is not None
     }
 
 
 def list_ignored(options: argparse.Namespace) -> list[str]:
-    """The flags that were given and mean nothing on torch.distributed."""
-    given = vars(options)
-    return [name for name in WITHOUT_MEANING if given.get(f"ignored {name}") and name not in ALREADY_SO]
+    """Return the given flags that have no effect on torch.distributed."""
+    values = vars(options)
+    return [name for name in WITHOUT_MEANING if values.get(f"ignored {name}") and name not in ALREADY_SO]
 
 
 def _number(flag: EngineFlag) -> Callable[[str], str]:
@@ -221,8 +223,10 @@ def _number(flag: EngineFlag) -> Callable[[str], str]:
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         assert isinstance(value, int | float)
-        if not flag.least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is too small" if value < flag.least else f"{text} is no number")
+        if value < flag.minimum:
+            raise argparse.ArgumentTypeError(f"{text} is too small; write a number of at least {flag.minimum}")
+        if not value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a finite number")
         return str(int(value * flag.scale) if flag.scale != 1 else value)
 
     return convert

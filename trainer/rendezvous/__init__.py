@@ -1,1 +1,1 @@
-"""How the ranks of a job meet, and which of them are missing."""
+"""Rendezvous of the ranks of a job: rank assignment, messages to the driver, detection of missing ranks."""

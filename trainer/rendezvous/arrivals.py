@@ -1,4 +1,4 @@
-"""Which rank is missing? Decides from what is known of each when to say so. Pure."""
+"""Detection of ranks that do not start, or do not call `init`, in time. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ _PREFIX = "trainer/arrived"
 
 
 def arrival_key(rank: int) -> str:
-    """What `init` sets in the launcher's store, so that the launcher can name the ranks that have not called it."""
+    """Return the key that `init` sets in the launcher's store; the launcher names ranks without this key."""
     return f"{_PREFIX}/{rank}"
 
 
 @dataclass(frozen=True)
-class Late:
-    """Ranks that have kept the others waiting for too long, and what they have not done."""
+class LateRanks:
+    """Ranks for which the others have waited too long, and the step that is missing."""
 
     ranks: tuple[int, ...]
-    what: str
+    missing_step: str
 
 
 class Arrivals:
-    """Watches the ranks come: first their processes, on hosts that may be slow or gone, then their calls of `init`.
+    """The starts of the ranks: first of their processes, then their calls of `init`.
 
-    A program need not call `init`, so a rank is late with that only once another has called it.
+    A program may never call `init`, so a rank is late with the call only after another rank has made it.
 
     Args:
-        num_ranks: of the job.
-        limit_s: for how long a rank may keep the others waiting.
-        now_s: the time of the start, on the clock of all calls.
+        num_ranks: number of ranks of the job.
+        limit_s: maximum time for which the others wait for a rank.
+        now_s: time of the start, of the clock that is used in all calls.
     """
 
     def __init__(self, num_ranks: int, *, limit_s: float, now_s: float) -> None:
@@ -38,31 +38,31 @@ class Arrivals:
         self._limit_s = limit_s
         self._start_s = now_s
         self._first_init_s: float | None = None
-        self._all_have_come = False
+        self._all_have_started = False
         self._has_reported = False
         self.is_over = False
 
-    def look(self, *, now_s: float, come: Collection[int], called: Collection[int]) -> Late | None:
-        """The ranks that are late now; each kind is reported once.
+    def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
+        """Return the ranks that are late; each missing step is reported once.
 
         Args:
-            now_s: the time.
-            come: ranks whose program runs, or has ended.
-            called: ranks that have called `init`, or have ended.
+            now_s: current time.
+            started: ranks whose program runs or has ended.
+            called: ranks that have called `init` or have ended.
         """
-        missing = tuple(rank for rank in self._ranks if rank not in come)
+        missing = tuple(rank for rank in self._ranks if rank not in started)
         if missing:
-            return self._judge(Late(missing, "start"), now_s - self._start_s)
-        if not self._all_have_come:
-            self._all_have_come, self._has_reported = True, False
+            return self._report_once(LateRanks(missing, "start"), now_s - self._start_s)
+        if not self._all_have_started:
+            self._all_have_started, self._has_reported = True, False
         missing = tuple(rank for rank in self._ranks if rank not in called)
         self.is_over = not missing
         if called and missing:
             self._first_init_s = now_s if self._first_init_s is None else self._first_init_s
-            return self._judge(Late(missing, "call hvd.init()"), now_s - self._first_init_s)
+            return self._report_once(LateRanks(missing, "call hvd.init()"), now_s - self._first_init_s)
         return None
 
-    def _judge(self, late: Late, waited_s: float) -> Late | None:
+    def _report_once(self, late: LateRanks, waited_s: float) -> LateRanks | None:
         if self._has_reported or waited_s < self._limit_s:
             return None
         self._has_reported = True

@@ -1,10 +1,10 @@
-"""How a rank hears that hosts have come or gone. Without torch: the worker of `datasvc.trainer.run` imports it."""
+"""Notification of a rank about changes of hosts. Does not import torch, for the worker of `datasvc.trainer.run`."""
 
 from __future__ import annotations
 
 
 class HostUpdateResult:
-    """What has changed, as bits."""
+    """The kinds of changes of hosts, as bits."""
 
     no_update = 0
     removed = 1
@@ -12,20 +12,20 @@ class HostUpdateResult:
     mixed = removed | added
 
 
-class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is no error
-    """Raised on every rank at once by `check_host_updates`: the ranks meet anew, with the state that they have.
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is not an error
+    """Hosts have changed: the ranks form a new round with their current state. Raised on all ranks at the same call.
 
     Args:
-        skip_sync: whether ranks have only gone, so that all that stay have the same state.
+        skip_sync: whether ranks were only removed, so that all remaining ranks have the same state.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("hosts have changed; the ranks meet anew")
+        super().__init__("hosts have changed; the ranks form a new round")
         self.skip_sync = skip_sync
 
 
 class LeaveJob(SystemExit):
-    """Raised in a worker for which there is no place any more: its process ends with status 0."""
+    """The worker has no rank in the job any more: its process exits with status 0."""
 
     def __init__(self) -> None:
         super().__init__(0)

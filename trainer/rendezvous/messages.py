@@ -1,7 +1,7 @@
-"""What workers and the driver of an elastic job say to each other, through the job's store.
+"""Messages between the workers and the driver of an elastic job, which are exchanged through the job's store.
 
-A worker pushes its words onto one queue, the driver answers under a key of the worker's own. Changes of hosts are
-pushed onto a queue of each worker's, at which a thread of it waits.
+Workers push messages onto one queue; the driver answers under a key that depends on the worker and the request. The
+driver pushes changes of hosts onto one queue per worker, which a thread of the worker reads.
 """
 
 from __future__ import annotations
@@ -12,43 +12,43 @@ from dataclasses import dataclass
 
 from datasvc.trainer.env.environment import RankPlacement
 
-WORDS_QUEUE = "elastic/words"
-# Ends whoever waits at a queue.
+MESSAGE_QUEUE = "elastic/words"
+# Ends the thread that reads a queue.
 END_OF_QUEUE = b""
 
 
 def notice_queue(worker: str) -> str:
-    """Where a worker hears of changes of hosts."""
+    """Return the name of the queue for the notices to a worker about changes of hosts."""
     return f"elastic/notices/{worker}"
 
 
 def answer_key(worker: str, number: int) -> str:
-    """Where the answer to a worker's `number`-th ask lies."""
+    """Return the key of the answer to request `number` of a worker."""
     return f"elastic/answers/{worker}/{number}"
 
 
 def training_key(worker: str) -> str:
-    """Exists from a worker's first ask until its training function has returned.
+    """Return the key that exists from a worker's first request until its training function has returned.
 
-    A program without one removes it when it ends in order.
+    A program without a training function removes it when it exits normally.
     """
     return f"elastic/training/{worker}"
 
 
 def broken_key(round_number: int) -> str:
-    """Exists as soon as a member of the round is gone."""
+    """Return the key that exists as soon as a member of the round is lost."""
     return f"elastic/broken/{round_number}"
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A worker wants a place in the next round.
+class RankRequest:
+    """Request of a worker for a rank in the next round.
 
     Args:
-        worker: who.
-        number: how many times it has asked, from 1.
-        serial: of its committed state; see `places`.
-        wants_sync: whether the ranks must copy rank 0's state before they go on.
+        worker: name of the worker.
+        number: number of the request of this worker, from 1.
+        serial: serial number of its committed state; see `RankCandidate`.
+        wants_sync: whether the ranks must copy the state of rank 0 before they continue.
     """
 
     worker: str
@@ -59,12 +59,12 @@ class Ask:
 
 @dataclass(frozen=True)
 class ScriptError:
-    """The program of a worker is about to end with an exception.
+    """Report that the program of a worker exits because of an exception.
 
     Args:
-        worker: whose.
-        text: the exception.
-        ends_job: whether no new round would mend it, so that the others need not try.
+        worker: name of the worker.
+        text: type and message of the exception.
+        ends_job: whether a new round cannot repair it, so that the job ends.
     """
 
     worker: str
@@ -74,14 +74,14 @@ class ScriptError:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The answer to an ask: a place in a round.
+    """Answer to a request: the rank of a worker in a round.
 
     Args:
-        round_number: of all rounds of the job, from 1.
-        place: in this round.
-        needs_sync: whether the ranks must copy rank 0's state before they go on.
-        notice: the newest change of hosts that this round has in it.
-        num_deaths: how many workers have died before this round.
+        round_number: number of the round in the job, from 1.
+        place: placement in this round.
+        needs_sync: whether the ranks must copy the state of rank 0 before they continue.
+        notice: number of the newest change of hosts that this round includes.
+        num_deaths: number of workers that died before this round.
     """
 
     round_number: int
@@ -93,51 +93,51 @@ class RankAssignment:
 
 @dataclass(frozen=True)
 class Leave:
-    """The answer to an ask: there is no place, end in peace."""
+    """Answer to a request: there is no rank for the worker; it exits with status 0."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Hosts have changed since the round began.
+    """Notice that hosts have changed since the round began.
 
     Args:
-        number: counts notices.
-        result: 1 removed, 2 added, 3 both, see `HostUpdateResult`.
+        number: number of the notice, from 1; 0 for none.
+        result: 1 for removed, 2 for added, 3 for both; see `HostUpdateResult`.
     """
 
     number: int = 0
     result: int = 0
 
 
-Word = Ask | ScriptError
+WorkerMessage = RankRequest | ScriptError
 Answer = RankAssignment | Leave
 
-_KINDS = {kind.__name__: kind for kind in (Ask, ScriptError, RankAssignment, Leave, Notice)}
+_KINDS = {kind.__name__: kind for kind in (RankRequest, ScriptError, RankAssignment, Leave, Notice)}
 
 
-def encode(message: Word | Answer | Notice) -> str:
-    """The message as JSON."""
+def encode(message: WorkerMessage | Answer | Notice) -> str:
+    """Return the message as JSON."""
     return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)})
 
 
-def decode_word(data: bytes) -> Word:
-    """What a worker said."""
+def decode_worker_message(data: bytes) -> WorkerMessage:
+    """Decode a message of a worker."""
     message = _decode(data)
-    assert isinstance(message, Ask | ScriptError)
+    assert isinstance(message, RankRequest | ScriptError)
     return message
 
 
 def decode_answer(data: bytes) -> Answer:
-    """What the driver answered."""
+    """Decode an answer of the driver."""
     message = _decode(data)
     assert isinstance(message, RankAssignment | Leave)
     return message
 
 
 def decode_notice(data: bytes) -> Notice:
-    """The newest change of hosts."""
+    """Decode a notice of the driver."""
     message = _decode(data)
     assert isinstance(message, Notice)
     return message

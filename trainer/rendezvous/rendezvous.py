@@ -1,6 +1,6 @@
-"""A worker's side of an elastic job: asks the driver for a place in each round, and hears of changes.
+"""A worker's connection to the driver of an elastic job: requests for ranks, reports, and host notices.
 
-Invariant: a process asks for one place at a time, after it has left its last round.
+Invariant: a process has at most one open request, and sends it only after it has left its last round.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.host_update import LeaveJob
 from datasvc.trainer.rendezvous.messages import (
     END_OF_QUEUE,
-    WORDS_QUEUE,
-    Ask,
+    MESSAGE_QUEUE,
     Leave,
     Notice,
     RankAssignment,
+    RankRequest,
     ScriptError,
     answer_key,
     broken_key,
@@ -50,48 +50,48 @@ _JOIN_TIMEOUT_S = 10.0
 
 
 class Listener(Protocol):
-    """Whoever is told of changes of hosts: an elastic state."""
+    """A receiver of changes of hosts, such as an elastic state."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """See `State`; it must not block: the next notice waits for it."""
+        """Handle a change of hosts; see `State`. It must not block, because the next notice waits for it."""
 
 
 class Rendezvous:
-    """What this process knows of its elastic job.
+    """The connection of this process to its elastic job.
 
     Args:
-        worker: its name, from the driver.
-        store: a connection of its own to the driver's store.
+        worker: name of the worker, from the driver.
+        store: connection to the driver's store, used by this object alone.
     """
 
     def __init__(self, worker: str, store: Store) -> None:
         self.serial = 0
         self.wants_sync = True
-        self.seat: RankAssignment | None = None
+        self.assignment: RankAssignment | None = None
         self._worker = worker
         self._store = store
         self._round_store: Store | None = None
-        self._num_asks = 0
+        self._num_requests = 0
         self._is_training = False
-        # Guards the seat, the newest notice and the listeners: notices come in a thread of their own.
+        # Guards the assignment, the newest notice and the listeners: a background thread receives the notices.
         self._lock = threading.Lock()
         self._notice = Notice()
         self._listeners: list[Listener] = []
 
     def join_round(self) -> RankAssignment:
-        """Asks for a place in the next round and waits for it, however long the others take.
+        """Request a rank in the next round and wait for the answer, without a time limit.
 
         Raises:
-            LeaveJob: there is no place for this worker any more.
-            RuntimeError: the driver is gone.
+            LeaveJob: there is no rank for this worker any more.
+            RuntimeError: the driver cannot be reached.
         """
-        self._num_asks += 1
-        if self._num_asks == 1:
+        self._num_requests += 1
+        if self._num_requests == 1:
             self._store.set(training_key(self._worker), "")
-        self._say(Ask(self._worker, self._num_asks, self.serial, self.wants_sync))
-        key = answer_key(self._worker, self._num_asks)
+        self._send(RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
+        key = answer_key(self._worker, self._num_requests)
         pause_s = _FIRST_PAUSE_S
-        # Asked in turns: a wait inside the store would be deaf to signals.
+        # Polling: Python cannot handle signals during a wait inside the store.
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
@@ -100,23 +100,24 @@ class Rendezvous:
             sys.stderr.write(f"this worker leaves the job: {answer.reason}\n")
             raise LeaveJob
         with self._lock:
-            self.seat = answer
+            self.assignment = answer
         return answer
 
-    def round_store(self, seat: RankAssignment, *, timeout_s: float) -> Store:
-        """The store through which the members of this round connect, and how long one waits for another there."""
-        # Kept, because torch keeps no more of it than its C++ half: groups that are made later need the other too.
+    def round_store(self, assignment: RankAssignment, *, timeout_s: float) -> Store:
+        """Return the store through which the members of a round connect; `timeout_s` limits each wait in it."""
+        # Kept alive here: torch holds a reference to the C++ object only, and later groups need the Python object
+        # too.
         self._round_store = RoundStore(
             self._store,
-            prefix=f"trainer/{seat.round_number}",
-            broken_key=broken_key(seat.round_number),
+            prefix=f"trainer/{assignment.round_number}",
+            broken_key=broken_key(assignment.round_number),
             timeout_s=timeout_s,
         )
         return self._round_store
 
     @contextlib.contextmanager
     def notifying(self, listener: Listener) -> Iterator[None]:
-        """While inside, the listener is told of each change of hosts as soon as the driver says so."""
+        """Notify a listener of each change of hosts inside the block."""
         with self._lock:
             self._listeners.append(listener)
         try:
@@ -127,16 +128,16 @@ class Rendezvous:
                 self._listeners.remove(listener)
 
     def repeat_notice(self) -> None:
-        """Tells the listeners of the newest change of hosts once more, unless this round has it in it."""
+        """Notify the listeners again of the newest change of hosts, unless this round includes it."""
         self._notify()
 
     def receive_notices(self, store: Store) -> None:
-        """Passes changes of hosts on until the queue or the driver ends.
+        """Notify the listeners of changes of hosts until the queue or the driver ends.
 
         Args:
-            store: a connection of its own, because one that waits does nothing else.
+            store: separate connection, because a connection that waits blocks all other calls.
         """
-        # Without the driver there are no changes; who asks for a place next hears of that.
+        # The loss of the driver is not reported here: the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
             while (data := store.queue_pop(notice_queue(self._worker))) != END_OF_QUEUE:
                 with self._lock:
@@ -144,62 +145,66 @@ class Rendezvous:
                 self._notify()
 
     def end_notices(self) -> None:
-        """Makes `receive_notices` return."""
+        """Make `receive_notices` return."""
         with contextlib.suppress(RuntimeError):
             self._store.queue_push(notice_queue(self._worker), END_OF_QUEUE)
 
     def report_error(self, error: BaseException, *, ends_job: bool = False) -> None:
-        """Tells the driver that this program ends with an error, and whether no other rank need go on."""
-        # A driver that is gone needs no words, and the error itself must not be lost to another.
+        """Report to the driver that this program exits with an error, and whether the job must end."""
+        # A failure of the report must not hide the original error.
         with contextlib.suppress(RuntimeError):
-            self._say(ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
+            self._send(ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
 
     def begin_training(self) -> None:
-        """Tells the driver that the training function runs. Raises RuntimeError: the driver is gone."""
+        """Report to the driver that the training function runs.
+
+        Raises:
+            RuntimeError: the driver cannot be reached.
+        """
         self._is_training = True
         self._store.set(training_key(self._worker), "")
 
     def end_training(self) -> None:
-        """Tells the driver that the training function has returned; when this returns, the driver knows."""
+        """Report to the driver that the training function has returned; the driver's store is updated on return."""
         self._is_training = False
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(training_key(self._worker))
 
     def end_program(self) -> None:
-        """Tells the driver that a program without a training function has come to its end."""
+        """Report to the driver that a program without a training function has finished."""
         if not self._is_training:
             self.end_training()
 
     def _notify(self) -> None:
         with self._lock:
-            # A late notice may be in the round already: told then, it would end the round for nothing.
-            if self.seat is None or self._notice.number <= self.seat.notice:
+            # The round may include a late notice already: reporting it would end the round without need.
+            if self.assignment is None or self._notice.number <= self.assignment.notice:
                 return
             notice, listeners = self._notice, tuple(self._listeners)
-        # Not under the lock: an override that waits would block the thread that joins the next round.
+        # Called without the lock: an override that waits would block the thread that joins the next round.
         for listener in listeners:
             try:
                 listener.on_hosts_updated(notice.number, notice.result)
             except Exception:
-                # A state may override it; the thread must live, for the changes that come later.
+                # An override may raise; the thread must survive it, to report later changes.
                 logger.exception("on_hosts_updated has failed")
 
-    def _say(self, word: Ask | ScriptError) -> None:
-        self._store.queue_push(WORDS_QUEUE, encode(word))
+    def _send(self, word: RankRequest | ScriptError) -> None:
+        self._store.queue_push(MESSAGE_QUEUE, encode(word))
 
 
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:
-    """Tells the driver of an error that ends the main thread, wherever in the program; then goes on as before.
+    """Install an exception hook that reports errors of the main thread to the driver, then calls the previous hook.
 
-    Not of a `HorovodInternalError`: that is the loss of another rank, or was told already.
+    It does not report a `HorovodInternalError`: its cause is the loss of another rank, or it was reported before.
     """
-    shown_by, pid = sys.excepthook, os.getpid()
+    previous_hook, pid = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        # A child that was forked is not the rank.
+        # A forked child is not the rank.
         if not isinstance(error, HorovodInternalError) and os.getpid() == pid:
             rendezvous.report_error(error)
-        shown_by(kind, error, traceback)
+        previous_hook(kind, error, traceback)
 
     sys.excepthook = report
 
@@ -209,18 +214,18 @@ _rendezvous: Rendezvous | None = None
 
 
 def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
-    """This process's part in the elastic job that the environment names; None if it names none.
+    """Return the connection to the elastic job that the environment names; None if it names none.
 
-    Made once: later calls return the same.
+    The connection is created once; later calls return the same object.
 
     Raises:
-        RuntimeError: the driver is out of reach.
+        RuntimeError: the driver cannot be reached.
     """
     global _rendezvous  # noqa: PLW0603 - a process is in one job
     with _lock:
         if _rendezvous is None and WORKER_VARIABLE in environ:
             store, notice_store = _connect(environ), _connect(environ)
-            # Changes may be days apart.
+            # The queue may stay empty for days.
             notice_store.set_timeout(dt.timedelta(days=1000))
             _rendezvous = Rendezvous(environ[WORKER_VARIABLE], store)
             report_uncaught_errors(_rendezvous)
@@ -244,11 +249,11 @@ def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
     pid = os.getpid()
 
     def end() -> None:
-        # A child that was forked has neither the thread nor a right to end the queue of the rank.
+        # A forked child does not have the thread, and must not end the queue of the rank.
         if os.getpid() != pid:
             return
         rendezvous.end_program()
-        # An interpreter that ends while a thread is inside the store may abort.
+        # The interpreter may abort if it exits while a thread is inside the store.
         rendezvous.end_notices()
         thread.join(_JOIN_TIMEOUT_S)
 
@@ -256,5 +261,5 @@ def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
 
 
 def current_rendezvous() -> Rendezvous | None:
-    """What `open_rendezvous` made; None before, and outside an elastic job."""
+    """Return the object that `open_rendezvous` created; None before that, and outside an elastic job."""
     return _rendezvous

@@ -1,4 +1,4 @@
-"""Enters the next round of an elastic job: asks for a place, and connects to the other members."""
+"""Join of the next round of an elastic job: request of a rank, and connection to the other members."""
 
 from __future__ import annotations
 
@@ -18,45 +18,48 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# Members of a round have all asked for it, so they come at once. One that dies while it connects holds the others up
-# for some times the second.
+# All members of a round wait for it, so they connect at once. If one dies while it connects, the others wait for a
+# few times the second timeout.
 _MEET_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-# Deaths do not come in so many rounds one after the other; what does is a network that lets nobody through.
+# Failures in so many consecutive rounds are not deaths of ranks, but a network that blocks connections.
 _MAX_ROUNDS = 5
 
 
 def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPlacement, Transport]:
-    """Returns once this process is in a round in which all members have connected.
+    """Join a round, and return when all its members have connected.
 
-    It makes the default process group, if there is more than one rank.
+    With more than one rank, this creates the default process group.
 
     Raises:
-        HorovodInternalError: the members could not connect, in several rounds one after the other; the driver knows.
-        LeaveJob: there is no place for this process any more.
-        ValueError: there is a default process group already.
+        HorovodInternalError: the members could not connect in several consecutive rounds; the driver gets a report.
+        LeaveJob: there is no rank for this process any more.
+        ValueError: a default process group exists already.
     """
     if dist.is_initialized():
-        raise ValueError("in an elastic job hvd.init() makes the default process group, but there is one already")
+        raise ValueError(
+            "in an elastic job hvd.init() creates the default process group, but one exists already; remove the call "
+            "of torch.distributed.init_process_group"
+        )
     for attempt in range(1, _MAX_ROUNDS + 1):
-        seat = rendezvous.join_round()
-        if seat.place.size == 1:
-            return seat.place, LoopbackTransport()
+        assignment = rendezvous.join_round()
+        if assignment.place.size == 1:
+            return assignment.place, LoopbackTransport()
         try:
-            store = rendezvous.round_store(seat, timeout_s=min(settings.timeout_s, _MEET_TIMEOUT_S))
-            return seat.place, _connect(seat.place, settings, store)
+            store = rendezvous.round_store(assignment, timeout_s=min(settings.timeout_s, _MEET_TIMEOUT_S))
+            return assignment.place, _connect(assignment.place, settings, store)
         except RuntimeError as error:
-            # Someone has died on the way. The driver knows, or will, and makes another round.
-            logger.warning("round %d did not come about: %s", seat.round_number, error)
+            # A member died while it connected. The driver detects that and begins another round.
+            logger.warning("round %d failed before all ranks had connected: %s", assignment.round_number, error)
             if attempt == _MAX_ROUNDS:
-                raise _give_up(rendezvous, seat.place, error) from error
+                raise _give_up(rendezvous, assignment.place, error) from error
     raise AssertionError("the last attempt returns or raises")
 
 
 def _give_up(rendezvous: Rendezvous, place: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
     error = HorovodInternalError(
-        f"rank {place.rank} could not connect to the other ranks in {_MAX_ROUNDS} rounds, one after the other; is "
-        f"GLOO_SOCKET_IFNAME right, and does the network let them through? The last time: {reason}"
+        f"rank {place.rank} could not connect to the other ranks in {_MAX_ROUNDS} consecutive rounds; check "
+        f"GLOO_SOCKET_IFNAME and the firewall between the hosts. Last error: {reason}"
     )
     rendezvous.report_error(error, ends_job=True)
     return error
@@ -65,7 +68,7 @@ def _give_up(rendezvous: Rendezvous, place: RankPlacement, reason: RuntimeError)
 def _connect(place: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
     gpu = name_own_gpu(place)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
-    # torch names groups by counting, and counts those that did not come about: others may have had fewer of these.
+    # torch numbers groups, and counts failed ones too; ranks may have seen different numbers of failures.
     _world.group_count = 0
     hook = sys.excepthook
     try:
@@ -83,6 +86,6 @@ def _connect(place: RankPlacement, settings: EngineSettings, store: Store) -> Tr
             dist.destroy_process_group()
         raise
     finally:
-        # torch's hook would say the rank of this round for ever, and one more with each round.
+        # torch installs a hook that prefixes errors with the rank of this round; each round would add another one.
         sys.excepthook = hook
     return transport

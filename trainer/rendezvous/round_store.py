@@ -1,6 +1,6 @@
-"""The store through which the ranks of one round connect: it gives up as soon as one of them is gone.
+"""The store through which the ranks of one round connect; its waits fail as soon as one of the ranks is lost.
 
-Without it, ranks that wait for the address of one that has died wait for the whole timeout.
+Without it, ranks that wait for the address of a dead rank would wait for the full timeout.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _MAX_PAUSE_S = 0.05
 
 
 class RoundStore(Store):
-    """Passes everything on to a store under a prefix of the round.
+    """A view of the job's store with a key prefix for the round.
 
     Args:
-        store: the job's.
-        prefix: put before every key, different in every round.
-        broken_key: of the job's store; once it exists, whoever waits for a key is let go.
-        timeout_s: for which a key is waited for at most, unless the wait says otherwise.
+        store: store of the job.
+        prefix: prefix of every key, different in every round.
+        broken_key: key of the job's store; once it exists, every wait fails.
+        timeout_s: default limit of a wait for a key.
     """
 
     def __init__(self, store: Store, *, prefix: str, broken_key: str, timeout_s: float) -> None:
@@ -33,62 +33,62 @@ class RoundStore(Store):
         self._timeout = dt.timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: str) -> None:
-        """See `torch.distributed.Store`, as for the others."""
-        self._store.set(self._named(key), value)
+        """See `torch.distributed.Store`."""
+        self._store.set(self._prefixed(key), value)
 
     def get(self, key: str) -> bytes:
-        """Waits for the key.
+        """Wait for the key and return its value.
 
         Raises:
-            RuntimeError: a member of the round is gone, or the timeout is over.
+            RuntimeError: a member of the round is lost, or the timeout has expired.
         """
         self.wait([key])
-        return bytes(self._store.get(self._named(key)))
+        return bytes(self._store.get(self._prefixed(key)))
 
     def add(self, key: str, amount: int) -> int:
-        """See `set`."""
-        return int(self._store.add(self._named(key), amount))
+        """See `torch.distributed.Store`."""
+        return int(self._store.add(self._prefixed(key), amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `set`."""
-        return bool(self._store.check([self._named(key) for key in keys]))
+        """See `torch.distributed.Store`."""
+        return bool(self._store.check([self._prefixed(key) for key in keys]))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `set`."""
-        return bytes(self._store.compare_set(self._named(key), expected, desired))
+        """See `torch.distributed.Store`."""
+        return bytes(self._store.compare_set(self._prefixed(key), expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """See `set`."""
-        return bool(self._store.delete_key(self._named(key)))
+        """See `torch.distributed.Store`."""
+        return bool(self._store.delete_key(self._prefixed(key)))
 
     def num_keys(self) -> int:
-        """Of all rounds."""
+        """Return the number of keys of all rounds."""
         return int(self._store.num_keys())
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """For `wait` and `get` from now on."""
+        """Set the limit of `wait` and `get`."""
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
-        """Whether there are `append` and the like: nobody here needs them."""
+        """Return False: `append` and the other extended methods are not implemented."""
         return False
 
     def wait(self, keys: Sequence[str], timeout: dt.timedelta | None = None) -> None:
-        """Returns when the keys exist.
+        """Wait until the keys exist.
 
         Raises:
             RuntimeError: see `get`.
         """
         deadline_s = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause_s = _FIRST_PAUSE_S
-        # Asked in turns: a wait inside the store could not be let go.
+        # Polling: a wait inside the store could not be interrupted when a member is lost.
         while not self.check(keys):
             if self._store.check([self._broken_key]):
                 raise RuntimeError(self._store.get(self._broken_key).decode())
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"waited too long for {', '.join(keys)}")
+                raise RuntimeError(f"no other rank has set {', '.join(keys)} in time")
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
 
-    def _named(self, key: str) -> str:
+    def _prefixed(self, key: str) -> str:
         return f"{self._prefix}/{key}"

@@ -68,7 +68,7 @@ class State(hvd.elastic.TorchState):
 
 def rounds():
     current = current_rendezvous()
-    return 0 if current is None else current.seat.round_number
+    return 0 if current is None else current.assignment.round_number
 
 
 def reaching(point, function):

@@ -304,7 +304,7 @@ class Meetings:
         self.deaths, self.num_rounds, self.reported, self.trained = deaths, 0, [], []
 
     @property
-    def seat(self):
+    def assignment(self):
         self.num_rounds += 1
         return RankAssignment(
             1, RankPlacement(), needs_sync=True, notice=0, num_deaths=self.num_rounds if self.deaths else 0

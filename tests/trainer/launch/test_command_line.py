@@ -106,7 +106,7 @@ def test_flags_that_mean_nothing_here_are_accepted_with_a_note(capsys):
     flags = [word for name, takes in WITHOUT_MEANING.items() for word in ([name, "1"] if takes else [name])]
     job_of("-np", "2", "--gloo", "--disable-cache", *flags)
     said = capsys.readouterr().err
-    assert "--hierarchical-allreduce means nothing on torch.distributed and is ignored" in said
+    assert "--hierarchical-allreduce has no effect on torch.distributed and is ignored" in said
     assert "--mpi-args" in said
     assert "--gloo" not in said
     assert "--no-torus-allreduce" not in said
@@ -216,7 +216,7 @@ def read_config(tmp_path, content):
 
 @pytest.mark.parametrize(
     ("controller", "note"),
-    [("gloo", ""), ("MPI", "--mpi means nothing on torch.distributed and is ignored: the ranks")],
+    [("gloo", ""), ("MPI", "--mpi has no effect on torch.distributed and is ignored: the ranks")],
 )
 def test_the_controller_of_a_configuration_file_is_gloo_or_said_to_be(capsys, tmp_path, controller, note):
     job, _ = read_config(tmp_path, {"controller": controller, "verbose": True})
@@ -268,8 +268,8 @@ def test_names_in_a_configuration_file_may_have_dashes(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1]", "must hold sections"),
-        ('{"parms": {}}', "has a section parms; known are params"),
+        ("[1]", "must contain sections"),
+        ('{"parms": {}}', "has an unknown section parms; valid are params"),
         ('{"params": {"cycle_time_ms": {}}}', "the value of cycle-time-ms must be"),
         ("{", "cannot read"),
         ('{"controller": "ring"}', "the controller must be gloo or mpi, not 'ring'"),

@@ -1,16 +1,16 @@
 """Which rank is missing? The clock is given."""
 
-from datasvc.trainer.rendezvous.arrivals import Arrivals, Late
+from datasvc.trainer.rendezvous.arrivals import Arrivals, LateRanks
 
 
 def look(arrivals, now_s, come=(), called=()):
-    return arrivals.look(now_s=now_s, come=set(come), called=set(called))
+    return arrivals.find_late(now_s=now_s, started=set(come), called=set(called))
 
 
 def test_ranks_whose_process_does_not_come_are_late_after_the_limit_and_named_once():
     arrivals = Arrivals(3, limit_s=10.0, now_s=100.0)
     assert look(arrivals, 109.0, come=[1]) is None
-    assert look(arrivals, 110.0, come=[1]) == Late((0, 2), "start")
+    assert look(arrivals, 110.0, come=[1]) == LateRanks((0, 2), "start")
     assert look(arrivals, 120.0, come=[1]) is None
 
 
@@ -19,14 +19,14 @@ def test_a_rank_that_does_not_call_init_is_late_counted_from_the_first_that_did(
     assert look(arrivals, 1000.0, come=[0, 1]) is None
     assert look(arrivals, 1001.0, come=[0, 1], called=[1]) is None
     assert look(arrivals, 1010.0, come=[0, 1], called=[1]) is None
-    assert look(arrivals, 1011.0, come=[0, 1], called=[1]) == Late((0,), "call hvd.init()")
+    assert look(arrivals, 1011.0, come=[0, 1], called=[1]) == LateRanks((0,), "call hvd.init()")
 
 
 def test_ranks_that_came_late_may_be_late_with_init_too():
     arrivals = Arrivals(2, limit_s=10.0, now_s=0.0)
-    assert look(arrivals, 10.0) == Late((0, 1), "start")
+    assert look(arrivals, 10.0) == LateRanks((0, 1), "start")
     assert look(arrivals, 20.0, come=[0, 1], called=[0]) is None
-    assert look(arrivals, 30.0, come=[0, 1], called=[0]) == Late((1,), "call hvd.init()")
+    assert look(arrivals, 30.0, come=[0, 1], called=[0]) == LateRanks((1,), "call hvd.init()")
 
 
 def test_the_watch_is_over_when_all_have_called():

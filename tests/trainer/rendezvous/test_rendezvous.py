@@ -14,15 +14,15 @@ from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous import rendezvous as rendezvous_module
 from datasvc.trainer.rendezvous.messages import (
-    WORDS_QUEUE,
-    Ask,
+    MESSAGE_QUEUE,
     Leave,
     Notice,
     RankAssignment,
+    RankRequest,
     ScriptError,
     answer_key,
     broken_key,
-    decode_word,
+    decode_worker_message,
     encode,
     notice_queue,
     training_key,
@@ -50,8 +50,8 @@ def test_a_worker_asks_and_gets_the_answer_to_its_own_question(store):
     assert rendezvous.join_round() == SEAT
     store.set(answer_key(WORKER, 2), encode(SEAT))
     rendezvous.join_round()
-    asks = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(2)]
-    assert asks == [Ask(WORKER, 1, 5, wants_sync=False), Ask(WORKER, 2, 5, wants_sync=False)]
+    asks = [decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) for _ in range(2)]
+    assert asks == [RankRequest(WORKER, 1, 5, wants_sync=False), RankRequest(WORKER, 2, 5, wants_sync=False)]
 
 
 def test_a_worker_that_is_told_to_leave_ends_well(store, capsys):
@@ -170,7 +170,7 @@ def test_a_programs_error_is_reported_with_its_kind(store):
     rendezvous = Rendezvous(WORKER, store)
     rendezvous.report_error(KeyError("x"))
     rendezvous.report_error(HorovodInternalError("no"), ends_job=True)
-    words = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(2)]
+    words = [decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) for _ in range(2)]
     assert words[0] == ScriptError(WORKER, "KeyError: 'x'")
     assert words[1] == ScriptError(WORKER, "HorovodInternalError: no", ends_job=True)
 
@@ -183,7 +183,7 @@ def test_an_error_outside_the_training_function_is_reported_and_still_shown(stor
     for error in errors:
         sys.excepthook(type(error), error, None)
     assert shown == errors
-    assert decode_word(store.queue_pop(WORDS_QUEUE)) == ScriptError(WORKER, "KeyError: 'lr'")
+    assert decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) == ScriptError(WORKER, "KeyError: 'lr'")
 
 
 def test_the_driver_can_see_whether_the_training_function_of_a_worker_has_returned(store, seated):
@@ -238,8 +238,8 @@ def test_the_store_of_a_round_has_keys_of_its_own_and_times_out(store):
     assert rounds[0].get("key") == b"old"
     assert not rounds[1].check(["key"])
     assert rounds[1].add("count", 2) == 2
-    with pytest.raises(RuntimeError, match="waited too long for key"):
+    with pytest.raises(RuntimeError, match="has set key in time"):
         rounds[1].wait(["key"], dt.timedelta(seconds=0.01))
     rounds[1].set_timeout(dt.timedelta(seconds=0.01))
-    with pytest.raises(RuntimeError, match="waited too long for key"):
+    with pytest.raises(RuntimeError, match="has set key in time"):
         rounds[1].get("key")

@@ -10,12 +10,12 @@ from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.messages import (
-    WORDS_QUEUE,
-    Ask,
+    MESSAGE_QUEUE,
     RankAssignment,
+    RankRequest,
     ScriptError,
     answer_key,
-    decode_word,
+    decode_worker_message,
     encode,
 )
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous
@@ -34,9 +34,9 @@ def test_a_worker_that_can_never_connect_gives_up_after_some_rounds_and_says_why
     for number in range(1, 6):
         seat = RankAssignment(number, RankPlacement(0, 2, 0, 2, 0, 1), needs_sync=True, notice=0)
         store.set(answer_key(WORKER, number), encode(seat))
-    with pytest.raises(HorovodInternalError, match=r"5 rounds.*no-such-card"):
+    with pytest.raises(HorovodInternalError, match=r"5 consecutive rounds.*no-such-card"):
         join_round(Rendezvous(WORKER, store.clone()), EngineSettings())
-    words = [decode_word(store.queue_pop(WORDS_QUEUE)) for _ in range(6)]
-    assert [type(word) for word in words] == [Ask] * 5 + [ScriptError]
+    words = [decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) for _ in range(6)]
+    assert [type(word) for word in words] == [RankRequest] * 5 + [ScriptError]
     assert "no-such-card" in words[-1].text
     assert words[-1].ends_job

@@ -1,1 +1,1 @@
-"""The driver of an elastic job: discovers hosts, decides who is a member, starts workers."""
+"""The driver of an elastic job in the launcher: host discovery, membership decisions, start of workers."""

@@ -1,4 +1,4 @@
-"""What the driver of an elastic job does next: decided in `membership`, done in `driver`. Values only."""
+"""The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them. Values only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start a worker's process; `place` is the one that it will have if all others come too."""
+    """Start the process of a worker; `place` is its placement if all expected workers join."""
 
     worker: str
     host: str
@@ -19,14 +19,14 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """End a worker's process: nobody waits for it."""
+    """Terminate the process of a worker."""
 
     worker: str
 
 
 @dataclass(frozen=True)
 class StopWorker:
-    """Answer a worker's ask: there is no place for it."""
+    """Answer a worker's request: there is no rank for it, and it exits."""
 
     worker: str
     number: int
@@ -34,17 +34,17 @@ class StopWorker:
 
 
 @dataclass(frozen=True)
-class Seated:
-    """Answer a worker's ask: this is its place."""
+class AssignRank:
+    """Answer a worker's request with its rank in the next round."""
 
     worker: str
     number: int
-    seat: RankAssignment
+    assignment: RankAssignment
 
 
 @dataclass(frozen=True)
 class Break:
-    """Tell the members of a round that one of them is gone, for those that still wait to connect to it."""
+    """Report that a member of a round is lost, so that members that wait to connect to it stop waiting."""
 
     round_number: int
     reason: str
@@ -52,28 +52,28 @@ class Break:
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell these members of the round that hosts have changed."""
+    """Notify members of the round of a change of hosts."""
 
     notice: Notice
     workers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Say:
-    """Tell people."""
+class PrintMessage:
+    """Print a message on standard error of the launcher."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Finish:
-    """The job is over.
+    """End the job.
 
     Args:
-        exit_status: of the launcher.
-        reason: why it did not end well; empty if it did.
-        worker: the one that failed first, if one did; `reason` then follows its name.
-        others: what happened to further ones since the ranks met last, a line each.
+        exit_status: exit status of the launcher.
+        reason: reason of the failure; empty after success.
+        worker: worker that failed first, if any; `reason` then completes a sentence that begins with its name.
+        others: one line for each other worker that failed since the last round began.
     """
 
     exit_status: int
@@ -82,4 +82,4 @@ class Finish:
     others: tuple[str, ...] = ()
 
 
-Action = Start | Stop | StopWorker | Seated | Break | Announce | Say | Finish
+Action = Start | Stop | StopWorker | AssignRank | Break | Announce | PrintMessage | Finish

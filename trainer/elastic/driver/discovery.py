@@ -1,4 +1,4 @@
-"""Asks a script, again and again, which hosts there are."""
+"""Host discovery: runs the user's script periodically and reports changes of the hosts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _SCRIPT_TIMEOUT_S = 60.0
 
 
 class DiscoveryError(Exception):
-    """The script failed, or printed something else than hosts. What was known before stands."""
+    """The discovery script failed, or its output is not a list of hosts; the previous hosts stay valid."""
 
 
 def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT_TIMEOUT_S) -> tuple[Host, ...]:
-    """The hosts that the script prints: lines `host` or `host:slots`.
+    """Run the script and return the hosts that it prints, as lines `host` or `host:slots`.
 
     Args:
-        script: a shell's command line, usually a path.
-        default_slots: of lines without slots.
-        timeout_s: a script that takes longer is ended, with what it has started.
+        script: command line for a shell, usually a path.
+        default_slots: number of slots of hosts without a number.
+        timeout_s: time after which the script and its children are killed.
 
     Raises:
-        DiscoveryError: it cannot be run, fails, takes too long, or prints no hosts.
+        DiscoveryError: the script fails, takes too long, or does not print hosts.
     """
     process = subprocess.Popen(  # noqa: S602 - the user's own command line
         script,
@@ -45,29 +45,30 @@ def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT
     except subprocess.TimeoutExpired:
         raise DiscoveryError(f"'{script}' took longer than {timeout_s:g} s") from None
     finally:
-        # Not reaped before, so the group's number is still its own.
+        # The process is not reaped yet, so no other process group can have its number.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode:
-        last_words = errors.strip().splitlines()[-1:] or ["it says nothing"]
-        raise DiscoveryError(f"'{script}' exited with status {process.returncode}: {last_words[0]}")
+        last_line = errors.strip().splitlines()[-1:] or ["it printed no error"]
+        raise DiscoveryError(f"'{script}' exited with status {process.returncode}: {last_line[0]}")
     try:
         return parse_host_file(output, default_slots=default_slots)
     except ValueError as error:
-        raise DiscoveryError(f"what '{script}' prints is no list of hosts: {error}") from None
+        raise DiscoveryError(f"the output of '{script}' is not a list of hosts: {error}") from None
 
 
 class Discovery:
-    """Runs the script in a thread of its own. A context: leaving it stops that.
+    """Periodic host discovery in a background thread, as a context manager.
 
     Args:
         script: see `run_discovery`.
-        default_slots: likewise.
-        interval_s: between the end of one run and the start of the next.
-        on_hosts: gets the hosts of the first run and after each change, from the thread.
-        on_error: gets each new reason for a failure, from the thread; the script is then asked again.
+        default_slots: see `run_discovery`.
+        interval_s: time between the end of one run and the start of the next.
+        on_hosts: callback for the hosts of the first run and after each change; called from the thread.
+        on_error: callback for each new failure message; called from the thread. The script runs again after a
+            failure.
     """
 
     def __init__(
@@ -92,22 +93,22 @@ class Discovery:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Not joined: a script that hangs must not hold up the end of the job.
+        # The thread is not joined: a script that hangs must not delay the end of the job.
         self._stopped.set()
 
     def _run(self) -> None:
-        known: tuple[Host, ...] | None = None
-        complaint: str | None = None
+        previous_hosts: tuple[Host, ...] | None = None
+        last_error: str | None = None
         while not self._stopped.is_set():
             try:
                 hosts = run_discovery(self._script, default_slots=self._default_slots)
             except DiscoveryError as error:
-                if str(error) != complaint:
-                    complaint = str(error)
-                    self._on_error(complaint)
+                if str(error) != last_error:
+                    last_error = str(error)
+                    self._on_error(last_error)
             else:
-                complaint = None
-                if hosts != known:
-                    known = hosts
+                last_error = None
+                if hosts != previous_hosts:
+                    previous_hosts = hosts
                     self._on_hosts(hosts)
             self._stopped.wait(self._interval_s)

@@ -1,6 +1,7 @@
-"""Runs an elastic job: does what `membership` decides, and tells it what happens.
+"""The driver of an elastic job: passes events to `membership` and executes the actions that it returns.
 
-One thread decides and acts, on one queue of events. Other threads only wait for something and put it there.
+Invariant: one thread takes events from one queue and executes the actions. The other threads only wait for something
+and put an event into the queue.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING
 from datasvc.trainer.elastic.driver.actions import (
     Action,
     Announce,
+    AssignRank,
     Break,
     Finish,
-    Say,
-    Seated,
+    PrintMessage,
     Start,
     Stop,
     StopWorker,
@@ -39,12 +40,12 @@ from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_store
 from datasvc.trainer.rendezvous.messages import (
     END_OF_QUEUE,
-    WORDS_QUEUE,
-    Ask,
+    MESSAGE_QUEUE,
     Leave,
+    RankRequest,
     answer_key,
     broken_key,
-    decode_word,
+    decode_worker_message,
     encode,
     notice_queue,
     training_key,
@@ -60,7 +61,7 @@ Event = Callable[[], list[Action]]
 
 @dataclass(frozen=True)
 class ElasticFailure:
-    """Why an elastic job did not end well."""
+    """The failure of an elastic job."""
 
     exit_status: int
     reason: str
@@ -70,7 +71,7 @@ class ElasticFailure:
     others: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Which worker failed first, if one did, how, what happened to others, and the end of its output."""
+        """Describe the first failure, the failures of other workers, and the end of the worker's output."""
         others = [f"  {other}" for other in self.others]
         if self.worker is None:
             return "\n".join([self.reason, *others])
@@ -80,14 +81,14 @@ class ElasticFailure:
 
 
 def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
-    """Runs a job whose ranks may come and go, to its end. A signal to the launcher ends it.
+    """Run an elastic job to its end. A signal to the launcher ends the job.
 
     Returns:
-        None if the last ranks ended with status 0.
+        None if the last ranks exited with status 0.
 
     Raises:
-        OSError: no port can be had.
-        ValueError: the numbers of ranks or a setting in the environment make no sense.
+        OSError: no port is available.
+        ValueError: the numbers of ranks contradict each other, or a setting in the environment is invalid.
     """
     limits = plan_limits(job, options, environ)
     interval_s = read_discovery_interval_s(environ)
@@ -98,7 +99,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
         membership = JobMembership(limits, now_s=time.monotonic())
         driver = _Driver(job, environ, membership, group, listener, is_here=is_here)
-        stack.enter_context(_ending_on_signals(driver))
+        stack.enter_context(_interrupted_by_signals(driver))
         if options.discovery_script is None:
             driver.find_hosts(hosts)
         else:
@@ -107,7 +108,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
                 default_slots=options.slots_per_host or 1,
                 interval_s=interval_s,
                 on_hosts=driver.find_hosts,
-                on_error=driver.complain,
+                on_error=driver.report_discovery_error,
             )
             stack.enter_context(discovery)
         return driver.run()
@@ -136,10 +137,10 @@ class _Driver:
         self._slots: dict[str, int] = {}
         self._last_lines: dict[str, tuple[str, ...]] = {}
         self._finish: Finish | None = None
-        self._words_thread = threading.Thread(target=self._hear_words, name="elastic-words", daemon=True)
+        self._message_thread = threading.Thread(target=self._receive_messages, name="elastic-messages", daemon=True)
 
     def find_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """These are all hosts now. From any thread, as the methods below up to `run`."""
+        """Report the complete list of hosts. Safe in any thread, like the methods below up to `run`."""
 
         def event() -> list[Action]:
             self._slots = {host.name: host.num_slots for host in hosts}
@@ -147,29 +148,29 @@ class _Driver:
 
         self._events.put(event)
 
-    def complain(self, text: str) -> None:
-        """Discovery has failed."""
-        self._events.put(lambda: [Say(f"host discovery: {text}; it is asked again")])
+    def report_discovery_error(self, text: str) -> None:
+        """Report a failure of host discovery."""
+        self._events.put(lambda: [PrintMessage(f"host discovery: {text}; the script runs again")])
 
     def interrupt(self, number: int) -> None:
-        """The launcher got a signal; the ranks get it too. Safe in a signal handler."""
-        # First, so that no rank that ends of it is taken for one that died.
+        """End the job after a signal to the launcher, and forward the signal to the ranks; for signal handlers."""
+        # Before the signal is sent: ranks that it ends must not be counted as failures.
         self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
         self._group.pass_on(number)
 
     def run(self) -> ElasticFailure | None:
-        """Serves events until the job is over."""
-        threading.Thread(target=self._hear_ends, name="elastic-ends", daemon=True).start()
+        """Process events until the job ends."""
+        threading.Thread(target=self._receive_ends, name="elastic-ends", daemon=True).start()
         while self._finish is None:
             for action in self._next_event()():
-                self._do(action)
+                self._execute(action)
             if self._store is None and self._group.processes and self._finish is None:
-                # Only now, because torch takes seconds to load: the workers' own imports run meanwhile.
+                # After the workers have started: importing torch takes seconds, and their imports run in parallel.
                 self._store = self._open_store()
         if self._store is not None:
-            self._store.queue_push(WORDS_QUEUE, END_OF_QUEUE)
-            # An interpreter that ends while a thread is inside the store aborts.
-            self._words_thread.join(_JOIN_TIMEOUT_S)
+            self._store.queue_push(MESSAGE_QUEUE, END_OF_QUEUE)
+            # The interpreter aborts if it exits while a thread is inside the store.
+            self._message_thread.join(_JOIN_TIMEOUT_S)
         return self._describe(self._finish)
 
     def _next_event(self) -> Event:
@@ -180,15 +181,15 @@ class _Driver:
         except queue.Empty:
             return lambda: self._membership.time_passed(time.monotonic())
 
-    def _do(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         match action:
             case Start():
                 self._start(action)
             case Stop(worker):
                 self._stop(worker)
-            case Seated(worker, number, seat):
-                self._ranks[worker] = seat.place.rank
-                self._set(answer_key(worker, number), encode(seat))
+            case AssignRank(worker, number, assignment):
+                self._ranks[worker] = assignment.place.rank
+                self._set(answer_key(worker, number), encode(assignment))
             case StopWorker(worker, number, reason):
                 self._set(answer_key(worker, number), encode(Leave(reason)))
             case Break(round_number, reason):
@@ -197,13 +198,13 @@ class _Driver:
                 assert self._store is not None
                 for worker in workers:
                     self._store.queue_push(notice_queue(worker), encode(notice))
-            case Say(text):
-                print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for whoever started the job
+            case PrintMessage(text):
+                print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher
             case Finish():
                 self._finish = self._finish or action
 
     def _set(self, key: str, value: str) -> None:
-        # Nobody has asked before there was a store, and who has not asked is told nothing.
+        # Answers follow requests, and requests arrive through the store.
         assert self._store is not None
         self._store.set(key, value)
 
@@ -224,19 +225,21 @@ class _Driver:
             process = self._group.start(plan)
         except OSError as error:
             text = f"{start.worker} cannot be started: {error}"
-            self._events.put(lambda: [Say(text), *self._ended(RankEnd(start.worker, 127, has_started=False))])
+            self._events.put(
+                lambda: [PrintMessage(text), *self._handle_end(RankEnd(start.worker, 127, has_started=False))]
+            )
             return
-        if process.has_come.is_set():
-            self._note_coming(process)
+        if process.startup_done.is_set():
+            self._report_start(process)
         else:
-            threading.Thread(target=self._await_coming, args=(process,), daemon=True).start()
+            threading.Thread(target=self._await_start, args=(process,), daemon=True).start()
 
-    def _await_coming(self, process: RankProcess) -> None:
-        process.has_come.wait()
-        self._note_coming(process)
+    def _await_start(self, process: RankProcess) -> None:
+        process.startup_done.wait()
+        self._report_start(process)
 
-    def _note_coming(self, process: RankProcess) -> None:
-        self._events.put(lambda: self._membership.worker_came(process.worker_id, time.monotonic()))
+    def _report_start(self, process: RankProcess) -> None:
+        self._events.put(lambda: self._membership.worker_started(process.worker_id, time.monotonic()))
 
     def _stop(self, worker: str) -> None:
         process = self._group.processes.get(worker)
@@ -253,13 +256,13 @@ class _Driver:
             process.send(signal.SIGKILL)
         return []
 
-    def _ended(self, end: RankEnd) -> list[Action]:
+    def _handle_end(self, end: RankEnd) -> list[Action]:
         process = self._group.processes.get(end.worker_id)
         trouble: str | None = None
         last_lines: tuple[str, ...] = ()
         if process is not None:
             trouble = process.trouble
-            # What it has started goes with it, before another takes its slot.
+            # Its children must end before another worker gets its slot.
             self._group.terminate([end.worker_id])
             if end.returncode:
                 last_lines = self._last_lines[end.worker_id] = process.last_lines()
@@ -270,35 +273,35 @@ class _Driver:
             has_started=end.has_started,
             trouble=trouble,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
-            # Asked of the store, not told in a word of the worker's: that may come after the end of its process.
+            # Read from the store: a message of the worker may arrive after the end of its process.
             is_training=self._store is not None and self._store.check([training_key(end.worker_id)]),
         )
 
-    def _hear_ends(self) -> None:
+    def _receive_ends(self) -> None:
         while self._finish is None:
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
-                self._events.put(lambda end=end: self._ended(end))  # type: ignore[misc]  # a default binds it
+                self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # a default binds it
 
     def _open_store(self) -> TCPStore:
         store = serve_store(self._listener)
-        # A connection of its own, because one that waits answers nobody else.
-        self._words_thread.start()
+        # The thread has a separate connection, because a connection that waits blocks all other calls.
+        self._message_thread.start()
         return store
 
-    def _hear_words(self) -> None:
+    def _receive_messages(self) -> None:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
         port = self._listener.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
-        while (data := store.queue_pop(WORDS_QUEUE)) != END_OF_QUEUE:
-            self._events.put(lambda data=data: self._heard(data))  # type: ignore[misc]  # see above
+        while (data := store.queue_pop(MESSAGE_QUEUE)) != END_OF_QUEUE:
+            self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # see above
 
-    def _heard(self, data: bytes) -> list[Action]:
-        word = decode_word(data)
-        if isinstance(word, Ask):
-            return self._membership.worker_asked(word, time.monotonic())
-        return self._membership.script_failed(word, time.monotonic())
+    def _handle_message(self, data: bytes) -> list[Action]:
+        message = decode_worker_message(data)
+        if isinstance(message, RankRequest):
+            return self._membership.rank_requested(message, time.monotonic())
+        return self._membership.script_failed(message, time.monotonic())
 
     def _describe(self, finish: Finish) -> ElasticFailure | None:
         if not finish.exit_status:
@@ -315,8 +318,8 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def _ending_on_signals(driver: _Driver) -> Iterator[None]:
-    """While inside, SIGINT and SIGTERM end the job; only a main thread can arrange that."""
+def _interrupted_by_signals(driver: _Driver) -> Iterator[None]:
+    """Make SIGINT and SIGTERM end the job inside the block; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

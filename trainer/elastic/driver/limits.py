@@ -1,4 +1,4 @@
-"""How the membership of an elastic job may change: from the command line and the environment, checked once."""
+"""Limits on the membership of an elastic job, read from the command line and the environment, and checked once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from datasvc.trainer.launch.ranks.job import ElasticOptions, LaunchJob
 
-# Horovod's name, and the one that was ours alone.
+# Horovod's variable, then an older one of this trainer.
 _TIMEOUT_VARIABLES = ("HOROVOD_ELASTIC_TIMEOUT", "HVD_ELASTIC_TIMEOUT")
 _DEFAULT_TIMEOUT_S = 600.0
 _HANG_VARIABLE = "HVD_ELASTIC_HANG_TIMEOUT"
@@ -17,21 +17,22 @@ _DEFAULT_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How the membership may change.
+    """Limits on the membership of an elastic job.
 
     Args:
-        first_num_ranks: how many the first round waits for.
-        min_num_ranks: fewer do not go on.
-        max_num_ranks: slots beyond are left empty; None for no limit.
-        elastic_timeout_s: how long to wait for slots, while there are too few.
-        start_timeout_s: how long a worker may take to start, and then keep the others waiting; None for no limit.
-        hang_timeout_s: how long a member may go on in a round that has ended for the others; then it is ended.
-        reset_limit: how many rounds may follow the first; None for no limit.
+        first_num_ranks: number of ranks that the first round waits for.
+        min_num_ranks: minimum number of ranks of a round.
+        max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
+        elastic_timeout_s: maximum time to wait for slots while there are too few.
+        start_timeout_s: maximum time for a worker to start, and then to call `init` while others wait; None for no
+            limit.
+        hang_timeout_s: maximum time for a member to leave a round that has ended; then it is terminated.
+        reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.
-        hosts_can_change: whether hosts are discovered; if not, waiting for more is in vain.
+        hosts_can_change: whether host discovery may find more hosts.
 
     Raises:
-        ValueError: the numbers are not in order.
+        ValueError: the numbers contradict each other.
     """
 
     first_num_ranks: int = 1
@@ -45,21 +46,21 @@ class Limits:
     hosts_can_change: bool = False
 
     def __post_init__(self) -> None:
-        most = math.inf if self.max_num_ranks is None else self.max_num_ranks
-        if not 1 <= self.min_num_ranks <= self.first_num_ranks <= most:
+        max_num_ranks = math.inf if self.max_num_ranks is None else self.max_num_ranks
+        if not 1 <= self.min_num_ranks <= self.first_num_ranks <= max_num_ranks:
             raise ValueError(
-                f"at least {self.min_num_ranks} ranks, {self.first_num_ranks} at the start and at most {most} are "
-                "not in order; check --min-num-proc, -np and --max-num-proc"
+                f"--min-num-proc {self.min_num_ranks}, -np {self.first_num_ranks} and --max-num-proc {max_num_ranks} "
+                "contradict each other; they must not decrease in this order"
             )
         if self.reset_limit is not None and self.reset_limit < 0:
             raise ValueError(f"the reset limit must not be negative, but is {self.reset_limit}")
 
 
 def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> Limits:
-    """The limits of a job.
+    """Return the limits of a job.
 
     Raises:
-        ValueError: the numbers are not in order, or a variable is not a number of seconds.
+        ValueError: the numbers contradict each other, or a variable is not a number of seconds.
     """
     timeout_s = options.elastic_timeout_s
     if timeout_s is None:
@@ -71,7 +72,7 @@ def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, s
         max_num_ranks=options.max_num_ranks,
         elastic_timeout_s=timeout_s,
         start_timeout_s=job.start_timeout_s,
-        # Not the time-out of a collective: a healthy rank may work longer than that without one.
+        # Not the timeout of collectives: a healthy rank may work longer than that between two collectives.
         hang_timeout_s=_seconds({**environ, **job.variables}, _HANG_VARIABLE, _DEFAULT_TIMEOUT_S),
         reset_limit=options.reset_limit,
         cooldown_range_s=options.cooldown_range_s,
@@ -80,7 +81,7 @@ def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, s
 
 
 def read_discovery_interval_s(environ: Mapping[str, str]) -> float:
-    """How often the discovery script runs.
+    """Return the pause between two runs of the discovery script, in seconds.
 
     Raises:
         ValueError: `HVD_DISCOVERY_INTERVAL` is not a number of seconds.

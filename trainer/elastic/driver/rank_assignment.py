@@ -1,4 +1,4 @@
-"""Who gets which rank in a new round: pure."""
+"""Assignment of ranks to the workers of a new round. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from datasvc.trainer.env.environment import RankPlacement
 
 @dataclass(frozen=True, kw_only=True)
 class RankCandidate:
-    """A worker that asks for a place.
+    """A worker that requests a rank.
 
     Args:
-        worker: its name.
-        host: where it runs.
-        slot: its number among the host's slots, from 0; no two candidates of a host have the same.
-        serial: of the state that it has committed; 0 for none, equal serials are equal states.
-        old_rank: in the last round in which it was; None for a newcomer.
-        seniority: order among newcomers.
+        worker: name of the worker.
+        host: name of its host.
+        slot: number of its slot on the host, from 0; unique among the candidates of a host.
+        serial: serial number of its committed state; 0 for none. Equal serials mean equal states.
+        old_rank: rank in its last round; None for a new worker.
+        seniority: order among new workers.
     """
 
     worker: str
@@ -31,11 +31,12 @@ class RankCandidate:
 
 
 def plan_places(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]:
-    """Gives every candidate a rank, in rank order.
+    """Return the placement of every candidate by its name, in rank order.
 
-    Rank 0 is what the others copy from, so the newest state comes first: nothing that any rank has seen
-    committed is undone. Among equals the old ranks keep their order, and newcomers come last. The local rank follows
-    from the slot, not from the rank: programs choose their GPU by it, often before the first round.
+    The candidate with the newest state gets rank 0, because the others copy its state: no committed work is lost.
+    With equal states, old ranks keep their order, and new workers come last. The local rank depends on the slot, not
+    on the
+    rank: programs choose their GPU by it, often before the first round.
     """
     ordered = sorted(candidates, key=_precedence)
     slots_on: dict[str, list[int]] = {}
@@ -46,7 +47,7 @@ def plan_places(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]
     for rank, candidate in enumerate(ordered):
         neighbours = local_ranks[candidate.host]
         local_rank = neighbours[candidate.slot]
-        # Only nodes that have such a local rank are counted, as in Horovod.
+        # As in Horovod, the cross size counts only nodes that have this local rank.
         peers = [host for host, slots in slots_on.items() if len(slots) > local_rank]
         places[candidate.worker] = RankPlacement(
             rank, len(ordered), local_rank, len(neighbours), peers.index(candidate.host), len(peers)
@@ -55,7 +56,7 @@ def plan_places(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]
 
 
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
-    """The local rank of each slot: the slot itself where there are enough neighbours, else a number left free."""
+    """Return the local rank of each slot: its own number if that is below the number of slots, else an unused one."""
     free = sorted(set(range(len(slots))) - set(slots))
     return {slot: slot if slot < len(slots) else free.pop(0) for slot in sorted(slots)}
 

@@ -1,4 +1,4 @@
-"""How the process of a worker is started on its host."""
+"""Start plan for the process of a worker: command, environment and output on its host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasvc.trainer.launch.ranks.rank_process import RankStart
 from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
 from datasvc.trainer.launch.ranks.store import list_addresses, plan_interfaces
 
-# Of a launcher around this one: its nodes are not the job's.
+# Set by an outer launcher, such as torchrun, for its own nodes; they do not describe the nodes of this job.
 _NOT_INHERITED = frozenset({"GROUP_RANK", "GROUP_WORLD_SIZE"})
 
 
@@ -25,21 +25,21 @@ def plan_worker_start(
     num_neighbours: int,
     other_hosts: Sequence[str] | None,
 ) -> RankStart:
-    """What to start for a worker.
+    """Return what to start for a worker.
 
     Args:
-        start: the worker, its host, and the place that it will have if all others come too.
-        job: the command, and how hosts are reached.
-        environ: the launcher's.
-        listener: where the store is, or will be, served.
-        num_neighbours: how many workers share the host's processors.
-        other_hosts: names of hosts other than this machine, as far as they are known; None if there will be none.
+        start: action that names the worker, its host and its expected placement.
+        job: job with the command and the settings of remote hosts.
+        environ: environment of the launcher.
+        listener: listening socket of the job's store.
+        num_neighbours: number of workers that share the processors of the host.
+        other_hosts: names of the known hosts other than this machine; None if the job uses this machine only.
 
     Raises:
         ValueError: a network interface does not exist.
     """
-    given = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
-    own = {
+    inherited = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
+    rank_variables = {
         **plan_environment(start.place, start.host, listener.getsockname()[1]),
         "TRAINER_ELASTIC_WORKER": start.worker,
         "HOROVOD_ELASTIC": "1",
@@ -48,13 +48,14 @@ def plan_worker_start(
     is_here = is_local(start.host, environ)
     if is_here:
         addresses = () if other_hosts is None else list_addresses(other_hosts[:1], job.remote.network_interfaces)
-        own |= plan_threads(num_neighbours, given) | plan_interfaces(job.remote, addresses, given)
-        variables = {**given, **own}
+        rank_variables |= plan_threads(num_neighbours, inherited)
+        rank_variables |= plan_interfaces(job.remote, addresses, inherited)
+        variables = {**inherited, **rank_variables}
     else:
-        # Its guard finds out the interface and the number of processors there.
+        # The guard on that host determines the interface and the number of processors.
         addresses = list_addresses([start.host], job.remote.network_interfaces)
-        own |= plan_interfaces(job.remote, (), given)
-        variables = {**choose_passed(given, [*job.passed_names, *job.variables]), **own}
+        rank_variables |= plan_interfaces(job.remote, (), inherited)
+        variables = {**choose_passed(inherited, [*job.passed_names, *job.variables]), **rank_variables}
     folder = job.output_folder
     return RankStart(
         worker_id=start.worker,

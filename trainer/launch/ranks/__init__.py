@@ -1,1 +1,1 @@
-"""Starts, watches and ends the processes of a job, on this host and others."""
+"""The processes of a job: start, output, signals and termination, on this host and on others."""

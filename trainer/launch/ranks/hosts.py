@@ -1,4 +1,4 @@
-"""The hosts of a job: from `-H a:2,b:2`, from a host file, or from the Slurm allocation around the launcher."""
+"""The hosts of a job: from `-H a:2,b:2`, from a host file, or from the Slurm allocation of the launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLOTS = re.compile(r"(?:max[-_])?slots=(\d+)")
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
-    """Hosts as `a:2,b:2`; `[fe80::1]:2` for an address with colons. A host that comes twice adds its slots.
+    """Parse hosts of the form `a:2,b:2`; `[fe80::1]:2` for an address with colons. Repeated hosts add their slots.
 
     Raises:
         ValueError: a part is not a host.
@@ -23,10 +23,10 @@ def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
 
 
 def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
-    """Hosts as Open MPI writes them: lines `a slots=2`, `a:2` or `a`; `#` begins a comment.
+    """Parse a host file in the format of Open MPI: lines `a slots=2`, `a:2` or `a`; `#` begins a comment.
 
     Raises:
-        ValueError: a line is not a host, with its number; or there is none.
+        ValueError: a line is not a host, or there are no hosts.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -38,16 +38,16 @@ def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
     if not hosts:
-        raise ValueError("there are no hosts in it")
+        raise ValueError("it contains no hosts")
     return _merged(hosts)
 
 
 def read_allocation(environ: Mapping[str, str], *, slots_per_host: int | None = None) -> tuple[Host, ...]:
-    """The hosts of the Slurm allocation that the launcher runs in; empty outside of any.
+    """Return the hosts of the Slurm allocation that the launcher runs in; none outside an allocation.
 
     Args:
-        environ: the launcher's.
-        slots_per_host: goes before what Slurm says.
+        environ: environment of the launcher.
+        slots_per_host: number of slots that replaces Slurm's number of tasks; None to use the latter.
 
     Raises:
         ValueError: Slurm's variables contradict each other, or srun has started several launchers.
@@ -76,7 +76,7 @@ def _parse_line(words: list[str], default_slots: int) -> Host:
     for word in words[1:]:
         match = _SLOTS.fullmatch(word)
         if match is None:
-            raise ValueError(f"{word!r} is not slots=N")
+            raise ValueError(f"{word!r} is not of the form slots=N")
         if word.startswith("slots"):
             num_slots = int(match[1])
     return _host(host.name, num_slots)

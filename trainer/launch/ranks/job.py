@@ -1,4 +1,4 @@
-"""What to run: a job of ranks, the hosts it runs on, and how an elastic one may change. Values only."""
+"""The description of a job: command, ranks, hosts and elastic options. Values only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many ranks it takes."""
+    """A machine and its number of slots, one for each rank."""
 
     name: str
     num_slots: int = 1
@@ -19,14 +19,14 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteSettings:
-    """How commands are started on other hosts.
+    """Settings for the start of commands on other hosts.
 
     Args:
-        shell: `ssh`, or `srun` inside a Slurm allocation.
-        ssh_port: None for what ssh's own configuration says.
-        ssh_identity_file: a private key, None likewise.
-        python: the interpreter that runs the guard of a remote rank; None for the path of this one.
-        network_interfaces: names of interfaces by which other hosts reach this one; empty to find out.
+        shell: remote shell: `ssh`, or `srun` inside a Slurm allocation.
+        ssh_port: port of the ssh server; None for the configuration of ssh.
+        ssh_identity_file: private key; None for the configuration of ssh.
+        python: interpreter that runs the guard of a remote rank; None for the path of this one.
+        network_interfaces: names of the interfaces that connect the hosts; empty to detect them.
     """
 
     shell: str = "ssh"
@@ -38,20 +38,20 @@ class RemoteSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """What to run.
+    """A job of the launcher.
 
     Args:
-        command: the program and its arguments, started once per rank.
-        num_ranks: how many; the start of an elastic job.
-        hosts: where, in rank order; empty for all ranks on this machine.
-        variables: set for every rank, on top of the launcher's environment.
-        passed_names: environment variables that ranks on other hosts get too, beside the usual ones.
-        grace_s: seconds between SIGTERM and SIGKILL when the others are ended.
-        start_timeout_s: a rank that has not come by then ends the job; None to wait, and say so.
+        command: program and arguments, started once per rank.
+        num_ranks: number of ranks; for an elastic job, at the start.
+        hosts: hosts in rank order; empty for all ranks on this machine.
+        variables: environment variables for every rank, in addition to the launcher's environment.
+        passed_names: names of further environment variables that are copied to ranks on other hosts.
+        grace_s: seconds between SIGTERM and SIGKILL when ranks are terminated.
+        start_timeout_s: time after which a rank that has not started ends the job; None to wait and print a note.
         prefixes_lines: whether lines of output begin with `[rank]`.
-        stamps_lines: whether the time when a line came is put before that.
-        output_folder: also write `rank.N/stdout` and `rank.N/stderr` there; None for no files.
-        is_verbose: whether to say on standard error what is started where.
+        stamps_lines: whether lines of output begin with the time.
+        output_folder: folder for copies of the output, `rank.N/stdout` and `rank.N/stderr`; None for no files.
+        is_verbose: whether to print the host and the command of each rank on standard error.
     """
 
     command: Sequence[str]
@@ -70,16 +70,16 @@ class LaunchJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticOptions:
-    """How the number of ranks may change while the job runs.
+    """Options of an elastic job.
 
     Args:
-        min_num_ranks: the job waits while there are fewer.
-        max_num_ranks: slots beyond are left empty; None for no limit.
-        discovery_script: prints `host` or `host:slots` lines; None to keep to the hosts of the job.
-        slots_per_host: for lines without slots; None if every line must have them.
-        elastic_timeout_s: how long to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
-        reset_limit: how often ranks may come and go before the job ends with status 3; None for no limit.
-        cooldown_range_s: least and greatest time for which a host that failed gets no ranks; None for ever.
+        min_num_ranks: minimum number of ranks; the job waits while there are fewer.
+        max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
+        discovery_script: script that prints `host` or `host:slots` lines; None to use the hosts of the job.
+        slots_per_host: number of slots for lines without one; None for 1.
+        elastic_timeout_s: maximum time to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
+        reset_limit: number of changes of the ranks after which the job ends with status 3; None for no limit.
+        cooldown_range_s: minimum and maximum time for which a host gets no ranks after a failure; None for ever.
     """
 
     min_num_ranks: int = 1
@@ -92,29 +92,29 @@ class ElasticOptions:
 
 
 class JobFailure(Protocol):
-    """Why a job did not end well."""
+    """The failure of a job."""
 
     @property
     def rank(self) -> int | None:
-        """The rank that failed first, if it was one."""
+        """The rank that failed first; None if the cause was not a rank."""
 
     @property
     def worker(self) -> str | None:
-        """The name of its process, if the job was elastic."""
+        """The name of its worker in an elastic job, else None."""
 
     @property
     def exit_status(self) -> int:
-        """What the launcher exits with."""
+        """The exit status of the launcher."""
 
     def describe(self) -> str:
-        """For people, on standard error."""
+        """Return a message for standard error."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The first rank that did not end with status 0.
+    """The first rank that failed.
 
-    `returncode` is negative for a signal. `reason` replaces the words that follow from it.
+    `returncode` is negative for a signal. `reason` replaces the description of the return code.
     """
 
     rank: int
@@ -126,18 +126,18 @@ class RankFailure:
 
     @property
     def exit_status(self) -> int:
-        """What a shell would report."""
+        """The exit status that a shell would report."""
         return self.returncode if self.returncode > 0 else 128 - self.returncode
 
     def describe(self) -> str:
-        """Which rank, where if there is more than one host, how, and the end of its output."""
+        """Return a message with the rank, its host if the job names hosts, the reason, and the end of its output."""
         where = f" on {self.host}" if self.host is not None else ""
         text = f"rank {self.rank}{where} was the first to fail: it {self.reason or describe_end(self.returncode)}"
         return "\n".join([text, *(f"  [{self.rank}] {line}" for line in self.last_lines)])
 
 
 def describe_end(returncode: int) -> str:
-    """How a process ended, in words that follow its name."""
+    """Describe the end of a process, as a predicate of its name."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     try:

@@ -1,10 +1,10 @@
-"""Ends the process groups of a launcher that is gone. Standard library only: both ends of one pipe.
+"""A guard process that kills the process groups of a launcher that has died. Uses the standard library only.
 
-Whatever ends the launcher, SIGKILL included, closes the pipe to the guard's standard input; should a process that
-the launcher has forked keep it open, the guard sees that it has another parent. Lines `+PID` and `-PID` add and
-remove a process group, `quit` ends the guard. The groups that are left at its end are killed. It works for any
-command, with its children, and without code that runs between fork and exec. Not covered: a launcher killed in the
-microseconds between the start of a rank and its `+PID`, and ranks that move to a session of their own.
+Any end of the launcher, SIGKILL included, closes the pipe to the standard input of the guard. If a forked child of
+the launcher keeps the pipe open, the guard detects that its own parent process has changed. Lines `+PID` and `-PID`
+add and remove a process group, `quit` ends the guard. At its end, the guard kills the remaining groups. This works
+for any command and its children, without code between fork and exec. Not covered: a launcher that is killed in the
+microseconds between the start of a rank and its `+PID`, and ranks that create a session of their own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import weakref
 from collections.abc import Iterator
 from typing import IO
 
-_LOOK_PERIOD_S = 1.0
+_POLL_PERIOD_S = 1.0
 _QUIT_TIMEOUT_S = 10.0
 
 
 class OrphanGuard:
-    """The launcher's end: starts the guard, tells it which groups are alive. Safe to call from any thread."""
+    """The launcher's side of the guard: starts the process and registers process groups. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,25 +40,27 @@ class OrphanGuard:
         keep_from_forked_children(self._pipe)
 
     def add(self, group: int) -> None:
-        """This process group must not outlive the launcher.
+        """Register a process group that must not outlive the launcher.
 
         Raises:
-            ChildProcessError: the guard is gone.
+            ChildProcessError: the guard process has exited.
         """
         try:
-            self._tell(f"+{group}")
+            self._send(f"+{group}")
         except BrokenPipeError:
-            raise ChildProcessError("the process that ends ranks if the launcher is killed is gone itself") from None
+            raise ChildProcessError(
+                "the guard process that ends the ranks if the launcher is killed has exited; start the job again"
+            ) from None
 
     def remove(self, group: int) -> None:
-        """This process group has ended; its number may be another's soon. Nothing to say to a guard that is gone."""
+        """Unregister a process group that has ended, because its number may be reused. Ignores an exited guard."""
         with contextlib.suppress(BrokenPipeError):
-            self._tell(f"-{group}")
+            self._send(f"-{group}")
 
     def close(self) -> None:
-        """Ends the guard, which kills the groups that were not removed."""
+        """End the guard, which kills the groups that were not removed."""
         with contextlib.suppress(BrokenPipeError):
-            self._tell("quit")
+            self._send("quit")
         self._pipe.close()
         try:
             self._process.wait(_QUIT_TIMEOUT_S)
@@ -66,34 +68,34 @@ class OrphanGuard:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with self._lock:
             self._pipe.write(f"{line}\n".encode())
 
 
 def keep_from_forked_children(pipe: IO[bytes]) -> None:
-    """Lets a process that is forked from this one, without exec, not hold the write end of a pipe open."""
+    """Release the write end of a pipe in processes that are forked from this one without exec."""
     _pipes.add(pipe)
 
 
 _pipes: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 
 
-def _let_go_of_pipes() -> None:
+def _release_pipes() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for pipe in list(_pipes):
-        # Not `pipe.close`, whose lock another thread may have held at the fork.
+        # Not `pipe.close`: another thread may have held its lock at the fork.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(null, pipe.fileno(), inheritable=False)
     os.close(null)
 
 
-os.register_at_fork(after_in_child=_let_go_of_pipes)
+os.register_at_fork(after_in_child=_release_pipes)
 
 
 def main() -> None:
-    """Reads lines until the launcher is gone, then kills what is left."""
-    # Signals for the launcher's terminal are the launcher's business.
+    """Read lines until the launcher has ended, then kill the remaining process groups."""
+    # The launcher handles the signals of its terminal.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     groups: set[int] = set()
@@ -107,15 +109,15 @@ def main() -> None:
 
 
 def listen(launcher: int) -> Iterator[bytes]:
-    """The lines of standard input until its end, or until the launcher is gone and has left no more of them."""
+    """Yield the lines of standard input until its end, or until the launcher has died and no line is left."""
     fd = sys.stdin.fileno()
-    rest = b""
+    partial_line = b""
     while True:
-        if select.select([fd], [], [], _LOOK_PERIOD_S)[0]:
-            piece = os.read(fd, 1 << 16)
-            if not piece:
+        if select.select([fd], [], [], _POLL_PERIOD_S)[0]:
+            data = os.read(fd, 1 << 16)
+            if not data:
                 return
-            *lines, rest = (rest + piece).split(b"\n")
+            *lines, partial_line = (partial_line + data).split(b"\n")
             yield from lines
         elif os.getppid() != launcher:
             return

@@ -1,4 +1,4 @@
-"""Which rank runs where, and what its environment says about it. Pure."""
+"""Placement of the ranks on the hosts, and the environment variables that describe it. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A rank's host, and its place in the job."""
+    """The host of a rank, and its placement in the job."""
 
     host: str
     place: RankPlacement
 
 
 def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
-    """Fills the hosts in their order; result in rank order.
+    """Fill the hosts in their order, and return the placements in rank order.
 
-    As in Horovod, a rank's cross size counts the hosts that have its local rank, and its cross rank is its host's
-    position among these.
+    As in Horovod, the cross size of a rank is the number of hosts that have its local rank, and its cross rank is the
+    position of its host among these.
 
     Raises:
         ValueError: there are too few slots.
@@ -36,10 +36,10 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
             "give more with -H or --slots-per-host, or ask for fewer ranks"
         )
     counts = []
-    left = num_ranks
+    num_remaining = num_ranks
     for host in hosts:
-        counts.append(min(left, host.num_slots))
-        left -= counts[-1]
+        counts.append(min(num_remaining, host.num_slots))
+        num_remaining -= counts[-1]
     places: list[RankPlace] = []
     for index, host in enumerate(hosts):
         for local_rank in range(counts[index]):
@@ -51,7 +51,7 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
 
 
 def plan_environment(place: RankPlacement, host: str, port: int) -> dict[str, str]:
-    """What the launcher tells a rank: its place, and where the ranks meet."""
+    """Return the environment variables of a rank: its placement, and the address of the store."""
     return {
         **place_variables(place),
         "MASTER_ADDR": LOOPBACK,
@@ -62,6 +62,6 @@ def plan_environment(place: RankPlacement, host: str, port: int) -> dict[str, st
 
 
 def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The threads of each rank on this machine: its share of the launcher's processors, unless the user chose."""
-    share = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
-    return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(share))}
+    """Return the number of threads of each rank on this machine: the user's, or an equal part of the processors."""
+    num_threads = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
+    return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(num_threads))}

@@ -1,4 +1,4 @@
-"""The processes of a job, on all its hosts: none outlives the launcher."""
+"""The processes of a job on all its hosts. Invariant: no process outlives the launcher."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard
 from datasvc.trainer.launch.ranks.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart
 from datasvc.trainer.launch.ranks.remote_process import RemoteRankProcess
 
-# sshd refuses some of more than ten connections that have not yet logged in.
-_MAX_COMING_PER_HOST = 8
-_DOOR_TIMEOUT_S = 30.0
+# By default, sshd starts to refuse connections when more than ten have not logged in yet.
+_MAX_LOGINS_PER_HOST = 8
+_LOGIN_TIMEOUT_S = 30.0
 
 
 class RankGroup:
-    """Starts processes and hears of their ends. A context: leaving it ends those that are left.
+    """The running processes of a job, as a context manager that terminates the remaining ones at its end.
 
     Args:
         grace_s: seconds between SIGTERM and SIGKILL.
@@ -30,7 +30,7 @@ class RankGroup:
         self._grace_s = grace_s
         self._ends: queue.SimpleQueue[RankEnd] = queue.SimpleQueue()
         self._signals: list[int] = []
-        self._doors: dict[str, threading.Semaphore] = {}
+        self._login_slots: dict[str, threading.Semaphore] = {}
 
     def __enter__(self) -> Self:
         self._guard = OrphanGuard()
@@ -43,11 +43,11 @@ class RankGroup:
             self._guard.close()
 
     def start(self, start: RankStart) -> RankProcess:
-        """Starts a process; signals that were passed on before reach it too.
+        """Start a process; it also gets the signals that were forwarded before.
 
         Raises:
-            StartError: the command, or the shell to its host, cannot be started.
-            OSError: the files for its output cannot be written, or the guard of this machine's processes is gone.
+            StartError: the command, or the remote shell, cannot be started.
+            OSError: the output files cannot be written, or the guard process of this machine has exited.
         """
         assert start.worker_id not in self.processes
         if start.remote_command is None:
@@ -60,22 +60,22 @@ class RankGroup:
         return process
 
     def next_end(self, timeout_s: float | None = None) -> RankEnd | None:
-        """The next process that has ended, in the order of their ends; None if there is none in time."""
+        """Return the next end of a process, in the order of their ends; None after `timeout_s`."""
         try:
             return self._ends.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def pass_on(self, number: int) -> None:
-        """Sends a signal to all processes; those that are started later get it too. For signal handlers."""
+        """Forward a signal to all processes, also to those that start later. For signal handlers."""
         self._signals.append(number)
         for process in tuple(self.processes.values()):
             process.send(number)
 
     def terminate(self, worker_ids: Iterable[str] | None = None) -> None:
-        """Ends these processes, or all, together with their children, and forgets them.
+        """Terminate these processes, or all, with their children, and remove them from the group.
 
-        Their ends are still reported by `next_end`.
+        `next_end` still reports their ends.
         """
         chosen = list(self.processes if worker_ids is None else worker_ids)
         processes = [self.processes[worker_id] for worker_id in chosen]
@@ -83,10 +83,10 @@ class RankGroup:
             process.begin_end(self._grace_s)
         deadline_s = time.monotonic() + self._grace_s
         with contextlib.ExitStack() as ends:
-            # Trouble with one is no reason to leave another running.
+            # An error with one process must not leave another one running.
             for worker_id in reversed(chosen):
                 ends.callback(self._finish_end, worker_id, deadline_s)
-        # One moment for all: children that left their group may hold the output of each rank open.
+        # One deadline for all: children that left their group may keep the output of every rank open.
         drained_s = time.monotonic() + DRAIN_TIMEOUT_S
         for process in processes:
             process.drain(drained_s)
@@ -98,17 +98,17 @@ class RankGroup:
             del self.processes[worker_id]
 
     def _start_remote(self, start: RankStart) -> RankProcess:
-        door = self._doors.setdefault(start.host, threading.Semaphore(_MAX_COMING_PER_HOST))
-        door.acquire(timeout=_DOOR_TIMEOUT_S)
+        slot = self._login_slots.setdefault(start.host, threading.Semaphore(_MAX_LOGINS_PER_HOST))
+        slot.acquire(timeout=_LOGIN_TIMEOUT_S)
         try:
             process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)
         except BaseException:
-            door.release()
+            slot.release()
             raise
 
-        def open_door() -> None:
-            process.has_come.wait()
-            door.release()
+        def release_slot() -> None:
+            process.startup_done.wait()
+            slot.release()
 
-        threading.Thread(target=open_door, daemon=True).start()
+        threading.Thread(target=release_slot, daemon=True).start()
         return process

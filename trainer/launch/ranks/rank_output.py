@@ -1,4 +1,4 @@
-"""Passes the output of ranks through, line by line, and remembers how it ended."""
+"""Forwarding of the output of ranks, line by line, with a copy of the last lines."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import IO, Protocol
 _NUM_LAST_LINES = 20
 _MAX_LAST_LINE_BYTES = 2000
 _READ_BYTES = 1 << 16
-# A longer line is passed on in pieces.
+# A longer line is forwarded in parts.
 _MAX_LINE_BYTES = 1 << 16
 
 
 class LineTarget(Protocol):
-    """Where lines go: a binary file, or a stand-in for one."""
+    """A binary file, or an object with the same methods, that receives lines."""
 
     def write(self, line: bytes, /) -> object:
-        """Takes one line."""
+        """Write one line."""
 
     def flush(self) -> object:
-        """Passes on what it took."""
+        """Flush the written lines."""
 
 
 class LinePump:
-    """Copies one stream of one rank until its end, from a thread of its own.
+    """A thread that copies one output stream of one rank until its end.
 
-    A line ends with a newline, or with the carriage return of a progress bar. A target that cannot be written is
-    given up, which is said once: the rank must neither wait nor end for it.
+    A line ends with a newline, or with the carriage return of a progress bar. After a write error, the target is
+    dropped with one message, because a failing target must neither block nor end the rank.
 
     Args:
-        source: the read end, closed at the end.
-        screen: gets every line at once, with the prefix.
-        files: get what the rank writes, byte for byte; closed at the end.
-        prefix: put before each line on the screen.
-        read_clock: gives the time that is put before the prefix; None for no time.
-        mark: what follows it in a line is a report of the remote guard, not output; None without such a guard.
-        on_report: called with each report, from the pump's thread.
+        source: read end of the stream, closed at the end.
+        screen: target that gets every line at once, with the prefix.
+        files: files that get the output byte for byte; closed at the end.
+        prefix: prefix of each line on the screen.
+        read_clock: function that returns the time to print before the prefix; None for no time.
+        mark: marker in a line before a report of the remote guard, which is not output; None without a remote guard.
+        on_report: callback for each report, called from the thread.
     """
 
     def __init__(
@@ -66,39 +66,39 @@ class LinePump:
         self._thread.start()
 
     def last_lines(self, *, timeout_s: float) -> list[str]:
-        """The last lines, once the stream ends or time is up (a child of the rank may keep it open)."""
+        """Return the last lines, after the end of the stream or the timeout; a child may keep the stream open."""
         self._thread.join(timeout_s)
         return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(self._last_lines)]
 
     def _run(self) -> None:
         with self._source:
-            rest = b""
-            while piece := self._source.read1(_READ_BYTES):  # type: ignore[attr-defined]  # a pipe has it
-                *lines, rest = (rest + piece).splitlines(keepends=True)
-                if rest.endswith(b"\n"):
-                    lines.append(rest)
-                    rest = b""
+            partial_line = b""
+            while data := self._source.read1(_READ_BYTES):  # type: ignore[attr-defined]  # a pipe has it
+                *lines, partial_line = (partial_line + data).splitlines(keepends=True)
+                if partial_line.endswith(b"\n"):
+                    lines.append(partial_line)
+                    partial_line = b""
                 for line in lines:
-                    self._take(line)
-                cut = self._choose_cut(rest)
-                self._pass_on(rest[:cut])
-                rest = rest[cut:]
-            self._take(rest)
+                    self._handle_line(line)
+                num_bytes = self._count_passable(partial_line)
+                self._pass_on(partial_line[:num_bytes])
+                partial_line = partial_line[num_bytes:]
+            self._handle_line(partial_line)
         for file in tuple(self._files):
             self._close(file)
 
-    def _choose_cut(self, rest: bytes) -> int:
-        """How many bytes of a line without an end so far are passed on, never a part of a report among them."""
-        if len(rest) <= _MAX_LINE_BYTES:
+    def _count_passable(self, partial_line: bytes) -> int:
+        """Return how many bytes of an incomplete line can be forwarded, without any part of a report."""
+        if len(partial_line) <= _MAX_LINE_BYTES:
             return 0
         if self._mark is None:
-            return len(rest)
-        position = rest.find(self._mark)
-        return position if position >= 0 else len(rest) - len(self._mark)
+            return len(partial_line)
+        position = partial_line.find(self._mark)
+        return position if position >= 0 else len(partial_line) - len(self._mark)
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         if self._mark is not None and self._mark in line:
-            # The guard's report may follow a last line that the rank did not end.
+            # The report of the guard may follow a last line of the rank without a newline.
             output, _, report = line.partition(self._mark)
             assert self._on_report is not None
             self._pass_on(output)
@@ -112,30 +112,30 @@ class LinePump:
         self._remember(line)
         if self._screen is not None:
             try:
-                _write(self._screen, self._begin() + (line if line.endswith((b"\n", b"\r")) else line + b"\n"))
+                _write(self._screen, self._line_prefix() + (line if line.endswith((b"\n", b"\r")) else line + b"\n"))
             except (OSError, ValueError) as error:
                 self._screen = None
-                # A reader that went away (`| head`) wants no more.
+                # A reader that closed the pipe (`| head`) does not need a message.
                 if not isinstance(error, BrokenPipeError):
-                    _say(f"cannot print the output of a rank any more: {error}")
+                    _print_message(f"cannot print the output of a rank any more: {error}")
         for file in tuple(self._files):
             try:
                 _write(file, line)
             except OSError as error:
                 self._files.remove(file)
-                _say(f"cannot write {file.name} any more: {error}")
+                _print_message(f"cannot write {file.name} any more: {error}")
                 with contextlib.suppress(OSError):
                     file.close()
 
-    def _begin(self) -> bytes:
-        """What a line on the screen begins with."""
+    def _line_prefix(self) -> bytes:
+        """Return the prefix of a line on the screen, with the time if there is a clock."""
         if self._read_clock is None:
             return self._prefix
         return f"{self._read_clock().isoformat(' ', 'milliseconds')} ".encode() + self._prefix
 
     def _remember(self, line: bytes) -> None:
         if self._last_lines and self._last_lines[-1].endswith(b"\r"):
-            # As on a terminal, what follows a carriage return replaces the line.
+            # As on a terminal, the text after a carriage return replaces the line.
             self._last_lines.pop()
         self._last_lines.append(line[:_MAX_LAST_LINE_BYTES])
 
@@ -143,26 +143,26 @@ class LinePump:
         try:
             file.close()
         except OSError as error:
-            _say(f"cannot write the end of {file.name}: {error}")
+            _print_message(f"cannot write the end of {file.name}: {error}")
 
 
 class TextTarget:
-    """Makes a stream of text that has no bytes below it, as in a notebook, a target."""
+    """A target for a text stream without a binary buffer, as in a notebook."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
     def write(self, line: bytes, /) -> None:
-        """Takes one line."""
+        """Write one line."""
         self._stream.write(line.decode(errors="replace"))
 
     def flush(self) -> None:
-        """Passes on what it took."""
+        """Flush the written lines."""
         self._stream.flush()
 
 
 def screen(name: str) -> LineTarget:
-    """This process's `stdout` or `stderr` as it is now."""
+    """Return the current `stdout` or `stderr` of this process as a target."""
     stream: IO[str] = getattr(sys, name)
     return getattr(stream, "buffer", None) or TextTarget(stream)
 
@@ -172,7 +172,7 @@ def _write(target: LineTarget, line: bytes) -> None:
     target.flush()
 
 
-def _say(text: str) -> None:
-    # It may be the screen itself that is gone.
+def _print_message(text: str) -> None:
+    # Standard error itself may be the target that failed.
     with contextlib.suppress(OSError, ValueError):
-        print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for whoever started the job
+        print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher

@@ -1,8 +1,7 @@
-"""One rank's command as a process: started, heard, signalled and ended, with its children.
+"""The process of one rank on this machine: start, output, signals and termination, with its children.
 
-The class here runs it on this machine; `remote_process` has the one for other hosts. Signals go only to process
-groups that these files have started: an ended leader is not reaped before its group is, because a zombie keeps its
-number.
+`remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these modules
+have started. A group leader that has ended is reaped after its group has ended, because a zombie keeps its number.
 """
 
 from __future__ import annotations
@@ -24,32 +23,33 @@ from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard
 from datasvc.trainer.launch.ranks.rank_output import LinePump, screen
 
 DRAIN_TIMEOUT_S = 2.0
-# More would hide the traceback that follows them.
+# More lines would hide the traceback that follows them.
 _NUM_OUTPUT_LINES = 5
 
 
 class StartError(OSError):
-    """The program, or the shell that leads to its host, cannot be started; caused by what the system said."""
+    """The program, or the remote shell, cannot be started; the cause is the error of the operating system."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStart:
-    """What to start and where.
+    """The description of a process to start.
 
     Args:
-        worker_id: how its end is reported; unique among the processes that share a queue.
-        command: the program and its arguments.
-        environ: all variables of a process on this machine; elsewhere, what is set on top of the login's.
-        host: the name of the host, for messages.
-        remote_command: started here instead, it runs the guard of a remote rank on the host; None for a process on
-            this machine.
-        master_addresses: addresses of this machine; a remote rank's MASTER_ADDR is the first of them at which
-            MASTER_PORT answers there. Empty to keep the one of `environ`.
-        num_neighbours: how many ranks share the processors of another host, this one counted: the threads of each
-            are its share, unless `environ` says how many.
-        label: lines of output begin with `[label]`; empty for no prefix.
-        stamps_lines: whether the time when a line came is put before that.
-        output_folder: the files `stdout` and `stderr` are written there too; None for no files.
+        worker_id: name in the report of its end; unique among the processes that share a queue.
+        command: program and arguments.
+        environ: complete environment of a process on this machine; on another host, additions to the login
+            environment.
+        host: name of the host, for messages.
+        remote_command: command on this machine that runs the guard of a remote rank on the host; None for a process
+            on this machine.
+        master_addresses: addresses of this machine; a remote rank uses the first one at which MASTER_PORT is
+            reachable as MASTER_ADDR. Empty to keep the one of `environ`.
+        num_neighbours: number of ranks on another host, this one included, which share its processors equally unless
+            `environ` sets the number of threads.
+        label: prefix of lines of output, printed as `[label]`; empty for no prefix.
+        stamps_lines: whether lines of output begin with the time.
+        output_folder: folder for the files `stdout` and `stderr`; None for no files.
     """
 
     worker_id: str
@@ -66,10 +66,10 @@ class RankStart:
 
 @dataclass(frozen=True)
 class RankEnd:
-    """A process has ended by itself.
+    """The end of a process.
 
-    `returncode` is negative for a signal. `has_started` is False when the command never ran: its host was out
-    of reach (the return code is then that of ssh), or the program is not there (127).
+    `returncode` is negative for a signal. `has_started` is False if the command never ran: its host was unreachable
+    (the return code is then that of ssh), or the program does not exist (127).
     """
 
     worker_id: str
@@ -78,33 +78,33 @@ class RankEnd:
 
 
 class RankProcess:
-    """A rank's process on this machine.
+    """The process of a rank on this machine.
 
     Args:
-        start: what to run.
-        guard: ends the process should this one be killed.
-        ends: gets a `RankEnd` when the process ends, whoever ended it.
+        start: description of the process.
+        guard: guard that kills the process if the launcher is killed.
+        ends: queue that gets a `RankEnd` when the process ends for any reason.
 
     Raises:
         StartError: the command cannot be started.
-        OSError: the files for its output cannot be written, or the guard is gone.
+        OSError: the output files cannot be written, or the guard process has exited.
     """
 
     def __init__(self, start: RankStart, *, guard: OrphanGuard, ends: queue.SimpleQueue[RankEnd]) -> None:
         self.worker_id = start.worker_id
         self.host = start.host
         self.returncode: int | None = None
-        # What happened to it, where its return code does not say so: "was not started: ...".
+        # A description such as "was not started: ..." if the return code alone does not explain the end.
         self.trouble: str | None = None
-        # Set once the command runs, or cannot any more.
-        self.has_come = threading.Event()
+        # Set when the command runs, or can no longer start.
+        self.startup_done = threading.Event()
         self._start = start
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
         self._is_closed = False
         with contextlib.ExitStack() as files:
-            # Before there is a process that would have to be ended.
+            # Opened first, so that a failure here leaves no process to terminate.
             self._files = {stream: self._open_files(stream, files) for stream in ("stdout", "stderr")}
             self._process = self._open()
             files.pop_all()
@@ -112,7 +112,7 @@ class RankProcess:
         try:
             self._connect()
         except BaseException:
-            # Nobody else knows of it yet.
+            # The process is not registered anywhere yet, so it must be killed here.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
@@ -120,42 +120,42 @@ class RankProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the rank's command has not ended, as far as is known here."""
+        """Whether no end of the command has been reported."""
         return not self._has_ended.is_set()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process and its children. Does nothing once they have been ended."""
+        """Send a signal to the process and its children. Has no effect after `finish_end`."""
         if self._is_closed:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def begin_end(self, grace_s: float) -> None:  # noqa: ARG002 - a remote guard wants to know
-        """Asks the process and its children to end."""
+    def begin_end(self, grace_s: float) -> None:  # noqa: ARG002 - used by remote processes
+        """Send SIGTERM to the process and its children."""
         self.send(signal.SIGTERM)
 
     def finish_end(self, deadline_s: float) -> None:
-        """Waits until the monotonic clock's `deadline_s`, then kills. Returns when the process is gone."""
+        """Wait for the end until `deadline_s` of the monotonic clock, then kill the process and wait for it."""
         if self._is_closed:
             return
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
         self.send(signal.SIGKILL)
-        # The watching thread has seen the end before the process is reaped.
+        # The watching thread must observe the end before the process is reaped.
         self._has_ended.wait()
-        # Before it is reaped: its number may then be another's.
+        # Before the process is reaped: afterwards its number may belong to another process.
         self._is_closed = True
         self._guard.remove(self.pid)
         self._process.wait()
 
     def drain(self, deadline_s: float) -> None:
-        """Waits for the rest of its output, which a child may hold open, until the clock's `deadline_s`."""
+        """Wait for the remaining output until `deadline_s` of the monotonic clock; a child may keep it open."""
         for pump in (self._output, self._errors):
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
     def last_lines(self, *, timeout_s: float = DRAIN_TIMEOUT_S) -> tuple[str, ...]:
-        """The last lines of its output: a few of standard output, then those of its standard error.
+        """Return the last lines of its output: a few of standard output, then those of standard error.
 
-        Waits for the rest of them when the process has ended.
+        If the process has ended, wait up to `timeout_s` for the remaining lines.
         """
         deadline_s = time.monotonic() + (0.0 if self.is_running else timeout_s)
         # A program that catches its own exception may print it to either.
@@ -178,7 +178,7 @@ class RankProcess:
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # A group of its own: to end the rank with its children, and to leave Ctrl-C to the launcher.
+                # A separate group: the rank is terminated with its children, and Ctrl-C reaches the launcher only.
                 process_group=0,
             )
         except OSError as error:
@@ -186,7 +186,7 @@ class RankProcess:
 
     def _connect(self) -> None:
         self._guard.add(self.pid)
-        self.has_come.set()
+        self.startup_done.set()
         self._pump_output()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -196,7 +196,7 @@ class RankProcess:
     def _report_end(self, returncode: int, *, has_started: bool) -> None:
         self.returncode = returncode
         self._has_ended.set()
-        self.has_come.set()
+        self.startup_done.set()
         self._ends.put(RankEnd(self.worker_id, returncode, has_started))
 
     def _pump_output(self, mark: bytes | None = None, on_report: Callable[[str], None] | None = None) -> None:
@@ -226,7 +226,7 @@ class RankProcess:
 
 
 def wait_for_end(pid: int) -> int:
-    """The return code of a child, which stays a zombie."""
+    """Wait for the end of a child without reaping it, and return its return code."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

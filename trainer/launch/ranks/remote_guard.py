@@ -1,9 +1,9 @@
-"""Runs one rank on a host far from the launcher, and ends it when the launcher is gone or says so.
+"""The guard of a rank on another host: runs its command, and terminates it when the launcher orders it or is lost.
 
-Sent over standard input to a bare interpreter there, so it needs nothing installed but Python's standard library.
-Standard input then goes on with one line of JSON, the order, and lines `signal N` and `end SECONDS`. Its end
-means that the launcher, or the way to it, is gone. The guard answers on standard error, after a mark that the order
-gives: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`.
+The launcher sends this source over standard input to a bare interpreter, so it uses only Python's standard library.
+One line of JSON follows, the order, and then lines `signal N` and `end SECONDS`. The end of standard input means that
+the launcher or the connection is lost. The guard reports on standard error, after a mark that the order contains:
+`started PID`, `ended RETURNCODE`, `refused STATUS REASON`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 
 def main() -> None:
-    """Obeys the launcher until it has no more to say."""
+    """Execute the orders of the launcher until the end of standard input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Not SIG_IGN, which the rank would inherit.
+        # Not SIG_IGN: the rank would inherit it.
         signal.signal(ignored, lambda *_: None)
     order = json.loads(sys.stdin.buffer.readline())
 
     def report(text: str) -> None:
-        # In one write, so that no line of the rank gets between; the launcher may be gone.
+        # One write, so that output of the rank cannot split the line. The launcher may be lost.
         with contextlib.suppress(OSError):
             os.write(2, f"{order['mark']}{text}\n".encode())
 
@@ -50,39 +50,39 @@ def main() -> None:
 
 
 def start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Starts the command with its variables, where the launcher runs.
+    """Start the command with its variables, in the folder of the launcher.
 
     Raises:
-        OSError: the folder or the program is not there.
-        ValueError: no address of the launcher answers.
+        OSError: the program cannot be started.
+        ValueError: the folder does not exist here, or no address of the launcher is reachable.
     """
     environ = {**os.environ, **order["environ"]}
     if order["master_addresses"]:
-        environ["MASTER_ADDR"], own = choose_address(order["master_addresses"], int(environ["MASTER_PORT"]))
-        # Gloo would take what the host's name means here, which is often a loopback address.
-        interface = find_interface(own)
+        environ["MASTER_ADDR"], local_address = choose_address(order["master_addresses"], int(environ["MASTER_PORT"]))
+        # By default Gloo uses the address that the host name resolves to, which is often a loopback address.
+        interface = find_interface(local_address)
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    share = len(os.sched_getaffinity(0)) // order["num_neighbours"]
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    num_threads = len(os.sched_getaffinity(0)) // order["num_neighbours"]
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, num_threads)))
     try:
         os.chdir(order["folder"])
     except OSError as error:
-        raise ValueError(f"cannot go to the launcher's folder {order['folder']} on this host: {error}") from None
+        raise ValueError(f"cannot open the launcher's folder {order['folder']} on this host: {error}") from None
     return subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
         order["command"], env=environ, stdin=subprocess.DEVNULL, start_new_session=True
     )
 
 
 def choose_address(addresses: list[str], port: int, timeout_s: float = 5.0) -> tuple[str, str]:
-    """The first address at which the launcher's store answers, and the one of this host on the way to it.
+    """Return the first address at which the launcher's store is reachable, and the local address of that connection.
 
     Raises:
-        ValueError: none does.
+        ValueError: no address is reachable.
     """
     for address in addresses:
-        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=timeout_s) as way:
-            return address, way.getsockname()[0]
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=timeout_s) as connection:
+            return address, connection.getsockname()[0]
     raise ValueError(
         f"cannot reach the launcher's port {port} at {', '.join(addresses)} from this host; "
         "name the interface to use with --network-interface, or open the port"
@@ -90,7 +90,7 @@ def choose_address(addresses: list[str], port: int, timeout_s: float = 5.0) -> t
 
 
 def find_interface(address: str) -> str | None:
-    """The network interface that has this address; None for the loopback one."""
+    """Return the network interface that has this address; None for a loopback address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in [] if address.startswith("127.") else socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -100,10 +100,10 @@ def find_interface(address: str) -> str | None:
 
 
 def address_of_interface(name: str, probe: socket.socket) -> str:
-    """The IPv4 address of a network interface.
+    """Return the IPv4 address of a network interface.
 
     Raises:
-        OSError: there is no such interface, or it has none.
+        OSError: the interface does not exist, or has no IPv4 address.
     """
     get_address = 0x8915  # SIOCGIFADDR
     answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
@@ -111,7 +111,7 @@ def address_of_interface(name: str, probe: socket.socket) -> str:
 
 
 def watch(pid: int, report: Callable[[str], None], has_ended: threading.Event) -> None:
-    """Reports the end of the command, which stays a zombie: its group keeps its number."""
+    """Report the end of the command without reaping it, so that its group keeps its number."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
     has_ended.set()
@@ -119,10 +119,10 @@ def watch(pid: int, report: Callable[[str], None], has_ended: threading.Event) -
 
 
 def obey(pid: int, grace_s: float) -> float:
-    """Passes signals on until the launcher says to end, or is gone; seconds to leave between the two signals."""
+    """Forward signals until the launcher orders the end or is lost; return the seconds from SIGTERM to SIGKILL."""
     for line in sys.stdin.buffer:
         if not line.endswith(b"\n"):
-            # The launcher died while it spoke.
+            # The launcher died in the middle of a line.
             break
         word, number = line.split()
         if word == b"end":
@@ -133,7 +133,7 @@ def obey(pid: int, grace_s: float) -> float:
 
 
 def end_group(pid: int, has_ended: threading.Event, grace_s: float) -> None:
-    """SIGTERM, time to obey, SIGKILL."""
+    """Terminate the process group: SIGTERM, SIGKILL after `grace_s`, then reap the command."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGTERM)
     has_ended.wait(grace_s)

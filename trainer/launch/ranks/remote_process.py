@@ -1,8 +1,8 @@
-"""A rank's process on another host, through a shell that carries three streams there: ssh or srun.
+"""The process of a rank on another host, started through a remote shell: ssh or srun.
 
-The shell's standard input carries the guard (see `remote_guard`), then what to start, then orders; so nothing of
-the environment is seen in a list of processes. The shell needs no orphan guard: when the launcher is gone its input
-ends, and with it the rank.
+The standard input of the shell carries the source of the guard (see `remote_guard`), then the order, then further
+lines; so no list of processes shows the environment. The shell needs no orphan guard: when the launcher dies, the
+input of the shell ends, and the remote guard terminates the rank.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from datasvc.trainer.launch.ranks.job import describe_end
 from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard, keep_from_forked_children
 from datasvc.trainer.launch.ranks.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart, wait_for_end
 
-# Reads the guard's length and source from its input. No character in it means anything to any shell.
+# Reads the length and the source of the guard from standard input. Contains no character that is special to a shell.
 BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(i.read(int(i.readline())))"
-# How long the shell may take, beyond the grace of the rank, to tell the host and to end itself.
+# Time for the shell, beyond the grace time of the rank, to forward the order and to exit.
 _SHELL_MARGIN_S = 5.0
 
 
 class RemoteRankProcess(RankProcess):
-    """A rank's process on another host. `pid` is that of the shell on this machine.
+    """The process of a rank on another host. `pid` is that of the shell on this machine.
 
     Args:
-        start: what to run; has a `remote_command`.
-        guard: not needed.
-        ends: as for a local process.
-        grace_s: what the guard leaves between SIGTERM and SIGKILL when the launcher is gone.
+        start: description of the process, with a `remote_command`.
+        guard: orphan guard; not used.
+        ends: queue that gets a `RankEnd` when the process ends.
+        grace_s: seconds between SIGTERM and SIGKILL if the launcher is lost.
 
     Raises:
         StartError: the shell cannot be started.
-        OSError: the files for its output cannot be written, or the launcher's folder is gone.
+        OSError: the output files cannot be written, or the current folder does not exist any more.
     """
 
     def __init__(
@@ -55,20 +55,20 @@ class RemoteRankProcess(RankProcess):
         super().__init__(start, guard=guard, ends=ends)
 
     def send(self, number: int) -> None:
-        """Sends a signal to the process and its children, if the host can be reached."""
+        """Send a signal to the process and its children, if the host is reachable."""
         self._orders.put(f"signal {int(number)}\n".encode())
 
     def begin_end(self, grace_s: float) -> None:
-        """Tells the guard to end the process and its children."""
+        """Order the remote guard to terminate the process and its children."""
         self._orders.put(f"end {grace_s}\n".encode())
         self._orders.put(None)
 
     def finish_end(self, deadline_s: float) -> None:
-        """Waits for the shell, which ends after the rank, and kills it if it does not."""
+        """Wait for the shell, which ends after the rank, and kill it after the deadline."""
         if self._is_closed:
             return
         self._orders.put(None)
-        # A host that has not come is not waited for: it hears of the end by the end of its input.
+        # Without a connection there is nothing to wait for: the guard stops at the end of its input.
         limit_s = deadline_s + _SHELL_MARGIN_S - time.monotonic() if self._has_started else 0.0
         if not self._shell_has_ended.wait(max(0.0, limit_s)):
             with contextlib.suppress(ProcessLookupError):
@@ -85,10 +85,10 @@ class RemoteRankProcess(RankProcess):
         assert self._process.stdin is not None
         keep_from_forked_children(self._process.stdin)
         self._orders.put(self._first_order())
-        self._pump_output(self._mark.encode(), self._hear)
+        self._pump_output(self._mark.encode(), self._handle_report)
         threading.Thread(target=self._watch, daemon=True).start()
-        # Last, because what was not told to start needs no end. What to do may exceed a pipe, and the host be slow to
-        # read it: written by a thread.
+        # Started last: without the order the host starts nothing. A thread writes it, because the order may be larger
+        # than the pipe buffer, and the host may be slow to read it.
         threading.Thread(target=self._write_orders, daemon=True).start()
 
     def _first_order(self) -> bytes:
@@ -106,27 +106,27 @@ class RemoteRankProcess(RankProcess):
 
     def _write_orders(self) -> None:
         assert self._process.stdin is not None
-        # A shell that is gone is noticed where its end is awaited.
+        # Write errors are ignored: `_watch` reports the end of the shell.
         with contextlib.suppress(OSError), self._process.stdin as pipe:
             while (order := self._orders.get()) is not None:
                 pipe.write(order)
                 pipe.flush()
 
-    def _hear(self, report: str) -> None:
-        word, _, rest = report.partition(" ")
-        if word == "started":
+    def _handle_report(self, report: str) -> None:
+        kind, _, details = report.partition(" ")
+        if kind == "started":
             self._has_started = True
-            self.has_come.set()
-        elif word == "ended":
-            self._report_once(int(rest))
-        elif word == "refused":
-            status, _, reason = rest.partition(" ")
+            self.startup_done.set()
+        elif kind == "ended":
+            self._report_once(int(details))
+        elif kind == "refused":
+            status, _, reason = details.partition(" ")
             self._report_once(int(status), f"was not started: {reason}")
 
     def _watch(self) -> None:
         returncode = wait_for_end(self.pid)
         self._shell_has_ended.set()
-        # The guard's word, if it is still on its way, says more than the shell's.
+        # A report of the guard that is still in transit is more precise than the return code of the shell.
         self._errors.last_lines(timeout_s=DRAIN_TIMEOUT_S)
         assert self._start.remote_command is not None
         how = f"{self._start.remote_command[0]} to {self.host} {describe_end(returncode)}"

@@ -1,4 +1,4 @@
-"""The command lines that start a guard on another host, and which variables its rank gets. Pure."""
+"""The command lines that start a guard on another host, and the choice of the variables for its rank. Pure."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ _PASSED_NAMES = frozenset(
 
 
 def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether ranks of this host are started without a shell: it is this machine by one of its own names."""
-    own = socket.gethostname()
-    names = _LOCAL_NAMES | {own, own.partition(".")[0]}
+    """Return whether a host name is one of this machine, so that its ranks start without a remote shell."""
+    hostname = socket.gethostname()
+    names = _LOCAL_NAMES | {hostname, hostname.partition(".")[0]}
     return name in names or name == (environ or {}).get("SLURMD_NODENAME")
 
 
 def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
-    """The command that runs the guard's bootstrap on `host`; its standard input and output are the guard's."""
+    """Return the command that runs the guard on `host`; its standard streams are those of the guard."""
     bootstrap = [settings.python or sys.executable, "-I", "-S", "-c", BOOTSTRAP]
     if settings.shell == "srun":
-        # One task beside those that run already, which may use all that the job has on the node.
+        # One additional task, which shares the resources of the job on the node with running tasks.
         one_task = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
         unbound = ["--cpu-bind=none", "--mem=0", "--mpi=none", "--export=ALL", "--quiet"]
         return ["srun", *one_task, *unbound, *bootstrap]
-    # What hangs is worse than what fails: no questions, and a host that is silent for a minute is lost.
+    # Fail rather than hang: no password prompts, and a host that does not answer for a minute counts as lost.
     options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
     command = ["ssh", *(word for option in options for word in ("-o", option))]
-    # No agent, X11 or escape characters: nothing but the three streams.
+    # No terminal, agent, X11 or escape characters: only the three streams are forwarded.
     command += ["-T", "-a", "-x", "-e", "none"]
     if settings.ssh_port is not None:
         command += ["-p", str(settings.ssh_port)]
@@ -77,11 +77,11 @@ def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
 
 
 def choose_passed(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that a rank on another host gets: the usual ones, and those the user named."""
+    """Return the variables for a rank on another host: the usual ones, and those that the user names."""
     chosen = _PASSED_NAMES | set(names)
     return {name: value for name, value in environ.items() if name in chosen or name.startswith(_PASSED_PREFIXES)}
 
 
 def describe_command(command: Sequence[str]) -> str:
-    """A command line as it could be typed."""
+    """Return a command as a line for a shell."""
     return shlex.join(command)

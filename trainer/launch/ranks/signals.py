@@ -1,4 +1,4 @@
-"""Passes the launcher's signals on to its ranks."""
+"""Forwarding of the launcher's signals to its ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from datasvc.trainer.launch.ranks.rank_group import RankGroup
 
 @contextlib.contextmanager
 def passing_on_signals(group: RankGroup) -> Iterator[None]:
-    """While inside, SIGINT and SIGTERM go to the ranks, whose end then ends the job.
+    """Forward SIGINT and SIGTERM to the ranks inside the block; their end then ends the job.
 
-    Only a main thread can do so; elsewhere signals stay as they are.
+    Has no effect outside the main thread, which alone can set signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,7 @@
-"""Runs the ranks of a job whose number does not change, and ends them together.
+"""Run of a job with a fixed number of ranks.
 
-Invariant: no rank outlives the job. A rank that fails takes the others with it; so do a signal to the launcher and,
-by way of the guards, its sudden death.
+Invariant: no rank outlives the job. The failure of a rank ends the others; so does a signal to the launcher, and,
+through the guards, the death of the launcher.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
 from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
 from datasvc.trainer.launch.ranks.signals import passing_on_signals
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, plan_interfaces, serve_store
-from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, Late, arrival_key
+from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, LateRanks, arrival_key
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
-_LOOK_PERIOD_S = 1.0
-# What a rank says that ends because of another, and how long that other may take to end.
+_POLL_PERIOD_S = 1.0
+# The error of a rank that ends because of another one, and the time to wait for the end of that other one.
 _LOSS = "HorovodInternalError"
 _CAUSE_WAIT_S = 2.0
 
 
 def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | None:
-    """Runs all ranks to their end. SIGINT and SIGTERM are passed on to them meanwhile.
+    """Run all ranks to their end, and forward SIGINT and SIGTERM to them.
 
-    Must be called from the main thread, whose signal handlers it borrows; elsewhere signals are not passed on.
+    Call it from the main thread, because it sets signal handlers; in other threads, signals are not forwarded.
 
     Returns:
-        None if every rank ended with status 0.
+        None if every rank exited with status 0.
 
     Raises:
         StartError: the command cannot be started.
-        OSError: there is no port to be had, or the files for the output cannot be written.
+        OSError: no port is available, or the output files cannot be written.
         ValueError: there are too few slots, or a network interface does not exist.
     """
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
@@ -54,10 +54,10 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | 
         stack.enter_context(passing_on_signals(group))
         for place in places:
             group.start(_plan_start(job, place, environ, listener.getsockname()[1], addresses))
-        # The ranks connect to the port meanwhile; the kernel keeps them waiting. Held here and not by rank 0,
-        # so that no one else can take the port and the store outlives every rank.
+        # Ranks may connect before this line; the kernel queues them. The launcher serves the store, not rank 0, so
+        # that no other process can take the port and the store outlives every rank.
         store = serve_store(listener)
-        failure = _Wait(job, places, group, store).run()
+        failure = _RankMonitor(job, places, group, store).run()
         del store
     return failure
 
@@ -66,19 +66,20 @@ def _plan_start(
     job: LaunchJob, place: RankPlace, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
 ) -> RankStart:
     is_local_rank = is_local(place.host, environ)
-    given = {**environ, **job.variables}
-    own = plan_environment(place.place, place.host, port)
+    inherited = {**environ, **job.variables}
+    rank_variables = plan_environment(place.place, place.host, port)
     if is_local_rank:
-        own |= plan_threads(place.place.local_size, given) | plan_interfaces(job.remote, addresses, given)
-        variables = {**given, **own}
+        rank_variables |= plan_threads(place.place.local_size, inherited)
+        rank_variables |= plan_interfaces(job.remote, addresses, inherited)
+        variables = {**inherited, **rank_variables}
     else:
-        # Its guard finds out the interface and the number of processors there.
-        own |= plan_interfaces(job.remote, (), given)
-        variables = {**choose_passed(given, [*job.passed_names, *job.variables]), **own}
+        # The guard on that host determines the interface and the number of processors.
+        rank_variables |= plan_interfaces(job.remote, (), inherited)
+        variables = {**choose_passed(inherited, [*job.passed_names, *job.variables]), **rank_variables}
     rank = place.place.rank
     if job.is_verbose:
-        way = "" if is_local_rank else f" by {job.remote.shell}"
-        _say(f"rank {rank} on {place.host}{way}: {shlex.join(job.command)}")
+        shell = "" if is_local_rank else f" by {job.remote.shell}"
+        _print_message(f"rank {rank} on {place.host}{shell}: {shlex.join(job.command)}")
     return RankStart(
         worker_id=str(rank),
         command=job.command,
@@ -93,8 +94,8 @@ def _plan_start(
     )
 
 
-class _Wait:
-    """Waits for the ranks: for the end of all, the failure of one, or one that does not come."""
+class _RankMonitor:
+    """Monitor of the ranks until all end, one fails, or one does not start in time."""
 
     def __init__(self, job: LaunchJob, places: list[RankPlace], group: RankGroup, store: TCPStore) -> None:
         self._job = job
@@ -108,30 +109,33 @@ class _Wait:
         )
 
     def run(self) -> RankFailure | None:
-        """Returns when all ranks have ended well, or the first has failed and the others are ended."""
+        """Wait until all ranks have succeeded, or one has failed and the others are terminated."""
         while self._running:
-            end = self._group.next_end(None if self._arrivals.is_over else _LOOK_PERIOD_S)
+            end = self._group.next_end(None if self._arrivals.is_over else _POLL_PERIOD_S)
             if end is None:
-                failure = self._look()
+                failure = self._find_late_rank()
             else:
                 self._running.discard(int(end.worker_id))
-                failure = self._judge(self._find_cause(end)) if end.returncode else None
+                failure = self._describe_end(self._find_cause(end)) if end.returncode else None
             if failure is not None:
                 self._group.terminate()
                 return failure
         return None
 
     def _find_cause(self, end: RankEnd) -> RankEnd:
-        """The end that others followed from: a rank that only lost another is often quicker to end than that one."""
+        """Return the end that caused the others.
+
+        A rank that only lost the connection to the failed rank often ends before the failed rank does.
+        """
         deadline_s = time.monotonic() + _CAUSE_WAIT_S
-        following: RankEnd | None = end
-        while following is not None:
-            self._running.discard(int(following.worker_id))
-            if following.returncode and not self._has_lost_others(following, deadline_s):
-                return following
+        next_end: RankEnd | None = end
+        while next_end is not None:
+            self._running.discard(int(next_end.worker_id))
+            if next_end.returncode and not self._has_lost_others(next_end, deadline_s):
+                return next_end
             if not self._running:
                 break
-            following = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
+            next_end = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
         return end
 
     def _has_lost_others(self, end: RankEnd, deadline_s: float) -> bool:
@@ -139,37 +143,39 @@ class _Wait:
         last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
         return end.returncode == 1 and any(_LOSS in line for line in last_lines)
 
-    def _judge(self, end: RankEnd) -> RankFailure:
+    def _describe_end(self, end: RankEnd) -> RankFailure:
         trouble = self._group.processes[end.worker_id].trouble
         return self._failure(int(end.worker_id), end.returncode, trouble)
 
-    def _look(self) -> RankFailure | None:
+    def _find_late_rank(self) -> RankFailure | None:
         processes = self._group.processes
-        come = {rank for rank in range(self._job.num_ranks) if processes[str(rank)].has_come.is_set()}
+        started = {rank for rank in range(self._job.num_ranks) if processes[str(rank)].startup_done.is_set()}
         ended = set(range(self._job.num_ranks)) - self._running
         self._called |= {rank for rank in self._running - self._called if self._store.check([arrival_key(rank)])}
-        # One that has ended keeps nobody waiting, and is no reason to wait for others either.
+        # Ended ranks count as ranks that have called init(), but only after a running rank has called it.
         called = self._called | ended if self._called else self._called
-        late = self._arrivals.look(now_s=time.monotonic(), come=come | ended, called=called)
+        late = self._arrivals.find_late(now_s=time.monotonic(), started=started | ended, called=called)
         if late is None:
             return None
         if self._job.start_timeout_s is None:
-            _say(f"still waiting: {self._describe(late)} did not {late.what} within {DEFAULT_LIMIT_S:g} s")
+            _print_message(
+                f"still waiting: {self._describe(late)} did not {late.missing_step} within {DEFAULT_LIMIT_S:g} s"
+            )
             return None
-        reason = f"did not {late.what} within {self._job.start_timeout_s:g} s"
+        reason = f"did not {late.missing_step} within {self._job.start_timeout_s:g} s"
         if len(late.ranks) > 1:
-            reason += f", like {self._describe(Late(late.ranks[1:], late.what))}"
+            reason += f", like {self._describe(LateRanks(late.ranks[1:], late.missing_step))}"
         return self._failure(late.ranks[0], 1, reason)
 
     def _failure(self, rank: int, returncode: int, reason: str | None) -> RankFailure:
         host = self._places[rank].host if self._job.hosts else None
         return RankFailure(rank, returncode, self._group.processes[str(rank)].last_lines(), host, reason)
 
-    def _describe(self, late: Late) -> str:
+    def _describe(self, late: LateRanks) -> str:
         if not self._job.hosts:
             return f"rank {', '.join(map(str, late.ranks))}"
         return ", ".join(f"rank {rank} on {self._places[rank].host}" for rank in late.ranks)
 
 
-def _say(text: str) -> None:
-    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for whoever started the job
+def _print_message(text: str) -> None:
+    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher

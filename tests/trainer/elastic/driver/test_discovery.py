@@ -24,9 +24,9 @@ def test_lines_are_hosts_with_or_without_slots():
     ("script", "words"),
     [
         ("echo no luck >&2; exit 3", "exited with status 3: no luck"),
-        ("exit 1", "exited with status 1: it says nothing"),
-        ("echo a b c", "is no list of hosts"),
-        ("true", "there are no hosts in it"),
+        ("exit 1", "exited with status 1: it printed no error"),
+        ("echo a b c", "is not a list of hosts"),
+        ("true", "it contains no hosts"),
         ("/no/such/script", "exited with status 127"),
     ],
 )

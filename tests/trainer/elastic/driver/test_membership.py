@@ -2,11 +2,20 @@
 
 import pytest
 
-from datasvc.trainer.elastic.driver.actions import Announce, Break, Finish, Say, Seated, Start, Stop, StopWorker
+from datasvc.trainer.elastic.driver.actions import (
+    Announce,
+    AssignRank,
+    Break,
+    Finish,
+    PrintMessage,
+    Start,
+    Stop,
+    StopWorker,
+)
 from datasvc.trainer.elastic.driver.limits import Limits, plan_limits
 from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, LaunchJob
-from datasvc.trainer.rendezvous.messages import Ask, ScriptError
+from datasvc.trainer.rendezvous.messages import RankRequest, ScriptError
 
 TIMEOUT_S = 100.0
 
@@ -28,9 +37,9 @@ class World:
                 case Start(worker, _, place):
                     self.started.append(worker)
                     self.predicted[worker] = place
-                case Seated(worker, _, seat):
+                case AssignRank(worker, _, seat):
                     self.seats[worker] = seat
-                case Say(text):
+                case PrintMessage(text):
                     self.said.append(text)
                 case Finish():
                     self.finish = action
@@ -42,13 +51,13 @@ class World:
     def ask(self, *workers, serial=0, wants_sync=True):
         for worker in workers:
             self.num_asks[worker] = self.num_asks.get(worker, 0) + 1
-            ask = Ask(worker, self.num_asks[worker], serial, wants_sync)
-            self.take(self.membership.worker_asked(ask, self.now_s))
+            ask = RankRequest(worker, self.num_asks[worker], serial, wants_sync)
+            self.take(self.membership.rank_requested(ask, self.now_s))
         return self.last
 
     def come(self, *workers):
         for worker in workers:
-            self.take(self.membership.worker_came(worker, self.now_s))
+            self.take(self.membership.worker_started(worker, self.now_s))
 
     def fail(self, worker, text="MemoryError: full", returncode=1, *, ends_job=False):
         """The program of a worker raises, which its process reports before it ends."""
@@ -104,7 +113,7 @@ def test_no_more_ranks_than_the_most_are_started():
 def test_a_death_breaks_the_round_and_the_others_keep_their_order():
     world = running(3, {"a": 1, "b": 1, "c": 1})
     world.end("a:0:0")
-    assert world.kinds(Break) == [Break(1, "rank 0, worker a:0:0 is gone")]
+    assert world.kinds(Break) == [Break(1, "rank 0, worker a:0:0 has exited")]
     assert "killed by SIGKILL; host a gets no new ranks, the others go on" in world.said[-1]
     world.ask("c:0:2", "b:0:1", serial=5)
     assert world.ranks() == ["b:0:1", "c:0:2"]
@@ -200,18 +209,18 @@ def test_without_enough_ranks_the_job_waits_says_so_and_gives_up_in_the_end():
     world = running(min_num_ranks=2, hosts_can_change=True)
     world.end("b:0:1")
     world.ask("a:0:0", serial=3)
-    assert "1 of the 2 ranks that are needed (--min-num-proc) are there: waiting for hosts" in world.said[-1]
+    assert "1 of the 2 required ranks (--min-num-proc) are available: waiting for hosts" in world.said[-1]
     world.wait(TIMEOUT_S)
     assert world.finish.exit_status == 128 + 9
     assert world.finish.worker == "b:0:1"
-    assert "no more came in 100 s" in world.finish.reason
+    assert "no more joined within 100 s" in world.finish.reason
 
 
 def test_waiting_for_ranks_that_cannot_come_is_not_tried():
     world = running(min_num_ranks=2)
     world.end("b:0:1")
     world.ask("a:0:0", serial=3)
-    assert "there is no host for more" in world.finish.reason
+    assert "no host has a free slot" in world.finish.reason
 
 
 def test_a_host_that_failed_gets_a_new_rank_after_its_cooldown_which_doubles():
@@ -364,7 +373,7 @@ def test_a_rank_that_raises_and_does_not_end_is_ended_so_that_the_others_can_go_
     world.wait(1.0)
     assert world.kinds(Stop) == [Stop("b:0:1")]
     assert world.kinds(Break)
-    assert "did not end in time and is ended: MemoryError: full; host b gets no new ranks" in world.said[-1]
+    assert "did not exit in time and is terminated: MemoryError: full; host b gets no new ranks" in world.said[-1]
     world.ask("a:0:0", serial=2)
     assert world.ranks() == ["a:0:0"]
 
@@ -374,7 +383,7 @@ def test_an_error_that_ends_the_job_does_so_although_its_process_does_not_end():
     error = ScriptError("b:0:1", "HorovodInternalError: no", ends_job=True)
     world.take(world.membership.script_failed(error, world.now_s))
     world.wait(30.0)
-    reason = "did not end in time and is ended: HorovodInternalError: no"
+    reason = "did not exit in time and is terminated: HorovodInternalError: no"
     assert world.finish == Finish(1, reason, "b:0:1")
 
 
@@ -494,7 +503,7 @@ def test_the_time_for_slots_does_not_limit_how_long_a_rank_takes_to_start():
     assert not world.last
     world.ask("a:0:0")
     world.wait(60.0)
-    assert world.last == [Say("still waiting: worker b:0:1 did not call hvd.init() within 60 s")]
+    assert world.last == [PrintMessage("still waiting: worker b:0:1 did not call hvd.init() within 60 s")]
     world.wait(3600.0)
     assert not world.last
     world.ask("b:0:1")
@@ -519,11 +528,11 @@ def test_the_start_timeout_ends_one_that_does_not_come_or_keeps_the_others_waiti
     world.come("a:0:0", "b:0:1")
     world.wait(TIMEOUT_S)
     assert world.kinds(Stop) == [Stop("c:0:2")]
-    assert "worker c:0:2 did not start in time and is ended; host c gets no new ranks" in world.said[-1]
+    assert "worker c:0:2 did not start in time and is terminated; host c gets no new ranks" in world.said[-1]
     world.ask("a:0:0")
     world.wait(TIMEOUT_S)
     assert world.kinds(Stop) == [Stop("b:0:1")]
-    assert "worker b:0:1 did not call hvd.init() in time and is ended" in world.said[-1]
+    assert "worker b:0:1 did not call hvd.init() in time and is terminated" in world.said[-1]
     world.end("c:0:2", -15)
     world.end("b:0:1", -15)
     assert world.ranks() == ["a:0:0"]
@@ -545,7 +554,7 @@ def test_ranks_are_started_once_there_are_slots_for_all_and_see_the_place_that_t
 def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time():
     world = World(first_num_ranks=3, min_num_ranks=2, hosts_can_change=True)
     world.hosts(a=2)
-    assert "2 of the 3 ranks that are needed (-np) are there: waiting for hosts" in world.said[-1]
+    assert "2 of the 3 required ranks (-np) are available: waiting for hosts" in world.said[-1]
     world.wait(TIMEOUT_S)
     world.ask(*world.started)
     assert world.ranks() == ["a:0:0", "a:1:1"]
@@ -568,7 +577,7 @@ def test_ranks_that_finish_end_the_growth_and_the_rest_may_go_on_below_the_minim
     assert not world.kinds(Start)
     world.ask("b:0:1", serial=9)
     assert world.ranks() == ["b:0:1"]
-    assert "the job runs down with 1 of the 2 ranks" in world.said[-1]
+    assert "the job finishes with 1 of the 2 ranks" in world.said[-1]
     world.end("b:0:1", 0)
     assert world.finish == Finish(0)
 

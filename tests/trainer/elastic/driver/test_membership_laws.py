@@ -5,11 +5,11 @@ import math
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: F401
 
-from datasvc.trainer.elastic.driver.actions import Finish, Say, Seated, Start, Stop, StopWorker
+from datasvc.trainer.elastic.driver.actions import AssignRank, Finish, PrintMessage, Start, Stop, StopWorker
 from datasvc.trainer.elastic.driver.limits import Limits
 from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.launch.ranks.job import Host
-from datasvc.trainer.rendezvous.messages import Ask, ScriptError
+from datasvc.trainer.rendezvous.messages import RankRequest, ScriptError
 from tests.examples import examples
 
 TIMEOUT_S = 50.0
@@ -23,7 +23,7 @@ class Process:
     def __init__(self, name, host):
         self.name, self.host = name, host
         self.slot = int(name.split(":")[1])
-        self.num_asks, self.serial, self.seat = 0, 0, None
+        self.num_asks, self.serial, self.assignment = 0, 0, None
         self.is_asking = self.is_told_to_end = False
 
 
@@ -62,7 +62,7 @@ class MembershipLaws(RuleBasedStateMachine):
     def take(self, actions, slots=None):
         assert self.finish is None or not actions, "nothing is decided after the end"
         self.slots = self.slots if slots is None else slots
-        seated = [action for action in actions if isinstance(action, Seated)]
+        seated = [action for action in actions if isinstance(action, AssignRank)]
         for action in actions:
             match action:
                 case Start(worker, host, place):
@@ -85,11 +85,11 @@ class MembershipLaws(RuleBasedStateMachine):
             self.check_round(seated, actions)
 
     def check_round(self, seated, actions):
-        old = {action.worker: self.alive[action.worker].seat for action in seated}
-        (round_number,) = {action.seat.round_number for action in seated}
+        old = {action.worker: self.alive[action.worker].assignment for action in seated}
+        (round_number,) = {action.assignment.round_number for action in seated}
         assert round_number == self.newest_round + 1
         self.newest_round = round_number
-        places = [action.seat.place for action in seated]
+        places = [action.assignment.place for action in seated]
         assert [place.rank for place in places] == list(range(len(seated)))
         assert {place.size for place in places} == {len(seated)}
         processes = [self.alive[action.worker] for action in seated]
@@ -97,26 +97,26 @@ class MembershipLaws(RuleBasedStateMachine):
             assert process.is_asking
             assert action.number == process.num_asks
             neighbours = [other for other in processes if other.host == process.host]
-            assert action.seat.place.local_size == len(neighbours)
+            assert action.assignment.place.local_size == len(neighbours)
             if process.slot < len(neighbours):
-                assert action.seat.place.local_rank == process.slot
+                assert action.assignment.place.local_rank == process.slot
         local_places = {(process.host, place.local_rank) for process, place in zip(processes, places, strict=True)}
         assert len(local_places) == len(places)
         waiting = [p for p in self.alive.values() if p.is_asking and not p.is_told_to_end]
         assert processes[0].serial == max(process.serial for process in waiting), "rank 0 has the newest state"
         if len({process.serial for process in processes}) > 1:
-            assert all(action.seat.needs_sync for action in seated)
+            assert all(action.assignment.needs_sync for action in seated)
         for serial in {process.serial for process in processes}:
             ranks = [
                 math.inf if old[p.name] is None else old[p.name].place.rank for p in processes if p.serial == serial
             ]
             assert ranks == sorted(ranks), "among equals the old ranks come first, in their order"
         if len(seated) < self.limits.min_num_ranks:
-            assert any(isinstance(action, Say) and "runs down" in action.text for action in actions)
-        members = [p for p in self.alive.values() if p.seat and not p.is_told_to_end and p not in processes]
+            assert any(isinstance(action, PrintMessage) and "finishes with" in action.text for action in actions)
+        members = [p for p in self.alive.values() if p.assignment and not p.is_told_to_end and p not in processes]
         assert not members, "a living member was left behind"
         for action, process in zip(seated, processes, strict=True):
-            process.seat, process.is_asking = action.seat, False
+            process.assignment, process.is_asking = action.assignment, False
 
     def pick(self, data, chosen):
         return data.draw(st.sampled_from(sorted(chosen, key=lambda process: process.name)))
@@ -137,13 +137,15 @@ class MembershipLaws(RuleBasedStateMachine):
     def ask(self, process, *, wants_sync=True):
         process.num_asks += 1
         process.is_asking = True
-        ask = Ask(process.name, process.num_asks, process.serial, wants_sync or not process.serial)
-        self.take(self.membership.worker_asked(ask, self.now_s))
+        ask = RankRequest(process.name, process.num_asks, process.serial, wants_sync or not process.serial)
+        self.take(self.membership.rank_requested(ask, self.now_s))
 
     @rule(data=st.data())
     def members_commit(self, data):
         # All of a round that still run, or some of them before the next death.
-        members = [p for p in self.processes(asking=False) if p.seat and p.seat.round_number == self.newest_round]
+        members = [
+            p for p in self.processes(asking=False) if p.assignment and p.assignment.round_number == self.newest_round
+        ]
         if not members:
             return
         newest = max(process.serial for process in members)
@@ -173,12 +175,12 @@ class MembershipLaws(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def a_command_runs(self, data):
-        self.take(self.membership.worker_came(self.pick(data, self.alive.values()).name, self.now_s))
+        self.take(self.membership.worker_started(self.pick(data, self.alive.values()).name, self.now_s))
 
-    @precondition(lambda self: any(p.seat for p in self.processes(asking=False)))
+    @precondition(lambda self: any(p.assignment for p in self.processes(asking=False)))
     @rule(data=st.data())
     def a_member_finishes(self, data):
-        self.end(self.pick(data, [p for p in self.processes(asking=False) if p.seat]), 0)
+        self.end(self.pick(data, [p for p in self.processes(asking=False) if p.assignment]), 0)
 
     def end(self, process, returncode):
         del self.alive[process.name]
@@ -223,10 +225,10 @@ class MembershipLaws(RuleBasedStateMachine):
                 return
             told = [process for process in self.alive.values() if process.is_told_to_end]
             idle = self.processes(asking=False)
-            broken = any(process.seat for process in self.processes(asking=True))
+            broken = any(process.assignment for process in self.processes(asking=True))
             if told:
                 self.end(told[0], 0)
-            elif idle and (broken or not idle[0].seat):
+            elif idle and (broken or not idle[0].assignment):
                 self.ask(idle[0])
             elif idle:
                 self.end(idle[0], 0)

@@ -47,7 +47,7 @@ def test_what_is_no_host_is_refused(text):
 
 
 def test_the_line_of_a_host_file_that_is_wrong_is_named():
-    with pytest.raises(ValueError, match="line 2: 'cores=3' is not slots=N"):
+    with pytest.raises(ValueError, match="line 2: 'cores=3' is not of the form slots=N"):
         parse_host_file("a slots=2\nb cores=3")
     with pytest.raises(ValueError, match="no hosts"):
         parse_host_file("# nothing\n")

@@ -25,7 +25,7 @@ def test_a_chosen_interface_gives_the_only_address_and_is_told_to_gloo_and_nccl(
 
 
 def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are():
-    with pytest.raises(ValueError, match=r"network interface none7 has no IPv4 address: .*; there are .*lo"):
+    with pytest.raises(ValueError, match=r"network interface none7 has no IPv4 address: .*; use one of .*lo"):
         list_addresses([], ["none7"])
 
 
