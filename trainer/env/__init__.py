@@ -1,1 +1,1 @@
-"""Reads the environment: launcher variables, Slurm, GPUs, engine settings."""
+"""The environment of a rank: placement variables of launchers and Slurm, engine settings, GPUs."""

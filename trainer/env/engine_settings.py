@@ -1,4 +1,4 @@
-"""Settings of one engine, checked once."""
+"""The settings of an engine, validated on creation."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """How an engine paces, fuses and watches its operations. Every rank must be given the same values.
+    """The settings of an engine; every rank needs the same values.
 
     Args:
-        fusion_bytes: upper bound of a fusion buffer; 0 turns fusion off.
-        cycle_time_s: pause between two exchanges while nothing is submitted; an idle engine backs off to fifty
-            times this, or five where there are process sets; a busy one does not pause.
-        stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 is
+        fusion_bytes: maximum size of a fusion buffer; 0 disables fusion.
+        cycle_time_s: pause between two negotiations while nothing is submitted; an idle engine extends it to fifty
+            times this value, or to five times with process sets; a busy engine does not pause.
+        stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 for
             never.
-        stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 is
-            never.
-        cache_capacity: how many requests are remembered, so that a repeated one travels as a number.
-        timeout_s: seconds a rank may be unreachable before the others give the job up.
-        start_timeout_s: seconds that `init` waits for all ranks to come.
-        timeline: file for a chrome trace of all operations, which rank 0 writes; None for none.
-        timeline_marks_cycles: whether cycles are marked in it.
-        autotune: try other values of `fusion_bytes` and `cycle_time_s` while the job runs, and keep the best.
-        autotune_log: file for what was tried, CSV, which rank 0 writes; None for none.
+        stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 for never.
+        cache_capacity: maximum number of cached requests; a cached request is sent as a number.
+        timeout_s: seconds for which a rank may be unreachable before the operations of the others fail.
+        start_timeout_s: seconds for which `init` waits for all ranks.
+        timeline: path for a Chrome trace of all operations, written by rank 0; None for no trace.
+        timeline_marks_cycles: whether the trace contains the cycles of the engine.
+        autotune: whether to search for the best `fusion_bytes` and `cycle_time_s` while the job runs.
+        autotune_log: path for a CSV file of the tried values, written by rank 0; None for no file.
+
+    Raises:
+        ValueError: a value is out of range.
     """
 
     fusion_bytes: int = 128 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Reads the environment: the only file of the trainer that does, but for torch's own rendezvous variables."""
+"""Placement of a rank, engine settings and logging, from the variables of Horovod and of launchers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where this process stands: in the job, on its node (local), and among the nodes (cross)."""
+    """The rank of a process in the job, on its node (local), and of its node among the nodes (cross)."""
 
     rank: int = 0
     size: int = 1
@@ -33,7 +33,7 @@ class RankPlacement:
 
 
 def read_place(environ: Mapping[str, str]) -> RankPlacement:
-    """The place that a launcher (ours, torchrun, srun or mpirun) gave this process, or a world of one.
+    """Return the placement that a launcher (ours, torchrun, srun or mpirun) gave this process; else that of one rank.
 
     Raises:
         ValueError: only some of the launcher's variables are set, or they contradict each other.
@@ -44,7 +44,9 @@ def read_place(environ: Mapping[str, str]) -> RankPlacement:
         return RankPlacement()
     missing = sorted(set(WORLD_VARIABLES) - set(present))
     if missing:
-        raise ValueError(f"the environment has {', '.join(present)} but lacks {', '.join(missing)}")
+        raise ValueError(
+            f"the environment has {', '.join(present)} but lacks {', '.join(missing)}; set all of them, or none"
+        )
     rank, size, local_rank, local_size = (_whole(environ, name) for name in WORLD_VARIABLES)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise ValueError(
@@ -56,7 +58,7 @@ def read_place(environ: Mapping[str, str]) -> RankPlacement:
 
 
 def place_variables(place: RankPlacement) -> dict[str, str]:
-    """What the environment says of a place: torchrun's variables, and Horovod's."""
+    """Return the environment variables for a placement: torchrun's, and Horovod's."""
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.size),
@@ -72,18 +74,18 @@ def place_variables(place: RankPlacement) -> dict[str, str]:
 
 
 def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Gloo's own variable, from the one that Horovod has for it; empty if it is set already, or neither is."""
+    """Return Gloo's variable for the network interface, from Horovod's; empty if it is set already, or if none is."""
     name = environ.get("HOROVOD_GLOO_IFACE")
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
 
 
 def configure_logging(environ: Mapping[str, str]) -> None:
-    """Gives the trainer's logger the level and the form of lines that Horovod's variables ask for, if one is set.
+    """Configure the level and the format of the trainer's logger by Horovod's variables, if one is set.
 
-    Where the program has handlers of its own, only the level is set.
+    If the program has installed handlers, only the level is set.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: HOROVOD_LOG_LEVEL is not a valid level.
     """
     if not {"HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_LOG_TIMESTAMP"} & set(environ):
         return
@@ -92,7 +94,7 @@ def configure_logging(environ: Mapping[str, str]) -> None:
         raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, not {level!r}")
     logger = logging.getLogger("datasvc.trainer")
     logger.setLevel(_LOG_LEVELS[level.upper()])
-    # The handler of an earlier call counts too: a line must not come twice.
+    # This includes the handler of an earlier call: a second one would print each line twice.
     if logger.hasHandlers():
         return
     hides_time = _is_set(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_set(
@@ -105,7 +107,8 @@ def configure_logging(environ: Mapping[str, str]) -> None:
 
 
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """The place among the nodes, if the launcher says it: it cannot be computed where nodes differ."""
+    """Return the rank and number of nodes from the launcher's variables; None without them."""
+    # Not computed if given: nodes may have different numbers of ranks.
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
         if all(name in environ for name in names):
             cross_rank, cross_size = (_whole(environ, name) for name in names)
@@ -116,10 +119,10 @@ def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
-    """Engine settings under Horovod's names; what is not set keeps its default.
+    """Return the engine settings from Horovod's variables; the others keep their defaults.
 
     Raises:
-        ValueError: a value is not a number or out of range.
+        ValueError: a value is not a number, or is out of range.
     """
     defaults = EngineSettings()
     warning_s = _number(environ, "HOROVOD_STALL_CHECK_TIME_SECONDS", defaults.stall_warning_s)
@@ -132,7 +135,7 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", defaults.cache_capacity)),
         timeout_s=_number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", defaults.timeout_s),
         start_timeout_s=_number(environ, "HOROVOD_START_TIMEOUT", defaults.start_timeout_s),
-        # "DYNAMIC" means: only once start_timeline() is called, which always works here.
+        # "DYNAMIC" defers the trace to a call of start_timeline(), which needs no preparation here.
         timeline=None if timeline == "DYNAMIC" else timeline,
         timeline_marks_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
         autotune=_is_set(environ, "HOROVOD_AUTOTUNE"),
@@ -141,8 +144,8 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
 
 
 def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
-    """Whether a tool that reads NVTX started this process, or `DATASVC_NVTX=1` asks for its ranges."""
-    # Every tool hooks into NVTX by an injection library; Nsight Systems names its session too.
+    """Return whether a tool that reads NVTX ranges started this process, or `DATASVC_NVTX=1` is set."""
+    # All tools use an injection library for NVTX; Nsight Systems also sets the name of its session.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
     return _is_set(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
 

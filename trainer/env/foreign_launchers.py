@@ -1,13 +1,15 @@
-"""Puts what srun and mpirun tell a process into the words of torchrun. Pure.
+"""Translation of the environment variables of srun and mpirun to those of torchrun. Pure.
 
-The address of the store follows from the job, the same on every rank:
+The address of the store is derived from the job, so that it is the same on every rank:
 
-- `MASTER_ADDR`: the first host of the step's or the job's node list (Slurm), which has rank 0; this machine, if all
-  ranks of mpirun are on it.
-- `MASTER_PORT`: 20000 to 31999, from the job's and the step's number. Two jobs on one node may get the same: set
-  MASTER_PORT then.
+- `MASTER_ADDR`: the first host in the node list of the Slurm step or job, which has rank 0; this machine, if it has
+all
+  ranks.
+- `MASTER_PORT`: 20000 to 31999, from the numbers of the job and the step. If two jobs on one node get the same port,
+set
+  MASTER_PORT.
 
-What is set already is kept, so both can be given with `srun --export` or `mpirun -x`.
+Variables that are set already are kept, so both can be set with `srun --export` or `mpirun -x`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ _JOB_NUMBERS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PB
 
 
 def translate(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torchrun would have set; empty under torchrun, our launcher, or none.
+    """Return the variables that torchrun would set; empty under torchrun, under our launcher, and without a launcher.
 
     Raises:
-        ValueError: a variable is missing or malformed; the message says which to set.
+        ValueError: a variable is missing or malformed; the message names it.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return {}
@@ -82,7 +84,7 @@ def _first_host(environ: Mapping[str, str], place: Mapping[str, str]) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):
             return expand_node_list(environ[name])[0]
-    raise ValueError("nothing says on which host rank 0 is: set MASTER_ADDR, as in mpirun -x MASTER_ADDR=host")
+    raise ValueError("the host of rank 0 is unknown: set MASTER_ADDR, as in mpirun -x MASTER_ADDR=host")
 
 
 def _derive_port(environ: Mapping[str, str]) -> str:
@@ -90,12 +92,12 @@ def _derive_port(environ: Mapping[str, str]) -> str:
         if environ.get(name):
             job = f"{environ[name]}.{environ.get('SLURM_STEP_ID', '')}"
             return str(_FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS)
-    raise ValueError("nothing tells this job from others: set MASTER_PORT to a free port, the same for all ranks")
+    raise ValueError("the environment has no job number: set MASTER_PORT to a free port, the same for all ranks")
 
 
 def _required(environ: Mapping[str, str], name: str, launcher: str) -> str:
     if name not in environ:
-        raise ValueError(f"the environment looks like one of {launcher}, but lacks {name}")
+        raise ValueError(f"the environment has variables of {launcher}, but lacks {name}; set it")
     return environ[name]
 
 

@@ -1,4 +1,4 @@
-"""Which GPU is a rank's own."""
+"""The choice of the GPU of a rank."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from datasvc.trainer.env.environment import RankPlacement
 
 
 def name_own_gpu(place: RankPlacement) -> str:
-    """What names the GPU that this rank may use alone, if no other rank has the same name; empty without.
+    """Return the UUID of the GPU for this rank; empty without GPUs or NCCL.
 
-    A launcher either shows all GPUs of a node to each of its ranks, which share them out by their local rank, or
-    shows each rank one.
+    Two ranks with the same UUID share a GPU. Launchers either expose all GPUs of a node to each rank, which selects
+    one by its local rank, or expose one GPU to each rank.
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return ""

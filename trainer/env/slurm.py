@@ -1,4 +1,4 @@
-"""What Slurm says in the environment: the nodes of an allocation and the tasks on each. Pure."""
+"""Slurm's environment variables: the nodes of an allocation, and the tasks on each. Pure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterator, Mapping
 
 _MAX_NUM_NODES = 1 << 20
-# A name is pieces of text and of ranges in brackets; commas outside of brackets separate names.
+# A name consists of text and ranges in brackets; commas outside brackets separate names.
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
-_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_NAME_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_node_list(text: str) -> list[str]:
-    """The names in a list as `node[01-03,07],login`, in its order.
+    """Return the names in a list such as `node[01-03,07],login`, in its order.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: `text` is not such a list.
     """
     names = []
     position = 0
@@ -26,8 +26,8 @@ def expand_node_list(text: str) -> list[str]:
         if text[position : match.start()] not in ({""} if position == 0 else {","}):
             break
         position = match.end()
-        pieces = [list(_expand_piece(piece, text)) for piece in _PIECE.finditer(match[0])]
-        names += ["".join(parts) for parts in itertools.islice(itertools.product(*pieces), _MAX_NUM_NODES + 1)]
+        choices = [list(_expand_part(part, text)) for part in _NAME_PART.finditer(match[0])]
+        names += ["".join(parts) for parts in itertools.islice(itertools.product(*choices), _MAX_NUM_NODES + 1)]
         if len(names) > _MAX_NUM_NODES:
             raise ValueError(f"{text!r} names more than {_MAX_NUM_NODES} nodes")
     if position != len(text) or not names:
@@ -36,16 +36,16 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def expand_task_counts(text: str, num_nodes: int) -> list[int]:
-    """The number of tasks on each node, from `4(x2),3` or, the same on each, `4`.
+    """Return the number of tasks on each node, from a list such as `4(x2),3`, or from `4` for all nodes.
 
     Raises:
-        ValueError: it is no such list, or not one of this many nodes.
+        ValueError: `text` is not such a list, or is for another number of nodes.
     """
     counts = _list_counts(text)
     if len(counts) == 1:
         return counts * num_nodes
     if len(counts) != num_nodes:
-        raise ValueError(f"{text!r} counts the tasks of {len(counts)} nodes, not of {num_nodes}")
+        raise ValueError(f"{text!r} has the tasks of {len(counts)} nodes, but the allocation has {num_nodes}")
     return counts
 
 
@@ -63,10 +63,10 @@ def _list_counts(text: str) -> list[int]:
 
 
 def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
-    """The nodes of the allocation that this process runs in, with the tasks on each; None outside of any.
+    """Return the nodes of the Slurm allocation, with the number of tasks on each; None without an allocation.
 
-    `SLURM_TASKS_PER_NODE` goes before `SLURM_NTASKS_PER_NODE` if it counts the tasks of each node; inside of a
-    step it may be about the step's nodes only. One task is assumed without either.
+    `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE` if it has a number for each node; inside a
+    step, it may cover the nodes of the step only. Without both, each node has one task.
 
     Raises:
         ValueError: the variables contradict each other.
@@ -75,28 +75,28 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     if not names or "SLURM_JOB_ID" not in environ:
         return None
     nodes = expand_node_list(names)
-    same = environ.get("SLURM_NTASKS_PER_NODE")
-    tasks = environ.get("SLURM_TASKS_PER_NODE") or same or "1"
-    if same and len(_list_counts(tasks)) != len(nodes):
-        tasks = same
+    uniform_count = environ.get("SLURM_NTASKS_PER_NODE")
+    tasks = environ.get("SLURM_TASKS_PER_NODE") or uniform_count or "1"
+    if uniform_count and len(_list_counts(tasks)) != len(nodes):
+        tasks = uniform_count
     return list(zip(nodes, expand_task_counts(tasks, len(nodes)), strict=True))
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process, rather than a batch script that merely sees the job's variables."""
+    """Return whether `srun` started this process; a batch script has variables of the job, too."""
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEP_NUM_TASKS" in environ
     return "SLURM_PROCID" in environ and (in_step or environ.get("ENVIRONMENT") != "BATCH")
 
 
-def _expand_piece(piece: re.Match[str], text: str) -> Iterator[str]:
-    if piece[2] is not None:
-        yield piece[2]
+def _expand_part(part: re.Match[str], text: str) -> Iterator[str]:
+    if part[2] is not None:
+        yield part[2]
         return
-    for part in piece[1].split(","):
-        match = _RANGE.fullmatch(part)
+    for range_text in part[1].split(","):
+        match = _RANGE.fullmatch(range_text)
         if match is None:
-            raise ValueError(f"{text!r} is not a list of nodes: {part!r} is no range such as 01-04")
+            raise ValueError(f"{text!r} is not a list of nodes: {range_text!r} is not a range such as 01-04")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last - first > _MAX_NUM_NODES:
-            raise ValueError(f"{text!r} is not a list of nodes: {part!r} is an impossible range")
+            raise ValueError(f"{text!r} is not a list of nodes: the range {range_text!r} is empty or too large")
         yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))

@@ -1,4 +1,4 @@
-"""Calls a function on every rank of a job: `datasvc.trainer.run`."""
+"""`datasvc.trainer.run`: call of a function on every rank of a job."""
 
 from __future__ import annotations
 

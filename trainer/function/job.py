@@ -1,4 +1,4 @@
-"""`datasvc.trainer.run`: calls a function on every rank of a job, and returns the results in rank order."""
+"""`datasvc.trainer.run`: call of a function on every rank of a job, with the results in rank order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.function.call_server import CallServer
 from datasvc.trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
-from datasvc.trainer.function.post import CallServer
 from datasvc.trainer.function.worker import KEY, PORT
 from datasvc.trainer.launch.command_line import run_job
 from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts
@@ -22,7 +22,7 @@ from datasvc.trainer.launch.ranks.remote_shell import is_local
 
 T = TypeVar("T")
 
-# The search path of this process, so that ranks find the same modules, this one to begin with.
+# Ranks get the search path of this process, so that they import the same modules, including this package.
 _PROGRAM = "import sys; sys.path[:] = {paths!r}; from datasvc.trainer.function.worker import main; main()"
 
 
@@ -42,7 +42,7 @@ def run(
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | os.PathLike[str] | None = None,
-    disable_cache: bool | None = None,  # noqa: ARG001 - Horovod's: there is no check whose result could be kept
+    disable_cache: bool | None = None,  # noqa: ARG001 - Horovod's: there are no checks to cache
     output_filename: str | os.PathLike[str] | None = None,
     verbose: bool | int | None = False,
     use_gloo: bool | None = None,
@@ -57,51 +57,53 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Runs `func(*args, **kwargs)` as a data-parallel job, each rank in a process of its own.
+    """Run `func(*args, **kwargs)` as a data-parallel job, with one process per rank.
 
-    The function and its arguments are sent by cloudpickle where it is installed, so functions of a script, a notebook
-    or a closure will do; else by pickle, for functions of modules. Output of the ranks is printed as by
-    `datasvc.trainer.launch`. From a thread other than the main one, Ctrl-C is not passed on.
+    If cloudpickle is installed, it sends the function and its arguments, so functions of scripts, notebooks and
+    closures work; otherwise pickle sends them, and the function must belong to a module. The output of the ranks is
+    printed as by `datasvc.trainer.launch`. Outside the main thread, Ctrl-C is not forwarded to the ranks.
 
     Args:
-        func: what every rank calls; it begins with `hvd.init()` if it wants to talk to the other ranks.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        num_proc: number of ranks, 1 by default.
-        min_num_proc: the least number of ranks, which makes the job elastic.
-        max_num_proc: the greatest number of ranks of an elastic job.
-        slots: ranks per host where the hosts do not say.
-        reset_limit: how often ranks of an elastic job may come and go.
-        cooldown_range: least and greatest seconds for which a host that failed is not tried.
-        hosts: as `a:2,b:2`; by default this machine.
-        hostfile: a file of lines `a slots=2`.
-        host_discovery_script: prints the hosts of an elastic job.
-        start_timeout: seconds after which a rank that has not come ends the job, or is left out if it is elastic.
-        ssh_port: of the other hosts.
-        ssh_identity_file: a private key for them.
-        disable_cache: means nothing here.
-        output_filename: a folder for `rank.N/stdout` and `rank.N/stderr`.
-        verbose: whether to say what is started where.
-        use_gloo: is so anyway.
-        use_mpi: warns that the ranks talk over gloo: there is no MPI.
-        mpi_args: likewise.
-        network_interface: the older name of `network_interfaces`.
-        network_interfaces: by which other hosts reach this one: names, or one text with commas.
-        executable: the Python that runs the ranks, of this one's version and with its packages.
-        np: the older name of `num_proc`.
-        min_np: the older name of `min_num_proc`.
-        max_np: the older name of `max_num_proc`.
-        env: the ranks' environment in place of this process's.
+        func: function that every rank calls; it calls `hvd.init()` first if it communicates with the other ranks.
+        args: positional arguments of the function.
+        kwargs: keyword arguments of the function.
+        num_proc: number of ranks, by default 1.
+        min_num_proc: minimum number of ranks; makes the job elastic.
+        max_num_proc: maximum number of ranks; makes the job elastic.
+        slots: number of slots of hosts without one.
+        reset_limit: number of changes of the ranks after which an elastic job ends.
+        cooldown_range: minimum and maximum seconds for which a host gets no ranks after a failure.
+        hosts: hosts of the form `a:2,b:2`; by default this machine.
+        hostfile: path of a file with lines `a slots=2`.
+        host_discovery_script: script that prints the hosts; makes the job elastic.
+        start_timeout: seconds after which a rank that has not started ends the job; an elastic job continues without
+            it.
+        ssh_port: port of the ssh servers of other hosts.
+        ssh_identity_file: private key for other hosts.
+        disable_cache: ignored.
+        output_filename: folder for the files `rank.N/stdout` and `rank.N/stderr`.
+        verbose: whether to print the host and the command of each rank.
+        use_gloo: ignored, because gloo is always used.
+        use_mpi: ignored with a warning, because there is no MPI.
+        mpi_args: ignored with a warning.
+        network_interface: older name of `network_interfaces`.
+        network_interfaces: names of the interfaces that connect the hosts, or one string with commas.
+        executable: Python interpreter for the ranks; it needs the same version and packages as this one.
+        np: older name of `num_proc`.
+        min_np: older name of `min_num_proc`.
+        max_np: older name of `max_num_proc`.
+        env: environment of the ranks; None for that of this process.
 
     Returns:
-        What the function returned on each rank; of an elastic job, on the ranks that came to its end.
+        The return values in rank order; for an elastic job, those of the ranks that reached the end.
 
     Raises:
-        HorovodInternalError: a rank ended without an answer: killed, out of reach, or left by `os._exit`. An
-            elastic job goes on without it, but not without any answer, nor after a `sys.exit` with status 0.
+        HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or called `os._exit`.
+            An elastic job continues without such a rank, but fails without any result, or after `sys.exit(0)`.
         TypeError: the function, an argument, or a result cannot be pickled.
-        ValueError: the arguments describe no job.
-        Exception: what the function raised on the first rank that failed, caused by that rank's traceback.
+        ValueError: the arguments contradict each other, or are out of range.
+        Exception: the exception of the function on the first rank that failed; its cause is the traceback of the
+            rank.
     """
     _check_controller(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
     num_proc = _choose_name("np", np, "num_proc", num_proc)
@@ -110,7 +112,7 @@ def run(
     interfaces = _choose_name("network_interface", network_interface, "network_interfaces", network_interfaces)
     num_ranks = num_proc or min_num_proc or 1
     if num_ranks < 1:
-        raise ValueError(f"there must be at least one rank, not {num_ranks}")
+        raise ValueError(f"num_proc must be at least 1, not {num_ranks}")
     call = pickle_call(func, tuple(args), dict(kwargs or {}))
     environ = dict(os.environ if env is None else env)
     program = _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])
@@ -148,42 +150,42 @@ def run(
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
     key = secrets.token_bytes(32)
-    # Hosts that a script finds may be any.
+    # A discovery script may return any host, so other hosts must be able to connect.
     finds_hosts = elastic is not None and elastic.discovery_script is not None
     for_other_hosts = finds_hosts or not all(is_local(host.name, environ) for host in job.hosts)
-    post = CallServer(call, key=key, for_other_hosts=for_other_hosts)
-    job = dataclasses.replace(job, variables={**job.variables, PORT: str(post.port), KEY: key.hex()})
-    with post.open():
+    server = CallServer(call, key=key, for_other_hosts=for_other_hosts)
+    job = dataclasses.replace(job, variables={**job.variables, PORT: str(server.port), KEY: key.hex()})
+    with server.open():
         try:
             failure = run_job(job, elastic, environ)
         except OSError as error:
             raise HorovodInternalError(f"cannot start the ranks: {error}") from error
     if failure is not None:
-        raise _choose_error(failure, post) if elastic is None else _choose_elastic_error(failure, post)
-    # To the launcher such a rank has finished, so its job has no failure.
-    left = sorted(answer.rank for answer in post.errors if answer.has_left)
-    results = post.results
+        raise _choose_error(failure, server) if elastic is None else _choose_elastic_error(failure, server)
+    # The launcher counts status 0 as success, so the job itself has no failure.
+    exited = sorted(answer.rank for answer in server.errors if answer.has_left)
+    results = server.results
     missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
-    if left or (missing and (elastic is None or not results)):
-        raise HorovodInternalError(f"rank {[*left, *missing][0]} ended with status 0 before the function returned")
+    if exited or (missing and (elastic is None or not results)):
+        raise HorovodInternalError(f"rank {[*exited, *missing][0]} ended with status 0 before the function returned")
     return [unpickle_result(answer) for answer in results]
 
 
-def _choose_error(failure: JobFailure, post: CallServer) -> BaseException:
-    """The exception of the first rank that raised one, unless it only says that another rank died."""
-    errors = [unpickle_error(answer) for answer in post.errors]
-    told = {answer.rank for answer in post.errors}
-    has_died = failure.rank is not None and failure.rank not in told
-    own = [error for error in errors if not isinstance(error, HorovodInternalError)]
-    if own:
-        return own[0]
+def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
+    """Return the first exception of a rank, unless it only reports the death of another rank."""
+    errors = [unpickle_error(answer) for answer in server.errors]
+    reporting_ranks = {answer.rank for answer in server.errors}
+    has_died = failure.rank is not None and failure.rank not in reporting_ranks
+    causes = [error for error in errors if not isinstance(error, HorovodInternalError)]
+    if causes:
+        return causes[0]
     if errors and not has_died:
         return errors[0]
     return HorovodInternalError(failure.describe())
 
 
 def _choose_name(older: str, older_value: T | None, newer: str, value: T | None) -> T | None:
-    """The value of an argument that has two names."""
+    """Return the value of an argument that has two names."""
     if older_value is not None and value is not None and older_value != value:
         raise ValueError(f"{older}={older_value!r} is the older name of {newer}={value!r}: give one of them")
     return older_value if value is None else value
@@ -191,18 +193,19 @@ def _choose_name(older: str, older_value: T | None, newer: str, value: T | None)
 
 def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None) -> None:
     if use_gloo and use_mpi:
-        raise ValueError("use_gloo=True and use_mpi=True: give one of them; the ranks talk over gloo either way")
+        raise ValueError("use_gloo=True and use_mpi=True contradict each other: give one; both use gloo here")
     if use_mpi or mpi_args:
-        given = "use_mpi=True" if use_mpi else f"mpi_args={mpi_args!r}"
+        argument = "use_mpi=True" if use_mpi else f"mpi_args={mpi_args!r}"
         warnings.warn(
-            f"{given} has no effect: there is no MPI here, the ranks talk over gloo, and NCCL on GPUs", stacklevel=3
+            f"{argument} has no effect: there is no MPI; the ranks communicate over gloo, and over NCCL on GPUs",
+            stacklevel=3,
         )
 
 
-def _choose_elastic_error(failure: JobFailure, post: CallServer) -> BaseException:
-    """The exception of the worker that ended the job: the job has gone on from those of others."""
-    own = [answer for answer in post.errors if answer.worker is not None and answer.worker == failure.worker]
-    return unpickle_error(own[-1]) if own else HorovodInternalError(failure.describe())
+def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
+    """Return the exception of the worker that ended the job; the job has survived those of other workers."""
+    errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
+    return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 
 
 def _read_hosts(hosts: str | None, hostfile: str | os.PathLike[str] | None, slots: int) -> tuple[Host, ...]:

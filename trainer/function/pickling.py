@@ -1,4 +1,7 @@
-"""Calls and answers as bytes. Only ever between processes of one job, which prove that they share its key."""
+"""Pickled calls and results of `datasvc.trainer.run`.
+
+Invariant: only processes of one job exchange them, after proving to each other that they have its key.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from datasvc.trainer.errors import HorovodInternalError
 
 
 class RankTracebackError(Exception):
-    """What a rank's traceback said: the cause of the exception that came from there."""
+    """The traceback of a rank as text; the cause of the exception from that rank."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"\n\non rank {rank}:\n{text}")
@@ -23,11 +26,11 @@ class RankTracebackError(Exception):
 
 @dataclass(frozen=True)
 class CallResult:
-    """What came of the call on one rank.
+    """The result or the exception of the call on one rank.
 
-    `content` is the pickled result, or exception if it could be pickled and `text`, the traceback, is not empty.
-    `worker` is the name of the process in an elastic job, where ranks change hands. `has_left` is True if the
-    function ended that process with status 0 instead of returning.
+    `content` is the pickled result; if the traceback `text` is not empty, the pickled exception, or None if it cannot
+    be pickled. `worker` is the name of the process in an elastic job, where its rank may change. `has_left` is True
+    if the function ended the process with status 0 instead of returning.
     """
 
     rank: int
@@ -38,10 +41,10 @@ class CallResult:
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """A call as bytes.
+    """Return a pickled call.
 
     Raises:
-        TypeError: it cannot be pickled.
+        TypeError: the function or an argument cannot be pickled.
     """
     if not _has_cloudpickle() and getattr(function, "__module__", None) == "__main__":
         raise TypeError(
@@ -55,16 +58,16 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 
 def call_pickled(content: bytes) -> Any:
-    """Runs a call and returns its result; whatever it raises passes through."""
+    """Run a pickled call and return its result; its exceptions propagate."""
     function, args, kwargs = pickle.loads(content)  # noqa: S301 - from the launcher, which holds the key
     return function(*args, **kwargs)
 
 
 def pickle_result(rank: int, result: object) -> CallResult:
-    """A result as an answer.
+    """Return the answer for a result.
 
     Raises:
-        TypeError: it cannot be pickled.
+        TypeError: the result cannot be pickled.
     """
     try:
         return CallResult(rank, _dumps(result))
@@ -76,7 +79,7 @@ def pickle_result(rank: int, result: object) -> CallResult:
 
 
 def pickle_error(rank: int, error: BaseException) -> CallResult:
-    """An exception as an answer, with its type if the other side can make it anew."""
+    """Return the answer for an exception, with the exception itself if it survives pickling."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
         error = HorovodInternalError(f"rank {rank} called sys.exit({error.code!r}) in the function")
@@ -84,10 +87,10 @@ def pickle_error(rank: int, error: BaseException) -> CallResult:
 
 
 def unpickle_result(answer: CallResult) -> Any:
-    """The result.
+    """Return the result of an answer.
 
     Raises:
-        TypeError: it cannot be made here.
+        TypeError: the result cannot be unpickled in this process.
     """
     assert answer.content is not None
     try:
@@ -97,12 +100,12 @@ def unpickle_result(answer: CallResult) -> Any:
 
 
 def unpickle_error(answer: CallResult) -> BaseException:
-    """The exception, caused by the rank's traceback."""
+    """Return the exception of an answer; its cause is the traceback of the rank."""
     error: object = None
     if answer.content is not None:
         try:
             error = _loads_exception(answer.content)
-        except Exception:  # noqa: BLE001 - its module may be missing here; the text is left
+        except Exception:  # noqa: BLE001 - its module may be missing here; the traceback text remains
             error = None
     if not isinstance(error, BaseException):
         error = HorovodInternalError(f"rank {answer.rank} failed: {answer.text.strip().splitlines()[-1]}")
@@ -111,9 +114,9 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # Some go in but do not come out: pickle calls their class with what `args` happens to hold.
+    # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`.
     for form in (error, _ExceptionParts(type(error), error.args, dict(error.__dict__))):
-        # Foreign exceptions may do anything.
+        # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):
             content = _dumps(form)
             if isinstance(_loads_exception(content), type(error)):
@@ -128,7 +131,7 @@ def _loads_exception(content: bytes) -> object:
 
 @dataclass(frozen=True)
 class _ExceptionParts:
-    """What an exception is made of."""
+    """The parts of an exception, from which it is rebuilt without its constructor."""
 
     kind: type[BaseException]
     args: tuple[Any, ...]

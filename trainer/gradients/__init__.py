@@ -1,1 +1,1 @@
-"""Gradients on their way between ranks: buckets, compression, reduction."""
+"""Reduction of gradients over the ranks: buckets, compression, sparse gradients."""

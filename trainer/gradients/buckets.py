@@ -1,4 +1,4 @@
-"""How gradients are grouped into buckets: pure, and equal on all ranks and in all runs of one model."""
+"""Plan of the gradient buckets. Pure; the plan is the same on all ranks and in all runs of one model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import TypeVar
 
 _T = TypeVar("_T")
 
-# As DistributedDataParallel has them: small enough that communication starts early in the backward pass,
-# large enough that latency does not count; the first even smaller, because nothing hides it.
+# The sizes of DistributedDataParallel: small enough that communication starts early in the backward pass, large
+# enough that latency does not dominate. The first bucket is smaller, so that communication starts as early as
+# possible.
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -21,14 +22,14 @@ def plan_buckets(
     first_bucket_bytes: int = FIRST_BUCKET_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[list[int]]:
-    """Groups parameters in reverse order, roughly that in which the backward pass reaches them.
+    """Group parameters in reverse order, which is roughly the order of the backward pass.
 
     Args:
-        sizes_bytes: of each parameter's gradient.
-        kinds: of each parameter, what a bucket has only one of: dtype and device.
-        first_bucket_bytes: bound of the first bucket of each kind.
-        bucket_bytes: bound of the others. A larger parameter has a bucket of its own; with a bound of 0 every
-            parameter has.
+        sizes_bytes: size of the gradient of each parameter.
+        kinds: dtype and device of each parameter; all parameters of a bucket have the same kind.
+        first_bucket_bytes: maximum size of the first bucket of each kind.
+        bucket_bytes: maximum size of the other buckets. A larger parameter has a bucket of its own; with 0, every
+            parameter has one.
 
     Returns:
         Positions of parameters by bucket, each exactly once; buckets in the order of their first parameter.
@@ -55,16 +56,16 @@ def plan_groups(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[list[int]]:
-    """Makes each group of parameters a bucket, or one for each kind in it, and groups the rest by size.
+    """Make each group of parameters a bucket, or one bucket per kind, and group the other parameters by size.
 
     Args:
         sizes_bytes: see `plan_buckets`.
         kinds: see `plan_buckets`.
-        groups: positions of parameters, each in one group at most.
-        bucket_bytes: see `plan_buckets`; groups have no bound.
+        groups: positions of parameters, each in at most one group.
+        bucket_bytes: see `plan_buckets`; it does not limit groups.
 
     Returns:
-        Positions of parameters by bucket, each exactly once: first those of the groups, in their order.
+        Positions of parameters by bucket, each exactly once; the buckets of the groups come first, in their order.
     """
     buckets: list[list[int]] = []
     for group in groups:
@@ -73,19 +74,19 @@ def plan_groups(
             by_kind.setdefault(kinds[position], []).append(position)
         buckets += by_kind.values()
     grouped = {position for group in groups for position in group}
-    rest = [position for position in range(len(sizes_bytes)) if position not in grouped]
+    ungrouped = [position for position in range(len(sizes_bytes)) if position not in grouped]
     planned = plan_buckets(
-        [sizes_bytes[position] for position in rest],
-        [kinds[position] for position in rest],
+        [sizes_bytes[position] for position in ungrouped],
+        [kinds[position] for position in ungrouped],
         bucket_bytes=bucket_bytes,
     )
-    return buckets + [[rest[i] for i in members] for members in planned]
+    return buckets + [[ungrouped[i] for i in members] for members in planned]
 
 
 def cut_evenly(parameters: Sequence[_T], num_groups: int) -> list[list[_T]]:
-    """Runs of neighbours whose lengths differ by one at most, in order; fewer where there are fewer parameters."""
-    share, rest = divmod(len(parameters), num_groups)
+    """Split parameters into consecutive groups whose lengths differ by at most one; empty groups are omitted."""
+    length, num_longer = divmod(len(parameters), num_groups)
     bounds = [0]
     for group in range(num_groups):
-        bounds.append(bounds[-1] + share + (group < rest))
+        bounds.append(bounds[-1] + length + (group < num_longer))
     return [list(parameters[start:stop]) for start, stop in itertools.pairwise(bounds) if stop > start]

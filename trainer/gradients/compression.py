@@ -1,4 +1,4 @@
-"""What tensors travel as: half as many bytes where 16 bits are good enough, or only what matters most of them."""
+"""Compressors of tensors for communication: no compression, 16-bit types, and access to top-k and PowerSGD."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from datasvc.trainer.gradients.top_k import TopK
 
 
 class Compressor:
-    """Base of compressors, also of a user's own; it leaves tensors as they are."""
+    """Base class of compressors, also of custom ones; does not change tensors."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What shall travel, and what `decompress` needs to know."""
+        """Return the tensor to send, and the context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: Tensor, context: Any) -> Tensor:  # noqa: ARG004 - compressors have one signature
-        """What came, as the caller had it."""
+        """Return the received tensor in the original form."""
         return tensor
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """No compression."""
 
 
 class _As16Bits(Compressor):
@@ -34,31 +34,31 @@ class _As16Bits(Compressor):
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Floating tensors as 16 bits; the context is the dtype they had."""
+        """Convert a floating-point tensor to 16 bits; the context is its original dtype."""
         if not tensor.dtype.is_floating_point:
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: Tensor, context: Any) -> Tensor:
-        """In the dtype of old."""
+        """Convert a tensor back to its original dtype."""
         return tensor if context is None else tensor.to(context)
 
 
 class FP16Compressor(_As16Bits):
-    """Floating tensors travel as float16: values above 65,504 become infinite."""
+    """Compression of floating-point tensors to float16: values above 65,504 become infinite."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(_As16Bits):
-    """Floating tensors travel as bfloat16: the range of float32 with 8 bits of precision."""
+    """Compression of floating-point tensors to bfloat16: the range of float32 with 8 bits of precision."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressors, as Horovod's scripts name them; the last two are ours, and only for `DistributedOptimizer`."""
+    """The compressors under Horovod's names; `topk` and `powersgd` are additions, for `DistributedOptimizer` only."""
 
     none: Final = NoneCompressor
     fp16: Final = FP16Compressor

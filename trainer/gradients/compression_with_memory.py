@@ -1,7 +1,7 @@
-"""The protocol of compressors that remember, from step to step, what they have not sent yet (error feedback).
+"""Interface of compressors with error feedback, which add the unsent part of a gradient to the next one.
 
-Law: what was applied so far, plus what the ranks remember, averaged, is the average of all gradients so far. Nothing
-is lost, it only comes later.
+Invariant: the sum of the applied gradients, plus the average of the ranks' residuals, is the sum of the averages of
+all gradients so far. No part of a gradient is lost; it is only delayed.
 """
 
 from __future__ import annotations
@@ -16,44 +16,52 @@ from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 
 Memory = dict[int, dict[str, Any]]
-"""By position of the parameter: tensors and numbers by name. Each rank's own."""
+"""The memory of a compression on one rank: tensors and numbers by name, by the position of the parameter."""
 
 RESIDUAL = "residual"
-"""In a memory: what of the gradients so far has not been sent, in the parameter's shape."""
+"""Name of the unsent part of the gradients in a memory; it has the shape of the parameter."""
 
 
 @runtime_checkable
 class HasMemory(Protocol):
-    """An optimizer whose gradients may travel by a compression with memory."""
+    """An optimizer that may use a compression with memory."""
 
     def shared_memory(self) -> Memory:
-        """What every rank shall remember alike: all but the residuals."""
+        """Return the part of the memory that must be equal on all ranks: everything except the residuals."""
 
     def adopt_shared_memory(self, memory: Memory) -> None:
-        """Takes over another rank's; the residuals stay."""
+        """Replace the shared part of the memory by another rank's; keep the residuals."""
 
 
 class CompressionWithMemory(ABC):
-    """For `DistributedOptimizer` only, with Average or Sum."""
+    """Base class of compressions with memory, for `DistributedOptimizer` with Average or Sum."""
 
     @abstractmethod
     def make_bucket(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
-        """A bucket that travels compressed, and keeps what it remembers in `memory`."""
+        """Return a bucket that sends compressed gradients and stores its state in `memory`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - as `Compressor`
-        """Does not exist without a memory. Raises ValueError."""
-        raise ValueError(f"{self} remembers what it has not sent, so only DistributedOptimizer can use it")
+        """Reject the use without a memory.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self} stores the unsent part of gradients, so only DistributedOptimizer can use it")
 
     def check(self, op: ReduceOp) -> None:
-        """Raises ValueError: gradients combined like this cannot be sent bit by bit."""
+        """Check the reduction: error feedback needs a linear one.
+
+        Raises:
+            ValueError: `op` is neither Average nor Sum.
+        """
         if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ValueError(f"{self} knows Average and Sum, not {op.value}")
+            raise ValueError(f"{self} supports Average and Sum, not {op.value}")
 
 
 def copied(memory: Memory, *, residuals: bool) -> Memory:
-    """The memory, with or without what has not been sent."""
+    """Return a copy of the memory, with or without the residuals."""
     return {
         position: {
             key: value.clone() if isinstance(value, Tensor) else value
@@ -65,7 +73,7 @@ def copied(memory: Memory, *, residuals: bool) -> Memory:
 
 
 def with_residual(parameter: Tensor, memory: dict[str, Any]) -> Tensor:
-    """The parameter's gradient, zero if there is none, plus what was not sent of earlier ones: a new tensor."""
+    """Return a new tensor: the gradient, or zeros without one, plus the residual of earlier gradients."""
     residual = memory.get(RESIDUAL)
     if parameter.grad is None:
         return parameter.new_zeros(parameter.shape) if residual is None else residual.clone()

@@ -1,7 +1,6 @@
-"""Gradients that travel together, and the usual kind of them: views into one flat tensor.
+"""Gradient buckets: gradients that are sent together, usually as views of one flat tensor.
 
-Invariant: after `Bucket.launch` every rank has sent this bucket exactly once, with zeros for gradients that it does
-not have.
+Invariant: in every step each rank sends each bucket exactly once, with zeros for gradients that it does not have.
 """
 
 from __future__ import annotations
@@ -23,38 +22,36 @@ from datasvc.trainer.job.submit import submit_allreduce
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction:
-    """How gradients are combined, and among whom."""
+    """The reduction of gradients, and the ranks that take part."""
 
     op: ReduceOp = ReduceOp.AVERAGE
     predivide_factor: float = 1.0
     process_set: ProcessSet = global_process_set
 
     def factors(self) -> tuple[float, float]:
-        """What multiplies gradients before and after they are summed.
-
-        An average multiplies before, because gradients are copied into the bucket anyway: afterwards it would be
-        one more pass over memory.
-        """
+        """Return the factors for gradients before and after the sum."""
         if self.op is not ReduceOp.AVERAGE:
             return 1.0, 1.0
         size = len(members_of(self.process_set))
+        # An average is applied before the sum, while gradients are copied into the bucket: afterwards it would need
+        # another pass over memory.
         if self.predivide_factor == 1.0:
             return 1.0 / size, 1.0
         return 1.0 / self.predivide_factor, self.predivide_factor / size
 
     @property
     def op_on_wire(self) -> ReduceOp:
-        """Without the average that the factors make."""
+        """The reduction to communicate: Sum for Average, whose division is in the factors."""
         return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
 
 
 class Bucket(ABC):
-    """Takes gradients one by one; sends them when it has all of them, or when told to.
+    """A group of gradients that is sent as soon as all of them are complete, or on `launch`.
 
     Args:
-        name: the same on every rank and unique in flight.
-        parameters: by position; the same on every rank, in the same order.
-        reduction: the same on every rank.
+        name: name of the operation; the same on every rank, and unique in flight.
+        parameters: parameters by position; the same on every rank, in the same order.
+        reduction: reduction, the same on every rank.
     """
 
     def __init__(self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction) -> None:
@@ -66,37 +63,37 @@ class Bucket(ABC):
         self._handle: Handle | None = None
 
     def add(self, position: int) -> None:
-        """Takes a gradient that is complete on this rank; the last one sends the bucket."""
+        """Add a gradient that is complete on this rank; send the bucket after the last one."""
         self._take(position)
         self._filled.add(position)
         self.launch_if_complete()
 
     def launch_if_complete(self) -> None:
-        """Sends the bucket once all gradients have been taken."""
+        """Send the bucket if all gradients have been added."""
         if len(self._filled) == len(self.parameters):
             self.launch()
 
     def exclude(self, position: int) -> None:
-        """Gives up a parameter whose gradient has not been taken; all ranks do so in the same step."""
+        """Remove a parameter whose gradient has not been added; all ranks remove it in the same step."""
         assert not self.is_launched
         del self.parameters[position]
 
     def launch(self) -> None:
-        """Sends what there is."""
+        """Send the bucket, with zeros for missing gradients."""
         for position in self.parameters.keys() - self._filled:
             self._take(position)
         self.is_launched = True
         self._handle = self._send()
 
     def go_on(self) -> None:  # noqa: B027 - most kinds have nothing to do here
-        """Sends what depends on the answer to what was sent, in kinds that have such: comes before `collect`."""
+        """Send the second message of a bucket that has one; called before `collect`."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Waits, and leaves the combined gradients in `grad`."""
+        """Wait for the operation, and store the combined gradients in `grad`."""
 
     def drop(self) -> None:
-        """Waits for what is in flight and forgets the gradients taken."""
+        """Wait for the operation in flight, and discard its result and the added gradients."""
         if self._handle is not None:
             self._handle.settle()
         self._handle = None
@@ -115,13 +112,13 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """One flat tensor, which is allocated once; gradients live in it from the first step on.
+    """A bucket with one flat tensor, allocated once; gradients are views of it from the first step on.
 
     Args:
         name: see `Bucket`.
-        parameters: of one dtype and device.
+        parameters: parameters of one dtype and device.
         reduction: see `Bucket`.
-        dtype: in which the gradients travel, if it is not their own.
+        dtype: dtype of the flat tensor; None for that of the parameters.
     """
 
     def __init__(
@@ -140,20 +137,20 @@ class DenseBucket(Bucket):
         self._factors = (1.0, 1.0)
 
     def exclude(self, position: int) -> None:
-        """See `Bucket`. What has been taken moves."""
+        """See `Bucket`. Gradients that were added before move to a new flat tensor."""
         super().exclude(position)
-        taken = {each: self._views[each] for each in self._filled}
+        filled_views = {filled: self._views[filled] for filled in self._filled}
         self._flat = None
-        if taken:
+        if filled_views:
             self._allocate()
-            for each, view in taken.items():
-                self._views[each].copy_(view)
+            for filled, view in filled_views.items():
+                self._views[filled].copy_(view)
 
     def collect(self) -> None:
         """See `Bucket`."""
         self._wait()
         for position, parameter in self.parameters.items():
-            # A parameter that was frozen meanwhile only stood in for the other ranks' sake.
+            # A parameter that was frozen meanwhile was sent only because the other ranks expect it.
             if parameter.requires_grad:
                 _give_back(parameter, self._views[position])
 
@@ -172,8 +169,8 @@ class DenseBucket(Bucket):
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if fits(gradient, view):
-            # At once, so that the backward pass has the memory again for the next gradient: fresh pages cost more
-            # than the copy.
+            # Assigned at once, so that the backward pass can reuse the memory for the next gradient: new pages cost
+            # more than the copy.
             parameter.grad = view
 
     def _send(self) -> Handle:
@@ -203,9 +200,9 @@ class DenseBucket(Bucket):
 
 
 def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """As many elements in the parameter's shape, and in its order in memory too where it has no gaps.
+    """Return a view of `flat` in the shape of the parameter, and in its memory order if that is dense.
 
-    Copies between equal orders are several times faster.
+    Copies between equal memory orders are several times faster.
     """
     if not parameter.numel():
         return flat.view(parameter.shape)
@@ -220,7 +217,7 @@ def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def fits(gradient: Tensor, view: Tensor) -> bool:
-    """Whether a gradient can live in the bucket without a change that its user would see."""
+    """Return whether the view can replace the gradient without a visible change of dtype or strides."""
     return gradient.dtype == view.dtype and gradient.stride() == view.stride()
 
 

@@ -1,10 +1,10 @@
-"""Combines gradients over the ranks while the backward pass still runs.
+"""Reduction of gradients over the ranks during the backward pass.
 
-Parameters are grouped into buckets; each is sent as soon as all its gradients are there. Buckets are planned alike in
-every run, so equal runs give equal bits.
+Parameters are grouped into buckets; a bucket is sent as soon as all its gradients are complete. The buckets are the
+same in every run, so equal runs give equal bits.
 
-Invariant: every rank sends every bucket exactly once per `finish`, whatever gradients it has: absent ones count as
-zeros. So a parameter that one rank does not use cannot make the others wait.
+Invariant: every rank sends every bucket exactly once per `finish`, with zeros for missing gradients. So a parameter
+that one rank does not use cannot make the others wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, Gradi
 from datasvc.trainer.gradients.single_gradients import CompressedBucket, SparseGradient
 from datasvc.trainer.job import runtime
 
-# These compress while a gradient is copied into the bucket, at no cost; users' own may do anything.
+# These compressors are a conversion during the copy into the bucket; custom compressors need a bucket of another
+# kind.
 _FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: FP16Compressor.dtype,
@@ -34,15 +35,15 @@ _FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How gradients travel, the same on every rank.
+    """The settings of the gradient reduction, the same on every rank, and its state on this rank.
 
     Attributes:
-        reduction: how they are combined, and among whom.
-        compression: as what they travel.
-        groups: positions of parameters that travel together.
-        sparse_as_dense: whether sparse gradients travel as dense ones; they are sparse again afterwards.
-        memory: what the compression remembers of each parameter on this rank.
-        sparse: positions of parameters that were found to have sparse gradients, or must have such.
+        reduction: reduction and ranks.
+        compression: compression of the gradients.
+        groups: positions of parameters whose gradients are sent together.
+        sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back.
+        memory: memory of the compression on this rank.
+        sparse: positions of parameters with sparse gradients.
     """
 
     reduction: GradientReduction
@@ -54,14 +55,14 @@ class Exchange:
 
 
 class GradientReducer:
-    """Hooks parameters and combines their gradients in place.
+    """Hooks on parameters that combine their gradients over the ranks, in place.
 
     Args:
-        parameters: by position; the same shapes on every rank, in the same order.
-        names: of each parameter, for messages.
-        exchange: how they travel.
-        passes_per_step: how many backward passes accumulate before a gradient is sent.
-        name: the same on every rank and unique among reducers.
+        parameters: parameters by position; the same shapes on every rank, in the same order.
+        names: name of each parameter by position, for messages.
+        exchange: settings of the reduction.
+        passes_per_step: number of backward passes to accumulate before a gradient is sent.
+        name: name of the reducer; the same on every rank, and unique among reducers.
     """
 
     def __init__(
@@ -93,15 +94,14 @@ class GradientReducer:
         return frozenset(self._bucket_of)
 
     def is_reducing(self) -> bool:
-        """Whether a bucket has been sent since the last `finish`."""
+        """Return whether a bucket has been sent since the last `finish`."""
         return any(bucket.is_launched for bucket in self._buckets)
 
     def finish(self) -> None:
-        """Sends what is not sent yet, waits for all, and leaves the combined gradients in `grad`.
+        """Send the remaining buckets, wait for all, and store the combined gradients in `grad`.
 
         Raises:
-            HorovodInternalError: ranks disagree on a bucket, or a rank is lost. The gradients are then
-                undefined.
+            HorovodInternalError: ranks disagree on a bucket, or a rank is lost. The gradients are then undefined.
         """
         try:
             self._launch_rest()
@@ -114,22 +114,22 @@ class GradientReducer:
             self.reset()
 
     def reset(self) -> None:
-        """Forgets the passes seen; waits for buckets in flight, whose result is dropped."""
+        """Reset the count of backward passes; wait for buckets in flight, and discard their results."""
         for bucket in self._buckets:
             bucket.drop()
         self._num_passes = dict.fromkeys(self._parameters, 0)
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def count_pass(self, position: int) -> None:
-        """Takes note that a backward pass has reached this parameter; the last one completes its gradient.
+        """Count a backward pass of this parameter; the last pass completes its gradient.
 
         Raises:
-            AssertionError: there were more passes than announced.
+            AssertionError: there were more passes than `passes_per_step`.
         """
         if self._num_passes[position] >= self.passes_per_step:
             raise AssertionError(
@@ -143,13 +143,13 @@ class GradientReducer:
             self._bucket_of[position].add(position)
 
     def _hook(self, position: int) -> RemovableHandle:
-        # Weak, so that the hooks of an optimizer that was dropped do nothing when its model is wrapped again.
+        # A weak reference: after the model is wrapped again, the hooks of a deleted optimizer must have no effect.
         reducer = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
-            alive = reducer()
-            if alive is not None:
-                alive.count_pass(position)
+            live_reducer = reducer()
+            if live_reducer is not None:
+                live_reducer.count_pass(position)
 
         register = self._parameters[position].register_post_accumulate_grad_hook
         hook: RemovableHandle = register(gradient_accumulated)  # type: ignore[no-untyped-call]  # torch's lack
@@ -164,7 +164,7 @@ class GradientReducer:
                 bucket.launch()
 
     def _settle_layout(self, position: int) -> None:
-        """A sparse gradient becomes a dense one for its journey, or leaves its bucket in all steps to come."""
+        """Convert a sparse gradient to a dense one, or move its parameter from its bucket to one of its own."""
         parameter = self._parameters[position]
         if parameter.grad is None or parameter.grad.layout is torch.strided:
             return
@@ -175,12 +175,12 @@ class GradientReducer:
             self._leave_bucket(position)
 
     def _make_sparse_again(self) -> None:
-        """Gives the optimizer the kind of gradient that the model made: SparseAdam takes no other."""
+        """Convert dense gradients back to the sparse form of the model, which SparseAdam requires."""
         if not self._exchange.sparse_as_dense:
             return
         for position in self._exchange.sparse & self._bucket_of.keys():
             parameter = self._parameters[position]
-            # By rows, whatever this rank's gradient was like, so that all ranks have the same elements.
+            # One sparse dimension, independent of the local gradient, so that all ranks have the same elements.
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 
@@ -202,16 +202,16 @@ class GradientReducer:
 
     def _make_buckets(self, parameters: Mapping[int, Tensor]) -> list[Bucket]:
         positions = list(parameters)
-        places = {position: place for place, position in enumerate(positions)}
+        indices = {position: index for index, position in enumerate(positions)}
         plan = plan_groups(
             [parameter.numel() * parameter.element_size() for parameter in parameters.values()],
             [(parameter.dtype, parameter.device) for parameter in parameters.values()],
-            [[places[i] for i in group if i in places] for group in self._exchange.groups],
-            # Who turns fusion off, or bounds it, means the gradients too.
+            [[indices[i] for i in group if i in indices] for group in self._exchange.groups],
+            # A user who limits or disables fusion expects the same limit for gradients.
             bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
         )
         return [
-            self._make_bucket(number, {positions[place]: parameters[positions[place]] for place in members})
+            self._make_bucket(number, {positions[index]: parameters[positions[index]] for index in members})
             for number, members in enumerate(plan)
         ]
 

@@ -1,7 +1,7 @@
-"""PowerSGD: gradients as products of two thin matrices, found by one step of a power iteration (Vogels et al. 2019).
+"""PowerSGD: gradients as products of two thin matrices, from one step of a power iteration (Vogels et al. 2019).
 
-The mathematics of torch's DDP hook, with its own functions where it has them, and our allreduce between. What a
-matrix is, and which are worth it, is as there; parameters of one dimension travel as they are.
+The algorithm is that of torch's DDP hook, with its helper functions and the allreduce of this trainer. The shapes of
+the matrices and the choice of compressed parameters are the same; parameters of one dimension are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.job.submit import submit_allreduce
 
 _BASIS, _NUM_STEPS = "basis", "num_steps"
-# Against division by zero; far below any norm that gradients have.
+# Prevents division by zero; far below the norms of gradients.
 _SMALLEST_NORM = 1e-30
 
 
 @dataclass(frozen=True)
 class PowerSGD(CompressionWithMemory):
-    """Low-rank gradients with warm start and error feedback.
+    """Low-rank compression of gradients, with warm start and error feedback.
 
     Args:
-        rank: columns of the two matrices.
-        start_iteration: steps that travel uncompressed first, while gradients change fast.
-        min_compression_rate: a parameter is compressed if it shrinks by more than this.
-        seed: of the first basis.
+        rank: number of columns of the two matrices.
+        start_iteration: number of first steps without compression, while gradients change fast.
+        min_compression_rate: minimum compression ratio of a parameter that is compressed.
+        seed: seed of the first basis.
 
     Raises:
-        ValueError: a rank below 1, or steps below 0.
+        ValueError: `rank` is below 1, or `start_iteration` below 0.
     """
 
     rank: int = 1
@@ -56,7 +56,7 @@ class PowerSGD(CompressionWithMemory):
         return _PowerSGDBucket(name, parameters, reduction, memory, self)
 
     def shrinks(self, parameter: Tensor) -> bool:
-        """Whether the parameter's gradient shall be compressed."""
+        """Return whether the gradient of the parameter is compressed."""
         if parameter.ndim < 2 or not parameter.numel():
             return False
         num_rows = parameter.shape[0]
@@ -68,7 +68,7 @@ class PowerSGD(CompressionWithMemory):
 
 @dataclass
 class _Factors:
-    """Of one gradient: `matrix` is about `left @ right.T`.
+    """The factors of one gradient: `matrix` is approximately `left @ right.T`.
 
     `matrix` is float[rows, columns], `left` [rows, rank], `right` [columns, rank].
     """
@@ -130,11 +130,11 @@ class _PowerSGDBucket(Bucket):
             self._plain[position] = with_residual(parameter, {}).mul_(self._factor())
 
     def _factor(self) -> float:
-        # All of it before the sum: there is no rounding here that splitting it would be good for.
+        # Both factors are applied before the sum: splitting them would not improve the rounding here.
         return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:
-        # In the bucket's order, not in that in which gradients came.
+        # In the order of the bucket, because the order of arrival may differ between ranks.
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
         self._plain = {i: self._plain[i] for i in self.parameters if i in self._plain}
         lefts = [factors.left for factors in self._factors.values()]
@@ -160,7 +160,7 @@ class _PowerSGDBucket(Bucket):
         return _Factors(matrix, matrix @ right, right)
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
-        """Where the last step ended; a random one at first, or where that was nothing because gradients were zero."""
+        """Return the basis of the last step; a random one in the first step, or if the last one is zero."""
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
         fresh = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
@@ -173,10 +173,10 @@ class _PowerSGDBucket(Bucket):
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right
-        # What was sent of a sum is shared by all ranks.
+        # With Sum, each rank has contributed an equal part of the approximation.
         is_sum = self.reduction.op is ReduceOp.SUM
-        share = approximation / self.reduction.process_set.size() if is_sum else approximation
-        memory[RESIDUAL] = (factors.matrix - share).view(parameter.shape).to(parameter.dtype)
+        sent = approximation / self.reduction.process_set.size() if is_sum else approximation
+        memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)
         self._count_step(position)
         self._give(position, approximation.view(parameter.shape).to(parameter.dtype))
 

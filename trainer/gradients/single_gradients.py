@@ -1,4 +1,4 @@
-"""Gradients that do not fit into a flat tensor: sparse ones, and those that a user's compressor changes."""
+"""Buckets for gradients that are not views of a flat tensor: sparse gradients, and custom compressors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from datasvc.trainer.job.submit import submit_allreduce
 
 
 class SparseGradient(Bucket):
-    """One parameter whose gradients are sparse: every rank gets the indices and values of all."""
+    """A bucket of one parameter with sparse gradients; it gathers the indices and values of all ranks."""
 
     def collect(self) -> None:
         """See `Bucket`."""
         handle, (parameter,) = self._handle, self.parameters.values()
         assert handle is not None
-        parts = put_together(handle, parameter.shape, self.reduction)
+        combined = put_together(handle, parameter.shape, self.reduction)
         if parameter.requires_grad:
-            parameter.grad = parts
+            parameter.grad = combined
 
     def _take(self, position: int) -> None:
         pass
@@ -32,13 +32,13 @@ class SparseGradient(Bucket):
         (parameter,) = self.parameters.values()
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
-            # Zeros, which have no indices. A dense gradient is one that nobody has computed: other ranks' are sparse.
+            # A missing gradient is an empty sparse tensor. A dense one was added as zeros, not computed by the model.
             gradient = without_values(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 
 
 class CompressedBucket(Bucket):
-    """Each gradient as the compressor makes it, all of them as one operation."""
+    """A bucket of separately compressed gradients, which are sent as one operation."""
 
     def __init__(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, compression: type[Compressor]

@@ -1,4 +1,4 @@
-"""A sum of sparse tensors over ranks: the indices and values of all, put together."""
+"""Reduction of sparse tensors by gathering the indices and values of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datasvc.trainer.job.submit import submit_allgather
 
 
 def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Handle:
-    """Starts to gather a sparse COO tensor; see `put_together`."""
+    """Start to gather a sparse COO tensor; `put_together` returns the result."""
     compact = tensor.detach().coalesce()
     return submit_allgather(
         [compact.indices().t().contiguous(), compact.values()],
@@ -24,24 +24,24 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
 
 
 def put_together(handle: Handle, shape: torch.Size, reduction: GradientReduction) -> Tensor:
-    """The combined tensor, coalesced.
+    """Wait for the operation, and return the combined tensor, coalesced.
 
     Args:
-        handle: of `gather_sparse`.
-        shape: of the tensor, the same on every rank.
-        reduction: Average or Sum.
+        handle: handle from `gather_sparse`.
+        shape: shape of the tensor, the same on every rank.
+        reduction: reduction, Average or Sum.
     """
     gathered = handle.wait()
     assert isinstance(gathered, list)
     indices, values = gathered
     if reduction.op is ReduceOp.AVERAGE:
         values = values / len(members_of(reduction.process_set))
-    # Every rank adds in rank order, so all have the same bits.
+    # Every rank adds in rank order, so that all ranks have the same bits.
     return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce()
 
 
 def without_values(parameter: Tensor) -> Tensor:
-    """A sparse tensor of zeros with rows of the parameter as its values, as embeddings have them."""
+    """Return an empty sparse tensor whose values are rows of the parameter, as in the gradient of an embedding."""
     indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

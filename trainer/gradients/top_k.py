@@ -1,6 +1,6 @@
-"""Top-k sparsification with error feedback: the largest gradients travel, the others wait until they have grown.
+"""Top-k sparsification with error feedback: the largest gradients are sent, the others accumulate for later steps.
 
-Aji and Heafield 2017; error feedback as in Stich et al. 2018 and Karimireddy et al. 2019.
+See Aji and Heafield 2017; error feedback as in Stich et al. 2018 and Karimireddy et al. 2019.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from datasvc.trainer.job.submit import submit_allgather
 
 @dataclass(frozen=True)
 class TopK(CompressionWithMemory):
-    """Each step, of each parameter the values that are largest in absolute value, and where they are.
+    """Compression that sends the largest absolute values of each parameter, with their indices, in each step.
 
-    Traffic grows with the number of ranks: each receives `ratio * size()` of the values, with an index of 4 bytes
-    each. Not with joined ranks, since values are gathered.
+    Traffic grows with the number of ranks: each rank receives a fraction `ratio * size()` of the values, with 4 bytes
+    of index for each. It does not work with ranks that have joined, because values are gathered.
 
     Args:
-        ratio: share of a parameter's values that travels; at least one value does.
+        ratio: fraction of the values of a parameter to send; at least one value is sent.
 
     Raises:
-        ValueError: not above 0, or above 1.
+        ValueError: `ratio` is not above 0, or is above 1.
     """
 
     ratio: float = 0.01
@@ -48,10 +48,11 @@ class TopK(CompressionWithMemory):
 
 
 def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-    """Moves the largest values out of a contiguous tensor, which keeps the rest and has zeros in their places.
+    """Move the largest absolute values out of a contiguous tensor, and set them to zero in it.
 
     Returns:
-        Values, and their indices into the flattened tensor: int64[max(1, ceil(ratio * numel))]; none if it is empty.
+        Values, and their indices in the flattened tensor: int64[max(1, ceil(ratio * numel))]; both empty for an empty
+        tensor.
     """
     flat = tensor.view(-1)
     count = min(flat.numel(), max(1, math.ceil(ratio * flat.numel())))
@@ -77,10 +78,10 @@ class _TopKBucket(Bucket):
         parameters = self.parameters.values()
         sample = next(iter(parameters))
         flat = torch.zeros(sum(p.numel() for p in parameters), dtype=sample.dtype, device=sample.device)
-        # Rank by rank: inside a rank no index comes twice, so the order of additions, and the bits, are everywhere
-        # the same.
-        for some, where in zip(torch.split(values, rows), torch.split(indices, rows), strict=True):
-            flat.index_add_(0, where, some)
+        # Added rank by rank: no index occurs twice within a rank, so the order of additions is fixed, and all ranks
+        # get the same bits.
+        for rank_values, rank_indices in zip(torch.split(values, rows), torch.split(indices, rows), strict=True):
+            flat.index_add_(0, rank_indices, rank_values)
         if self.reduction.op is ReduceOp.AVERAGE:
             flat /= len(members_of(self.reduction.process_set))
         parts = torch.split(flat, [parameter.numel() for parameter in parameters])
@@ -94,9 +95,9 @@ class _TopKBucket(Bucket):
 
     def _take(self, position: int) -> None:
         memory = self._memory.setdefault(position, {})
-        left = with_residual(self.parameters[position], memory).contiguous()
-        self._taken[position] = take_largest(left, self._ratio)
-        memory[RESIDUAL] = left
+        residual = with_residual(self.parameters[position], memory).contiguous()
+        self._taken[position] = take_largest(residual, self._ratio)
+        memory[RESIDUAL] = residual
 
     def _send(self) -> Handle:
         values, indices, offset = [], [], 0
@@ -104,7 +105,7 @@ class _TopKBucket(Bucket):
             values.append(self._taken[position][0])
             indices.append(self._taken[position][1] + offset)
             offset += parameter.numel()
-        # Four bytes are enough for any bucket that fits into memory but the largest.
+        # Four bytes per index are enough for all but the largest buckets.
         dtype = torch.int32 if offset < 2**31 else torch.int64
         return submit_allgather(
             [torch.cat(values), torch.cat(indices).to(dtype)],

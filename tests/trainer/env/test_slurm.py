@@ -74,7 +74,7 @@ def test_task_counts_are_repeated_as_written(runs):
 
 def test_one_count_is_that_of_every_node_and_others_must_fit():
     assert expand_task_counts("4", 3) == [4, 4, 4]
-    with pytest.raises(ValueError, match="counts the tasks of 2 nodes, not of 3"):
+    with pytest.raises(ValueError, match="has the tasks of 2 nodes, but the allocation has 3"):
         expand_task_counts("4,2", 3)
     with pytest.raises(ValueError, match="not a list of tasks"):
         expand_task_counts("many", 3)

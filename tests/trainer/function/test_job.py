@@ -101,7 +101,7 @@ def test_arguments_come_in_horovod_s_order():
 
 @pytest.mark.parametrize("asked", [{"use_mpi": True}, {"mpi_args": "--bind-to core"}])
 def test_who_asks_for_mpi_is_told_that_it_is_gloo(jobs, asked):
-    with pytest.warns(UserWarning, match="there is no MPI here, the ranks talk over gloo") as caught:
+    with pytest.warns(UserWarning, match="there is no MPI; the ranks communicate over gloo") as caught:
         run(len, **asked)
     assert caught[0].filename == __file__
     assert len(jobs) == 1
@@ -112,7 +112,7 @@ def test_who_asks_for_mpi_is_told_that_it_is_gloo(jobs, asked):
     [
         ({"min_np": 2, "min_num_proc": 3}, "min_np=2 is the older name of min_num_proc=3"),
         ({"network_interface": "a", "network_interfaces": ["b"]}, "network_interface='a' is the older name of"),
-        ({"use_gloo": True, "use_mpi": True}, "give one of them; the ranks talk over gloo either way"),
+        ({"use_gloo": True, "use_mpi": True}, "give one; both use gloo here"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(jobs, arguments, message):

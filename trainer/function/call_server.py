@@ -1,7 +1,7 @@
-"""Carries the call to the ranks and their answers back: a small server in the launcher, for holders of the job's key.
+"""The server in the launcher that sends the call to the ranks and collects their results.
 
-Each connection is one question. Both sides prove the key before a byte of pickle is read (`multiprocessing`'s
-challenge); what follows is not encrypted, like all that ranks say to each other.
+Each connection carries one request. Invariant: both sides prove that they have the key of the job, by the challenge
+of `multiprocessing`, before any pickle is read. The data is not encrypted, like all communication between ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 
 from datasvc.trainer.function.pickling import CallResult
 
-_ASK, _TELL = b"call", b"answer"
+_CALL_REQUEST, _ANSWER_REQUEST = b"call", b"answer"
 
 
 class CallServer:
-    """The launcher's side.
+    """The server of a pickled call.
 
     Args:
-        call: what ranks get when they ask.
-        key: what they must know.
-        for_other_hosts: whether to listen on all interfaces, or on the loopback one only.
+        call: pickled call for the ranks.
+        key: key of the job.
+        for_other_hosts: whether to listen on all interfaces, or on the loopback interface only.
     """
 
     def __init__(self, call: bytes, *, key: bytes, for_other_hosts: bool) -> None:
@@ -34,28 +34,28 @@ class CallServer:
         self._key = key
         self._lock = threading.Lock()
         self._answers: list[CallResult] = []
-        self._server = _CallHttpServer(("" if for_other_hosts else "127.0.0.1", 0), self._serve)
+        self._server = _CallTcpServer(("" if for_other_hosts else "127.0.0.1", 0), self._serve)
 
     @property
     def port(self) -> int:
-        """Where ranks ask."""
+        """The TCP port of the server."""
         return int(self._server.server_address[1])
 
     @property
     def results(self) -> list[CallResult]:
-        """The results that have come, in rank order: one from each process."""
+        """The received results, in rank order, one from each process."""
         with self._lock:
             return sorted((answer for answer in self._answers if not answer.text), key=lambda answer: answer.rank)
 
     @property
     def errors(self) -> list[CallResult]:
-        """The exceptions that have come, in their order."""
+        """The received exceptions, in the order of arrival."""
         with self._lock:
             return [answer for answer in self._answers if answer.text]
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """While inside, ranks are served."""
+        """Serve the ranks inside the block."""
         thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         try:
@@ -68,7 +68,7 @@ class CallServer:
     def _serve(self, connection: Connection) -> None:
         deliver_challenge(connection, self._key)
         answer_challenge(connection, self._key)
-        if connection.recv_bytes() == _ASK:
+        if connection.recv_bytes() == _CALL_REQUEST:
             connection.send_bytes(self._call)
             return
         head = json.loads(connection.recv_bytes())
@@ -78,27 +78,27 @@ class CallServer:
         connection.send_bytes(b"")
 
 
-def ask(address: tuple[str, int], key: bytes) -> bytes:
-    """The call, from a rank's side.
+def fetch_call(address: tuple[str, int], key: bytes) -> bytes:
+    """Fetch the call from the launcher.
 
     Raises:
-        OSError: the launcher is gone.
-        multiprocessing.AuthenticationError: it has another key.
+        OSError: the launcher cannot be reached.
+        multiprocessing.AuthenticationError: the launcher has another key.
     """
     with Client(address, authkey=key) as connection:
-        connection.send_bytes(_ASK)
+        connection.send_bytes(_CALL_REQUEST)
         return connection.recv_bytes()
 
 
-def tell(address: tuple[str, int], key: bytes, answer: CallResult) -> None:
-    """Sends an answer; returns when the launcher has it.
+def send_answer(address: tuple[str, int], key: bytes, answer: CallResult) -> None:
+    """Send an answer to the launcher, and wait until the launcher has received it.
 
     Raises:
-        OSError: the launcher is gone.
-        multiprocessing.AuthenticationError: it has another key.
+        OSError: the launcher cannot be reached.
+        multiprocessing.AuthenticationError: the launcher has another key.
     """
     with Client(address, authkey=key) as connection:
-        connection.send_bytes(_TELL)
+        connection.send_bytes(_ANSWER_REQUEST)
         head = {"rank": answer.rank, "text": answer.text, "worker": answer.worker, "has_left": answer.has_left}
         head["has_content"] = answer.content is not None
         connection.send_bytes(json.dumps(head).encode())
@@ -107,7 +107,7 @@ def tell(address: tuple[str, int], key: bytes, answer: CallResult) -> None:
         connection.recv_bytes()
 
 
-class _CallHttpServer(socketserver.ThreadingTCPServer):
+class _CallTcpServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 1024
@@ -119,8 +119,8 @@ class _CallHttpServer(socketserver.ThreadingTCPServer):
 
 class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
-        assert isinstance(self.server, _CallHttpServer)
-        # A stranger, or a rank that died while it spoke, is no answer; the end of its process tells the rest.
+        assert isinstance(self.server, _CallTcpServer)
+        # Ignored: a client without the key, or a rank that died in between; the launcher reports the end of a rank.
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),
             Connection(os.dup(self.request.fileno())) as connection,
