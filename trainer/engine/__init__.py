@@ -1,5 +1,5 @@
-"""The engine: negotiates operations by name, fuses them, and runs them from one background thread.
+"""The engine: negotiation of operations by name, fusion, and execution in one background thread.
 
-Pure parts: requests, messages, request_cache, agreement, negotiation, fusion, stall. Parts with state or I/O:
-handles, buffers, transport, streams, execution, engine. No part reads the environment.
+Pure modules: requests, messages, request_cache, agreement, negotiation, fusion, stall, autotune. Modules with state
+or I/O: handles, buffers, transport, streams, execution, engine, tuning.
 """

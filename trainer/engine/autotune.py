@@ -1,8 +1,8 @@
-"""Finds the fusion size and the cycle time that move the most bytes a second: pure, the clock is passed in.
+"""Search for the fusion size and the cycle time with the highest throughput. Pure: the clock is an argument.
 
-A walk on a grid, from neighbour to better neighbour; each candidate is scored by the median of a few samples, so that
-a pause of the job does not count, and the first does not either. Horovod fits a Gaussian process instead; on forty
-points a walk needs no more trials and can be read.
+The search is a hill climb on a grid. The score of a candidate is the median of a few samples, so that a pause of the
+job does not affect it; the first sample is ignored. Horovod fits a Gaussian process instead; on a grid of forty
+points a hill climb needs no more trials, and is simpler.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _MIN_SAMPLE_S: Final = 0.2
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and what it reached."""
+    """A candidate and its throughput."""
 
     tuning: Tuning
     bytes_per_s: float
 
 
 class Autotuner:
-    """Proposes candidates, one at a time, until none of the best one's neighbours is better.
+    """A hill climb over candidates, until no neighbour of the best one is better.
 
     Args:
-        start: where the walk begins; the nearest point of the grid.
+        start: initial values; the search begins at the nearest point of the grid.
     """
 
     def __init__(self, start: Tuning) -> None:
@@ -51,15 +51,15 @@ class Autotuner:
 
     @property
     def tuning(self) -> Tuning:
-        """What to use now: the candidate under trial, or the best one when done."""
+        """The values to use now: the candidate under trial, or the best one at the end."""
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Takes note of what was reduced; returns whether `tuning` has changed.
+        """Record reduced bytes, and return whether `tuning` has changed.
 
         Args:
-            num_bytes: reduced since the last call.
-            now_s: seconds of any clock that does not go back.
+            num_bytes: number of bytes reduced since the last call.
+            now_s: current time of a monotonic clock.
         """
         if self.is_done:
             return False
@@ -96,8 +96,8 @@ def _nearest(grid: Sequence[float], value: float) -> int:
 
 def _neighbours(point: tuple[int, int]) -> list[tuple[int, int]]:
     fusion, cycle = point
-    around = [(fusion + 1, cycle), (fusion - 1, cycle), (fusion, cycle + 1), (fusion, cycle - 1)]
-    return [(f, c) for f, c in around if 0 <= f < len(FUSION_MIB) and 0 <= c < len(CYCLE_TIME_MS)]
+    points = [(fusion + 1, cycle), (fusion - 1, cycle), (fusion, cycle + 1), (fusion, cycle - 1)]
+    return [(f, c) for f, c in points if 0 <= f < len(FUSION_MIB) and 0 <= c < len(CYCLE_TIME_MS)]
 
 
 def _tuning(point: tuple[int, int]) -> Tuning:

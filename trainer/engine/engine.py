@@ -1,7 +1,7 @@
-"""The background thread: collects submissions, exchanges them with the other ranks, runs what is ready.
+"""The engine's background thread: collects submissions, exchanges them with the other ranks, runs ready operations.
 
-Invariant: a name that was accepted by `submit` gets its handle finished exactly once, whatever happens to
-    this thread, the network or the other ranks.
+Invariant: the handle of each submission that `submit` accepts is finished exactly once, also if this thread, the
+network or another rank fails.
 """
 
 from __future__ import annotations
@@ -33,32 +33,33 @@ from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
-# Between two exchanges: where other ranks may have operations without this one, and where they have none.
+# Maximum pause between two exchanges, in cycles: if other ranks may run operations without this rank, and if they
+# cannot.
 _MAX_IDLE_CYCLES = 5.0
 _MAX_LONELY_CYCLES = 50.0
 
 
 class Engine:
-    """Runs the operations of one rank from its construction until `close`. Owns the transport.
+    """The engine of one rank, from its construction until `close`. Owns the transport.
 
     Args:
-        transport: to the other ranks, all of which construct an engine.
-        settings: the same on every rank.
-        clock: seconds, for the stall warning.
+        transport: connection to the other ranks, all of which construct an engine.
+        settings: settings, the same on every rank.
+        clock: clock in seconds, for the stall warning.
     """
 
     def __init__(
         self, transport: Transport, settings: EngineSettings, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings = settings
-        """As given; autotune may have changed what is in use."""
+        """The initial settings; autotune may change the values in use."""
         self.is_homogeneous = transport.is_homogeneous
         self._transport = transport
         self._cycle_time_s = settings.cycle_time_s
         self._clock = clock
         self._negotiation = Negotiation(transport.size)
         self.process_sets: Mapping[int, tuple[int, ...]] = self._negotiation.process_sets
-        """Global ranks of each process set, by number; those that every rank has made."""
+        """Global ranks of each process set that every rank has added, by its number."""
         self._cache = RequestCache(settings.cache_capacity)
         self._stall_watch = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
         self._timeline = Timeline()
@@ -67,7 +68,7 @@ class Engine:
         self._queue: list[Submission] = []
         self._in_flight: dict[Key, Submission] = {}
         self._is_leaving = False
-        self._complaint = ""
+        self._failure = ""
         self._end_reason: str | None = None
         self._num_idle_cycles = 0
         self._activity = "start"
@@ -85,12 +86,12 @@ class Engine:
             cuda_device=self._choose_cuda_device,
         )
         self._executor.set_fusion(settings.fusion_bytes)
-        # A daemon, because Python joins other threads before it runs the exit handler that closes the engine.
+        # A daemon thread: Python joins other threads before it runs the exit handler that closes the engine.
         self._thread = threading.Thread(target=self._run, name="trainer-engine", daemon=True)
         self._thread.start()
 
     def submit(self, submission: Submission) -> None:
-        """Hands an operation over; its handle finishes later.
+        """Submit an operation; its handle finishes later.
 
         Raises:
             ValueError: an operation of this name is still in flight on this rank.
@@ -112,13 +113,13 @@ class Engine:
             self._changed.notify()
 
     def write_timeline(self, timeline: Timeline) -> None:
-        """Writes down what happens from now on; what was written so far is closed."""
+        """Record later operations in a timeline, and close the previous one."""
         before, self._timeline = self._timeline, timeline
         self._executor.set_timeline(timeline)
         before.close()
 
     def close(self) -> None:
-        """Tells the other ranks, stops the thread and lets go of the network. What is in flight fails."""
+        """Notify the other ranks, stop the thread and close the transport. Operations in flight fail."""
         with self._changed:
             self._is_leaving = True
             self._changed.notify()
@@ -130,12 +131,12 @@ class Engine:
         try:
             reason = self._serve()
         except Exception as cause:
-            # Only the words are kept: a traceback would keep the groups alive, and with them the connections
-            # whose end tells the other ranks.
+            # Only the text is kept: a traceback would keep the groups alive, and with them the connections. The other
+            # ranks detect the failure when these connections close.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
-        # What travels ends: every rank has begun it, and a rank that died breaks its connections. Only then does
-        # nobody touch the tensors any more.
+        # Collectives in flight end: every rank has begun them, and a dead rank breaks its connections. Only after
+        # that no thread uses the tensors any more.
         self._completions.drain()
         self._completions.close()
         self._buffers.clear()
@@ -147,15 +148,15 @@ class Engine:
     def _serve(self) -> str:
         while True:
             messages = self._cycle()
-            complaints = [message.complaint for message in messages if message.complaint]
-            if complaints:
-                return complaints[0]
+            failures = [message.failure for message in messages if message.failure]
+            if failures:
+                return failures[0]
             leaving_ranks = [rank for rank, message in enumerate(messages) if message.is_leaving]
             if leaving_ranks:
                 return f"{name_ranks(leaving_ranks)} left the job (shutdown() or end of the program)"
 
     def _cycle(self) -> list[CycleMessage]:
-        """Exchanges, negotiates and runs once; returns what the ranks said."""
+        """Run one cycle of exchange, negotiation and execution; return the messages of the ranks."""
         message = self._collect()
         self._activity = "the exchange of requests"
         with profiled("negotiate"):
@@ -166,7 +167,7 @@ class Engine:
             self._note_submissions(submitted)
             outcomes = self._negotiation.advance(submitted)
             if outcomes:
-                self._stall_watch.restart(JOIN)  # the others are at work: to wait for them in join is no stall
+                self._stall_watch.restart(JOIN)  # the others make progress: a join that waits for them is not stalled
             self._settle(outcomes)
         if messages[0].tuning is not None:
             self._adopt(messages[0].tuning)
@@ -182,19 +183,19 @@ class Engine:
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
         entries = tuple(self._shorten(submission.request) for submission in queue)
         tuning = self._tuner.propose() if self._tuner is not None else None
-        return CycleMessage(entries, is_leaving, self._complaint, tuning)
+        return CycleMessage(entries, is_leaving, self._failure, tuning)
 
     def _idle_wait_s(self) -> float | None:
         if self._transport.size == 1:
             return None
         awaits_others, is_awaited = self._negotiation.waiting(self._transport.rank)
         if awaits_others and not is_awaited:
-            # Their submissions must find this rank in the exchange: a pause here would be added to the operation.
+            # This rank must be in the exchange when the others submit: a pause would delay the operation.
             return 0.0
         if not awaits_others and len(self.process_sets) == 1:
-            # Nothing can run before this rank submits something, which wakes it.
+            # No operation can run before this rank submits one, which ends the pause.
             return self._cycle_time_s * _MAX_LONELY_CYCLES
-        # Doubles from half a cycle; the exponent is bounded because an idle hour has many cycles.
+        # The pause doubles from half a cycle; the exponent is limited because an idle hour has many cycles.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _shorten(self, request: Request) -> Request | int:
@@ -214,15 +215,16 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            # What another thread has submitted since is not in it: a rank that has joined stands aside until then.
-            mine = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
+            # A later submission of the same name by another thread is not part of an operation that ran without this
+            # rank because it had joined.
+            submission = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
-                if mine is not None:
-                    self._fail(mine, outcome.reason)
+                if submission is not None:
+                    self._fail(submission, outcome.reason)
                 continue
             self._remember(outcome)
             if self._transport.rank in outcome.members:
-                operations.append((outcome, mine))
+                operations.append((outcome, submission))
         self._activity = ", ".join(f"'{ready.name}'" for ready, _ in operations[:3])
         self._executor.run(operations)
         if self._tuner is not None:
@@ -237,16 +239,16 @@ class Engine:
         self._executor.set_fusion(tuning.fusion_bytes)
 
     def _watch_stalls(self) -> None:
-        verdict = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
-        # One rank is enough: all of them know the same.
+        decision = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
+        # One rank is enough: all ranks have the same state of the negotiation.
         if self._transport.rank == 0:
-            for warning in verdict.warnings:
+            for warning in decision.warnings:
                 logger.warning("%s", warning)
-            self._complaint = verdict.complaint
+            self._failure = decision.failure
 
     def _succeed(self, submission: Submission, result: Result) -> None:
         key, kind = submission.request.key, submission.request.kind
-        # Forget the name first: whoever wakes up may submit it again at once. A rank that has joined had none.
+        # Remove the name first: the waiting thread may submit it again at once. A rank that has joined has no entry.
         with self._changed:
             if self._in_flight.get(key) is submission:
                 del self._in_flight[key]
@@ -261,7 +263,7 @@ class Engine:
         submission.handle.fail(HorovodInternalError(reason))
 
     def _lose(self, failure: str) -> None:
-        """Takes note that a reduction under way has failed: the engine's thread ends the job."""
+        """Record the failure of a reduction in flight; the engine's thread then ends the job."""
         self._buffers.fail(failure)
         with self._changed:
             self._reduction_failure = failure
@@ -273,7 +275,7 @@ class Engine:
             raise RuntimeError(self._reduction_failure)
 
     def _choose_cuda_device(self) -> torch.device:
-        """Where this rank's tensors lay last. Not torch's current device: that is one of each thread."""
+        """Return the CUDA device of the last submission; torch's current device may differ in this thread."""
         return self._cuda_device or torch.device("cuda", torch.cuda.current_device())
 
     def _end(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Autotuning as rank 0 does it while the job runs: measures, proposes, and writes down what was tried."""
+"""Autotuning on rank 0 while the job runs: measurement, proposals to all ranks, and a log of the trials."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ logger = logging.getLogger(__name__)
 
 
 class Tuner:
-    """Feeds an `Autotuner` with what the engine reduced.
+    """The connection between the engine and an `Autotuner`.
 
     Args:
-        autotuner: what decides.
-        log: file for what was tried, CSV; None for none.
+        autotuner: search algorithm.
+        log: path of a CSV file for the trials; None for no file.
     """
 
     def __init__(self, autotuner: Autotuner, log: str | None) -> None:
         self._autotuner = autotuner
         self._log = None if log is None else Path(log)
-        self._has_changed = True  # from the settings to the nearest point of the grid
+        self._has_changed = True  # the first proposal is the point of the grid that is nearest to the settings
 
     @classmethod
     def from_settings(cls, settings: EngineSettings) -> Self | None:
-        """What the settings ask for: None without autotuning."""
+        """Return a tuner for the settings; None if autotuning is disabled."""
         if not settings.autotune:
             return None
         return cls(Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s)), settings.autotune_log)
 
     def propose(self) -> Tuning | None:
-        """What all ranks shall change to in this cycle; None for no change."""
+        """Return the values that all ranks adopt in this cycle; None for no change."""
         if not self._has_changed:
             return None
         self._has_changed = False
         return self._autotuner.tuning
 
     def observe(self, requests: Sequence[Request]) -> None:
-        """Takes note of operations that began."""
+        """Record operations that have begun."""
         num_bytes = sum(
             prod(shape) * wire_dtype(dtype).itemsize
             for request in requests

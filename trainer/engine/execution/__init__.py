@@ -1,1 +1,1 @@
-"""Runs agreed operations over torch.distributed."""
+"""Execution of agreed operations over torch.distributed."""

@@ -1,7 +1,7 @@
-"""Adasum: sums gradients that are orthogonal and averages those that are parallel (Maleki et al. 2020).
+"""Adasum: a combination of gradients that sums orthogonal ones and averages parallel ones (Maleki et al. 2020).
 
-Ranks combine pairwise: at level k each swaps with the rank whose number differs in bit k, so that all end with the
-same tree and the same bits. Dot products are taken per tensor, not per buffer, in float64.
+Ranks combine in pairs: at level k, each rank exchanges with the rank whose number differs in bit k, so that all ranks
+compute the same tree and get the same bits. Dot products are computed per tensor, not per buffer, in float64.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from torch import Tensor
 def combine_over_tree(
     parts: Sequence[Tensor], flat: Tensor, *, place: int, num_places: int, swap: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Overwrites `parts`, views into `flat`, with what all places combine to.
+    """Overwrite `parts`, which are views of `flat`, with the combination over all places.
 
     Args:
-        parts: the tensors, flat.
-        flat: the memory that travels.
-        place: of this rank, from 0.
-        num_places: a power of two.
-        swap: sends a tensor to a place and returns what comes back.
+        parts: flat tensors.
+        flat: flat tensor that is exchanged.
+        place: number of this rank's place, from 0; a place is a rank, or a node.
+        num_places: number of places, a power of two.
+        swap: function that sends a tensor to a place and returns the received tensor.
     """
     distance = 1
     while distance < num_places:
         partner = place ^ distance
         received = swap(flat, partner)
         offset = flat.storage_offset()
-        theirs = [received[p.storage_offset() - offset :][: p.numel()] for p in parts]
-        for mine, other in zip(parts, theirs, strict=True):
-            lower, upper = (mine, other) if place < partner else (other, mine)
-            mine.copy_(combine(lower, upper))
+        received_parts = [received[p.storage_offset() - offset :][: p.numel()] for p in parts]
+        for part, received_part in zip(parts, received_parts, strict=True):
+            # Both partners use the same order of arguments, so they get the same bits.
+            lower, upper = (part, received_part) if place < partner else (received_part, part)
+            part.copy_(combine(lower, upper))
         distance *= 2
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """`a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)`; a zero vector adds nothing and takes nothing away.
+    """Return `a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)`; with a zero vector, the other vector.
 
     Args:
-        a: floating, flat.
-        b: of the same dtype and length.
+        a: flat floating-point tensor.
+        b: flat tensor of the same dtype and length.
     """
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     product, norm_a, norm_b = (
         float(torch.dot(x, y)) for x, y in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))
     )
-    share_a = 1.0 - product / (2 * norm_a) if norm_a else 1.0
-    share_b = 1.0 - product / (2 * norm_b) if norm_b else 1.0
-    return (wide_a * share_a + wide_b * share_b).to(a.dtype)
+    weight_a = 1.0 - product / (2 * norm_a) if norm_a else 1.0
+    weight_b = 1.0 - product / (2 * norm_b) if norm_b else 1.0
+    return (wide_a * weight_a + wide_b * weight_b).to(a.dtype)

@@ -1,4 +1,4 @@
-"""Scratch memory for fusion: allocated once per dtype and device, grown when needed, used again and again."""
+"""Pool of fusion buffers: allocated once per dtype and device, grown when needed, and reused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 import torch
 from torch import Tensor
 
-# One is packed while another travels.
+# One buffer is packed while another one is reduced.
 _MAX_OF_A_KIND = 2
 
 _BufferKind = tuple[torch.dtype, torch.device]
 
 
 class FusionBuffers:
-    """Hands out memory that nobody else uses until it is given back."""
+    """A pool of buffers; a buffer belongs to one user until `give_back`."""
 
     def __init__(self) -> None:
         self._free: dict[_BufferKind, list[Tensor]] = {}
@@ -23,10 +23,10 @@ class FusionBuffers:
         self._failure: str | None = None
 
     def take(self, dtype: torch.dtype, device: torch.device, num_elements: int) -> Tensor:
-        """An uninitialised contiguous `dtype[num_elements]` on the device; waits where two are in use.
+        """Return an uninitialized contiguous `dtype[num_elements]` on the device; wait while two are in use.
 
         Raises:
-            RuntimeError: `fail` was called: what is in use never comes back.
+            RuntimeError: `fail` was called, so buffers in use are never given back.
         """
         kind = (dtype, device)
         with self._changed:
@@ -44,20 +44,20 @@ class FusionBuffers:
         return buffer[:num_elements]
 
     def give_back(self, taken: Tensor) -> None:
-        """Takes back what `take` handed out."""
-        whole = taken if taken._base is None else taken._base  # noqa: SLF001 - torch has no other way to the whole
+        """Return a buffer from `take` to the pool."""
+        buffer = taken if taken._base is None else taken._base  # noqa: SLF001 - torch has no public way to the base
         with self._changed:
-            self._free.setdefault((whole.dtype, whole.device), []).append(whole)
+            self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Lets go of the memory that nobody uses."""
+        """Release the memory of free buffers."""
         with self._changed:
             self._free.clear()
             self._num_made.clear()
 
     def fail(self, failure: str) -> None:
-        """Wakes whoever waits, with these words: nothing comes back any more."""
+        """Make all waiting and later calls of `take` that would wait raise an error with this message."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""What comes after collectives that are under way, in the order in which they began.
+"""Completion of collectives in flight, in the order in which they began, in a separate thread.
 
-So the engine negotiates and packs the next operation while one travels.
+So the engine negotiates and packs the next operation while a collective is in flight.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ class _Pending(NamedTuple):
 
 
 class Completions:
-    """A thread that waits for each collective and then does what its beginner has left to do.
+    """A thread that runs the completion function of each collective.
 
-    Invariant: once `close` returned nothing here touches a tensor. (What is under way in a group that broke may,
-    until the group is destroyed.)
+    Invariant: after `close` has returned, nothing here uses a tensor. (A collective in flight in a broken group may
+        use its
+    tensors until the group is destroyed.)
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
@@ -37,12 +38,12 @@ class Completions:
         self._thread.start()
 
     def add(self, work: CollectiveWork, after: Callable[[CollectiveWork], None], *, is_short: bool) -> None:
-        """Lets `after`, which waits for the work, run later, in turn.
+        """Queue a completion function, which waits for the work.
 
         Args:
-            work: has begun.
-            after: gets the work; an exception from it means that the job is lost.
-            is_short: so short that it is awaited here, if nothing is before it: another thread would cost more.
+            work: collective that has begun.
+            after: completion function, called with the work; an exception in it ends the job.
+            is_short: whether to complete it in this thread if the queue is empty; for short work that is faster.
         """
         if is_short and not self._pending:
             after(work)
@@ -52,14 +53,14 @@ class Completions:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread. What is still under way is dropped: the groups below it are gone."""
+        """End the thread. Pending work is discarded, because its groups are broken."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
 
     def drain(self) -> None:
-        """Waits until everything is done, or the job lost."""
+        """Wait until all work is complete, or a completion has failed."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending or self._is_broken)
 
@@ -81,8 +82,9 @@ class Completions:
     def _complete(self, work: CollectiveWork, after: Callable[[CollectiveWork], None]) -> bool:
         try:
             after(work)
-        except Exception as error:  # noqa: BLE001 - the top of a thread; the engine tells whoever waits
-            # Its words only: the traceback would keep the work, and so the connections whose end tells other ranks.
+        except Exception as error:  # noqa: BLE001 - the top of a thread; the engine reports the error to waiting threads
+            # Only the text: a traceback would keep the work alive, and so the connections whose closing notifies the
+            # other ranks.
             self._on_error(str(error))
             with self._changed:
                 self._is_broken = True

@@ -1,4 +1,4 @@
-"""Runs agreed operations on the data groups. Every rank runs the same list in the same order."""
+"""Execution of agreed operations on the data groups. Invariant: every rank runs the same list in the same order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 
 
 class Executor:
-    """Sends each operation to what runs it; each finished submission is reported through `finish`.
+    """The executor of the operations of a rank.
 
     Args:
-        transport: to the other ranks.
-        streams: of the engine.
-        completions: what waits for reductions.
-        buffers: scratch memory.
-        finish: called from the engine's thread or that of `completions`.
-        cuda_device: where CUDA tensors of this rank lie.
+        transport: connection to the other ranks.
+        streams: CUDA streams of the engine.
+        completions: thread that completes reductions.
+        buffers: pool of fusion buffers.
+        finish: callback for each finished submission, from the engine's thread or that of `completions`.
+        cuda_device: function that returns the device of this rank's CUDA tensors.
     """
 
     def __init__(
@@ -53,58 +53,58 @@ class Executor:
         self._timeline = Timeline()
 
     def set_fusion(self, fusion_bytes: int) -> None:
-        """Bounds the fusion buffers from the next operation on; all ranks in the same cycle."""
+        """Set the maximum size of fusion buffers from the next operation on; all ranks call it in the same cycle."""
         self._reductions.fusion_bytes = fusion_bytes
 
     def set_timeline(self, timeline: Timeline) -> None:
-        """Where what runs from now on is written down."""
+        """Set the timeline that records later operations."""
         self._timeline = self._reductions.timeline = timeline
 
     def run(self, operations: Sequence[tuple[Ready, Submission | None]]) -> None:
-        """Begins the allreduces first, fused, then runs the rest in order.
+        """Begin all allreduces, fused, then run the other operations in order.
 
         Args:
-            operations: those of process sets that this rank is in, with its submission; changes of process sets
-                too. None where this rank has joined.
+            operations: operations of the process sets of this rank, and changes of process sets, with the submission
+                of this rank; None if this rank has joined.
 
         Raises:
-            RuntimeError: the group is broken; what was not reported as finished never will be.
+            RuntimeError: the group is broken; operations that are not finished by then never finish.
         """
-        allreduces = [each for each in operations if each[0].request.kind is CollectiveKind.ALLREDUCE]
-        self._reductions.allreduce([(ready, mine or self._stand_in(ready)) for ready, mine in allreduces])
+        allreduces = [entry for entry in operations if entry[0].request.kind is CollectiveKind.ALLREDUCE]
+        self._reductions.allreduce([(ready, submission or self._stand_in(ready)) for ready, submission in allreduces])
         timeline = self._timeline
-        for ready, mine in operations:
-            if ready.request.kind is not CollectiveKind.ALLREDUCE and mine is not None:
+        for ready, submission in operations:
+            if ready.request.kind is not CollectiveKind.ALLREDUCE and submission is not None:
                 timeline.begin([ready.key], ready.request.kind.value.upper())
                 with profiled(ready.request.kind.value):
-                    self._run(ready, mine)
+                    self._run(ready, submission)
                 timeline.end([ready.key])
 
-    def _run(self, ready: Ready, mine: Submission) -> None:
+    def _run(self, ready: Ready, submission: Submission) -> None:
         match ready.request.kind:
             case CollectiveKind.ALLGATHER:
-                self._movements.allgather(ready, mine)
+                self._movements.allgather(ready, submission)
             case CollectiveKind.BROADCAST:
-                self._movements.broadcast(ready, mine)
+                self._movements.broadcast(ready, submission)
             case CollectiveKind.ALLTOALL:
-                self._movements.alltoall(ready, mine)
+                self._movements.alltoall(ready, submission)
             case CollectiveKind.REDUCESCATTER:
-                self._reductions.reducescatter(ready, mine)
+                self._reductions.reducescatter(ready, submission)
             case CollectiveKind.ADD_PROCESS_SET:
                 assert ready.value is not None
                 assert ready.request.ranks is not None
                 self._transport.add_process_set(ready.value, ready.request.ranks)
-                self._finish(mine, ready.value)
+                self._finish(submission, ready.value)
             case CollectiveKind.REMOVE_PROCESS_SET:
                 assert ready.value is not None
                 self._transport.remove_process_set(ready.value)
-                self._finish(mine, ready.value)
+                self._finish(submission, ready.value)
             case _:
-                # That every rank has asked for it is all that a barrier or a join waits for.
-                self._finish(mine, ready.value)
+                # A barrier or a join has finished when every rank has submitted it.
+                self._finish(submission, ready.value)
 
     def _stand_in(self, ready: Ready) -> Submission:
-        """What a rank that has joined contributes: values that change nothing, where there are such."""
+        """Return the submission of a rank that has joined: neutral values."""
         request = ready.request
         device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
         tensors = tuple(
@@ -117,7 +117,7 @@ class Executor:
             outputs=tensors,
             cuda_ready=record_submission(device),
             handle=Handle(request.name),
-            is_prescaled=True,  # infinity times minus two is not neutral
+            is_prescaled=True,  # a factor would change the neutral values of Min and Max: -2 * infinity
         )
 
 

@@ -1,8 +1,8 @@
-"""How ready allreduces are packed into buffers: pure.
+"""Plan of the fusion buffers for ready allreduces. Pure.
 
-Law: a grouped request is packed by itself, whatever else is ready. With more than two ranks the order in
-    which a ring adds the ranks' values depends on the position in the buffer, so only a fixed packing gives
-    the same bits in every run. Single requests are packed by what happens to be ready together, for speed.
+Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
+depends on the position in the buffer, so only a fixed packing gives the same bits in every run. Single requests are
+packed with whatever is ready at the same time, for speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class FusionSlot:
-    """Where tensor `member` of request number `operation` lies in its buffer, in elements."""
+    """The position of tensor `member` of request number `operation` in its buffer, in elements."""
 
     operation: int
     member: int
@@ -26,14 +26,14 @@ class FusionSlot:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Tensors that are reduced by one collective. Slots are adjacent and in order."""
+    """The tensors that one collective reduces. Slots are adjacent and in order."""
 
     dtype: str
     slots: tuple[FusionSlot, ...]
 
     @property
     def num_elements(self) -> int:
-        """Total length in elements."""
+        """The total length in elements."""
         return self.slots[-1].offset + self.slots[-1].length
 
     @property
@@ -48,16 +48,16 @@ class Buffer:
 
 
 def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes: Mapping[str, int]) -> list[Buffer]:
-    """Packs allreduces into buffers of at most `fusion_bytes`; a larger tensor has a buffer of its own.
+    """Pack allreduces into buffers of at most `fusion_bytes`; a larger tensor has a buffer of its own.
 
     Args:
-        requests: the ready allreduces, in the agreed order.
-        fusion_bytes: bound of a buffer that holds more than one tensor.
+        requests: ready allreduces, in the agreed order.
+        fusion_bytes: maximum size of a buffer with more than one tensor.
         element_bytes: size of an element of each dtype.
 
     Returns:
-        Buffers in the order of their first request. Each tensor is in exactly one; only single requests of
-        equal process set, dtype, reduction, factors and device share one.
+        Buffers in the order of their first request. Each tensor is in exactly one buffer; only single requests of
+        equal process set, dtype, reduction, factors and device share a buffer.
     """
     open_buffers: dict[tuple[object, ...], _OpenBuffer] = {}
     buffers: list[_OpenBuffer] = []

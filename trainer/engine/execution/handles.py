@@ -1,4 +1,4 @@
-"""What a submitter holds while its operation runs."""
+"""Handles and submissions: the future result of an operation, and a request with its tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Result = Tensor | list[Tensor] | tuple[Tensor, Tensor] | int | None
 
 
 class Handle:
-    """The future result of one operation. Set once by the engine, read by any thread, any number of times."""
+    """The future result of one operation. The engine sets it once; any thread may read it any number of times."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.gathered_rows: tuple[tuple[int, ...], ...] = ()
-        """After an allgather: for each tensor, how many rows came from each rank, in rank order."""
+        """After an allgather: for each tensor, the number of rows from each rank, in rank order."""
         self.received_splits: tuple[int, ...] = ()
-        """After an alltoall: how many rows came from each rank, in rank order."""
+        """After an alltoall: the number of rows from each rank, in rank order."""
         self.present: Callable[[Result], Result] | None = None
-        """Makes what the submitter gets of what the engine gives; None leaves it as it is."""
+        """Converts the engine's result to the submitter's; None for no conversion."""
         self._finished = threading.Event()
         self._result: Result = None
         self._error: Exception | None = None
         self._cuda_done: tuple[torch.cuda.Event, torch.device] | None = None
 
     def is_finished(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """Return whether `wait` would return or raise at once."""
         if not self._finished.is_set() or self._cuda_done is None:
             return self._finished.is_set()
         return bool(self._cuda_done[0].query())  # type: ignore[no-untyped-call]  # torch has no types here
 
     def wait(self) -> Result:
-        """The result, once there. On CUDA the current stream waits for it, the host does not.
+        """Wait for the result and return it. On CUDA, the current stream waits for it, not the host.
 
         Raises:
             HorovodInternalError: the operation failed.
@@ -49,17 +49,17 @@ class Handle:
         return self._result if self.present is None else self.present(self._result)
 
     def settle(self) -> None:
-        """Waits until the operation no longer touches its tensors; forgets an error."""
+        """Wait until the operation no longer uses its tensors; ignore its error."""
         self._finished.wait()
         self._let_current_stream_wait()
 
     def succeed(self, result: Result, cuda_done: tuple[torch.cuda.Event, torch.device] | None = None) -> None:
-        """Hands over the result; on CUDA with the event after which it is valid, and the device."""
+        """Set the result; on CUDA, with the event after which it is valid, and the device."""
         self._result, self._cuda_done = result, cuda_done
         self._finished.set()
 
     def fail(self, error: Exception) -> None:
-        """Hands over the reason why there is no result."""
+        """Set the error of the operation."""
         self._error = error
         self._finished.set()
 
@@ -69,7 +69,7 @@ class Handle:
         event, device = self._cuda_done
         stream = torch.cuda.current_stream(device)
         stream.wait_event(event)
-        # What the engine's stream allocated must not be given to others while this one still reads it.
+        # Memory that the engine's stream allocated must not be reused while the current stream reads it.
         for tensor in self._result if isinstance(self._result, list | tuple) else [self._result]:
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)
@@ -77,11 +77,11 @@ class Handle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """A request with its tensors, as one rank holds it.
+    """A request of one rank with its tensors.
 
-    `outputs` may be the inputs themselves; there are none where the engine allocates them (allgather).
-    `result` is what the submitter gets: usually the outputs, in the shape in which it asked. `is_prescaled`:
-    the inputs have been multiplied by the prescale factor already.
+    `outputs` may be the inputs themselves; it is empty if the engine allocates the outputs, as for allgather.
+    `result` is the value for the submitter: usually the outputs, as one tensor or as a list. `is_prescaled`: the
+    inputs are multiplied by the prescale factor already.
     """
 
     request: Request
@@ -94,4 +94,4 @@ class Submission:
 
 
 Finish = Callable[[Submission, Result], None]
-"""Told by whoever ran an operation: once, with its result."""
+"""A callback for a finished submission: called once, with its result."""

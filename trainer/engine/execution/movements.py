@@ -1,6 +1,6 @@
-"""Runs agreed operations that move values and leave them as they are: allgather, broadcast, alltoall.
+"""Execution of the operations that move values without changing them: allgather, broadcast, alltoall.
 
-Values travel as bytes, so any dtype does.
+Values are sent as bytes, so every dtype is supported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 
 class Movements:
-    """Sends and receives; reports each finished submission through `finish`."""
+    """The executor of allgather, broadcast and alltoall; it reports each finished submission through `finish`."""
 
     def __init__(
         self, transport: Transport, *, streams: EngineStreams, buffers: FusionBuffers, finish: Finish
@@ -28,39 +28,39 @@ class Movements:
         self._buffers = buffers
         self._finish = finish
 
-    def allgather(self, ready: Ready, mine: Submission) -> None:
-        """Concatenates along the first dimension, in rank order."""
+    def allgather(self, ready: Ready, submission: Submission) -> None:
+        """Concatenate the tensors of the ranks along the first dimension, in rank order."""
         gathered, rows_by_tensor = [], []
-        for member, tensor in enumerate(mine.inputs):
+        for member, tensor in enumerate(submission.inputs):
             rows = tuple(request.shapes[member][0] for request in ready.requests.values())
-            with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor]):
+            with self._streams.working_on(tensor.device, [submission.cuda_ready], [tensor]):
                 gathered.append(self._gather(tensor, rows, ready.request.process_set))
             rows_by_tensor.append(rows)
-        mine.handle.gathered_rows = tuple(rows_by_tensor)
-        self._finish(mine, gathered if mine.request.is_grouped else gathered[0])
+        submission.handle.gathered_rows = tuple(rows_by_tensor)
+        self._finish(submission, gathered if submission.request.is_grouped else gathered[0])
 
-    def broadcast(self, ready: Ready, mine: Submission) -> None:
-        """Overwrites with the root's."""
-        (tensor,), (output,) = mine.inputs, mine.outputs
+    def broadcast(self, ready: Ready, submission: Submission) -> None:
+        """Overwrite the output with the tensor of the root."""
+        (tensor,), (output,) = submission.inputs, submission.outputs
         root_rank = ready.request.root_rank
         assert root_rank is not None
-        with self._streams.working_on(output.device, [mine.cuda_ready], [tensor, output]):
+        with self._streams.working_on(output.device, [submission.cuda_ready], [tensor, output]):
             if self._transport.rank == root_rank:
                 copied(tensor, output)
             if output.numel():
                 wire = _plain(output).to(self._transport.wire_device(output.device)).contiguous()
                 self._transport.broadcast(bytes_of(wire), root_rank, ready.request.process_set)
                 copied(wire, output)
-        self._finish(mine, mine.result)
+        self._finish(submission, submission.result)
 
-    def alltoall(self, ready: Ready, mine: Submission) -> None:
-        """Deals rows to the ranks of the set, and collects theirs."""
-        (tensor,) = mine.inputs
+    def alltoall(self, ready: Ready, submission: Submission) -> None:
+        """Send rows to the ranks of the set, and collect the received rows."""
+        (tensor,) = submission.inputs
         place = ready.members.index(self._transport.rank)
-        sent = mine.request.splits
+        sent = submission.request.splits
         assert sent is not None
         received = [_splits(request)[place] for request in ready.requests.values()]
-        with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor]):
+        with self._streams.working_on(tensor.device, [submission.cuda_ready], [tensor]):
             wire = _plain(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
@@ -73,8 +73,8 @@ class Movements:
                     ready.request.process_set,
                 )
             output = output.to(tensor.device)
-        mine.handle.received_splits = tuple(received)
-        self._finish(mine, output)
+        submission.handle.received_splits = tuple(received)
+        self._finish(submission, output)
 
     def _gather(self, tensor: Tensor, rows: tuple[int, ...], process_set: int) -> Tensor:
         wire = _plain(tensor).to(self._transport.wire_device(tensor.device)).contiguous()
@@ -83,17 +83,17 @@ class Movements:
             self._gather_bytes(bytes_of(gathered), bytes_of(wire), rows, process_set)
         return gathered.to(tensor.device)
 
-    def _gather_bytes(self, gathered: Tensor, mine: Tensor, rows: tuple[int, ...], process_set: int) -> None:
+    def _gather_bytes(self, gathered: Tensor, local_bytes: Tensor, rows: tuple[int, ...], process_set: int) -> None:
         row_bytes = gathered.numel() // sum(rows)
         parts = list(torch.split(gathered, [num_rows * row_bytes for num_rows in rows]))
         if len(set(rows)) == 1:
-            self._transport.allgather(parts, mine, process_set)
+            self._transport.allgather(parts, local_bytes, process_set)
             return
         # gloo gathers equal lengths only, so shorter ranks send padding.
         padded = max(rows) * row_bytes
         flat = self._buffers.take(torch.uint8, gathered.device, padded * (len(rows) + 1))
         scratch = torch.split(flat, padded)
-        scratch[-1][: mine.numel()].copy_(mine)
+        scratch[-1][: local_bytes.numel()].copy_(local_bytes)
         self._transport.allgather(list(scratch[:-1]), scratch[-1], process_set)
         for part, received in zip(parts, scratch[:-1], strict=True):
             part.copy_(received[: part.numel()])
@@ -101,7 +101,7 @@ class Movements:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor, its memory being its values: not their negatives or conjugates."""
+    """Return the tensor with its values in memory, not their lazy negatives or conjugates."""
     return tensor.resolve_conj().resolve_neg()
 
 

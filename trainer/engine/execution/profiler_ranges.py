@@ -1,6 +1,6 @@
 """Named ranges around the engine's work, for torch's profiler and for tools that read NVTX (Nsight Systems).
 
-Outside of a profiler a range costs a look at two flags.
+Without a profiler, a range only checks two flags.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _IS_UNDER_NVTX_TOOL = torch.version.cuda is not None and is_under_nvtx_tool(os.e
 
 
 def profiled(work: str) -> AbstractContextManager[object]:
-    """A range `datasvc.engine.<work>` around the block, in this thread."""
+    """Return a context manager for a range `datasvc.engine.<work>` in this thread."""
     if _IS_UNDER_NVTX_TOOL:
         nvtx: AbstractContextManager[object] = torch.cuda.nvtx.range(f"datasvc.engine.{work}")
         return nvtx
-    # This flag is of the process. torch's public checks are of the calling thread, which is the engine's here.
+    # This flag is global. torch's public checks are per thread, and the profiler runs in the user's thread.
     if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return _OFF
     return profiler.record_function(f"datasvc.engine.{work}")

@@ -1,4 +1,4 @@
-"""Runs agreed reductions on the data groups: allreduce, fused, and reducescatter."""
+"""Execution of agreed reductions on the data groups: fused allreduce, and reducescatter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORT_BYTES = 64 * 1024
 
 
 class Reductions:
-    """Packs, sends, unpacks and scales; reports each finished submission through `finish`."""
+    """The executor of allreduce and reducescatter; it reports each finished submission through `finish`."""
 
     def __init__(
         self,
@@ -47,25 +47,32 @@ class Reductions:
         self.timeline = Timeline()
 
     def allreduce(self, operations: Sequence[tuple[Ready, Submission]]) -> None:
-        """Begins all of them, fused; each finishes when its last buffer has."""
+        """Begin all allreduces, fused; each finishes when its last buffer is complete."""
         requests = [ready.request for ready, _ in operations]
         element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         for index, buffer in enumerate(buffers):
-            ending = [operation for operation in buffer.operations if last_buffer[operation] == index]
+            completed = [operation for operation in buffer.operations if last_buffer[operation] == index]
             ready = operations[buffer.operation][0]
-            self._begin(buffer, ready, [mine for _, mine in operations], [operations[each][1] for each in ending])
+            self._begin(
+                buffer,
+                ready,
+                [submission for _, submission in operations],
+                [operations[number][1] for number in completed],
+            )
 
-    def reducescatter(self, ready: Ready, mine: Submission) -> None:
-        """Leaves each rank its rows of the sum."""
-        for name, tensor, output in zip(mine.request.dtypes, mine.inputs, mine.outputs, strict=True):
-            with self._streams.working_on(tensor.device, [mine.cuda_ready], [tensor, output]):
+    def reducescatter(self, ready: Ready, submission: Submission) -> None:
+        """Reduce the tensors, and store the rows of this rank in the outputs."""
+        for name, tensor, output in zip(
+            submission.request.dtypes, submission.inputs, submission.outputs, strict=True
+        ):
+            with self._streams.working_on(tensor.device, [submission.cuda_ready], [tensor, output]):
                 self._scatter(ready, wire_dtype(name), tensor, output)
-        self._finish(mine, mine.result)
+        self._finish(submission, submission.result)
 
     def _begin(
-        self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], ending: Sequence[Submission]
+        self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], completed: Sequence[Submission]
     ) -> None:
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
@@ -98,7 +105,7 @@ class Reductions:
             if scratch is not None:
                 self._buffers.give_back(scratch)
             timeline.end(keys)
-            for submission in ending:
+            for submission in completed:
                 self._finish(submission, submission.result)
 
         is_short = flat.numel() * flat.element_size() <= _SHORT_BYTES
@@ -107,7 +114,7 @@ class Reductions:
     def _pack(
         self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        """What travels, and the scratch memory that it lies in, if it does."""
+        """Return the flat tensor to send, and the fusion buffer to give back later, if one is used."""
         dtype, device = wire_dtype(buffer.dtype), self._transport.wire_device(outputs[0].device)
         if len(outputs) == 1 and can_travel(outputs[0], dtype, device):
             return copied(inputs[0], outputs[0]).view(-1), None
@@ -119,9 +126,9 @@ class Reductions:
     @staticmethod
     def _prescale(buffer: Buffer, submissions: Sequence[Submission], flat: Tensor) -> None:
         for slot in buffer.slots:
-            mine = submissions[slot.operation]
-            if not mine.is_prescaled:
-                scale_(flat[slot.offset : slot.offset + slot.length], factor=mine.request.prescale_factor)
+            submission = submissions[slot.operation]
+            if not submission.is_prescaled:
+                scale_(flat[slot.offset : slot.offset + slot.length], factor=submission.request.prescale_factor)
 
     def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> CollectiveWork:
         assert request.reduce_op is not None
@@ -134,21 +141,21 @@ class Reductions:
 
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
         transport = self._transport
-        # Over NCCL, as Horovod has it: an average inside each node, Adasum among the nodes.
-        ranks_a_place = transport.local_size if flat.is_cuda else 1
-        if ranks_a_place > 1:
+        # As in Horovod over NCCL: an average within each node, then Adasum between the nodes.
+        ranks_per_place = transport.local_size if flat.is_cuda else 1
+        if ranks_per_place > 1:
             self._make_node_sets()
-            transport.begin_allreduce(flat, ReduceOp.SUM, self._node_set(transport.rank // ranks_a_place)).wait()
-            scale_(flat, factor=1.0, divisor=ranks_a_place)
-        place, inside = divmod(transport.rank, ranks_a_place)
+            transport.begin_allreduce(flat, ReduceOp.SUM, self._node_set(transport.rank // ranks_per_place)).wait()
+            scale_(flat, factor=1.0, divisor=ranks_per_place)
+        place, local_rank = divmod(transport.rank, ranks_per_place)
 
         def swap(sent: Tensor, partner: int) -> Tensor:
             received = torch.empty_like(sent)
-            transport.swap(received, sent, partner * ranks_a_place + inside, GLOBAL_SET)
+            transport.swap(received, sent, partner * ranks_per_place + local_rank, GLOBAL_SET)
             return received
 
         parts = [flat[slot.offset : slot.offset + slot.length] for slot in buffer.slots]
-        combine_over_tree(parts, flat, place=place, num_places=transport.size // ranks_a_place, swap=swap)
+        combine_over_tree(parts, flat, place=place, num_places=transport.size // ranks_per_place, swap=swap)
 
     def _make_node_sets(self) -> None:
         transport = self._transport
@@ -161,7 +168,7 @@ class Reductions:
 
     @staticmethod
     def _node_set(node: int) -> int:
-        return -1 - node  # below those that users make
+        return -1 - node  # negative: the numbers of users' process sets are not
 
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
         request, transport = ready.request, self._transport
@@ -173,7 +180,7 @@ class Reductions:
         received = torch.empty(output.numel(), dtype=dtype, device=wire.device)
         if min(lengths):
             transport.reducescatter(received, parts, request.process_set)
-        elif wire.numel():  # not every back end can scatter nothing
+        elif wire.numel():  # not every backend supports empty parts
             transport.begin_allreduce(wire.view(-1), ReduceOp.SUM, request.process_set).wait()
             received.copy_(parts[ready.members.index(transport.rank)])
         divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1

@@ -1,7 +1,7 @@
-"""CUDA ordering between the user's stream and the engine's thread. Does nothing for CPU tensors.
+"""CUDA ordering between the user's stream and the engine's thread. Has no effect for CPU tensors.
 
-Law: the engine works on a stream of its own that first waits for the moment of submission; whoever takes the
-result waits for the engine's stream. The host waits only where tensors travel through its memory.
+Invariant: the engine works on a separate stream, which first waits for the event of the submission; the stream that
+uses the result waits for the engine's stream. The host waits only if tensors are sent through its memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def record_submission(device: torch.device) -> torch.cuda.Event | None:
-    """The moment after which tensors handed over now are valid."""
+    """Return the event after which tensors that are submitted now are valid."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
@@ -23,7 +23,7 @@ def record_submission(device: torch.device) -> torch.cuda.Event | None:
 
 
 class EngineStreams:
-    """One side stream per device."""
+    """The streams of the engine, one per device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -32,7 +32,7 @@ class EngineStreams:
     def working_on(
         self, device: torch.device, ready: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
     ) -> Iterator[None]:
-        """Work inside comes after all `ready` events; keeps the memory of `tensors` until it is done."""
+        """Run the block on the engine's stream, after all `ready` events; keep the memory of `tensors` until then."""
         if device.type != "cuda":
             yield
             return
@@ -47,6 +47,6 @@ class EngineStreams:
                 tensor.record_stream(stream)
 
     def record_end(self, device: torch.device) -> tuple[torch.cuda.Event, torch.device] | None:
-        """The moment after which the work so far on this device is done, and the device."""
+        """Return the event after which the engine's work so far on this device is done, and the device."""
         stream = self._streams.get(device)
         return (stream.record_event(), device) if stream is not None else None

@@ -1,7 +1,7 @@
-"""When each operation was negotiated and run, as a chrome trace: for chrome://tracing and Perfetto.
+"""Timeline of the negotiation and execution of each operation, as a Chrome trace for chrome://tracing and Perfetto.
 
-Rank 0 writes it, because what all ranks said passes through it too: the negotiation of a tensor has a mark for each
-rank that asked, so the rank that came last is seen.
+Rank 0 writes it; it sees the requests of all ranks. The negotiation of an operation has a mark for each rank, so the
+trace shows which rank was the last.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ logger = logging.getLogger(__name__)
 
 
 class Timeline:
-    """Writes nothing down. What does is a `TraceFile`."""
+    """A timeline that records nothing; `TraceFile` writes a file."""
 
     def cycle(self) -> None:
-        """A cycle with something in it begins."""
+        """Record the begin of a cycle that has submissions."""
 
     def submitted(self, key: Key, kind: str, rank: int) -> None:
-        """A rank's submission has come; the first begins the negotiation."""
+        """Record the submission of a rank; the first one begins the negotiation."""
 
     def agreed(self, key: Key) -> None:
-        """All have asked: the negotiation is over."""
+        """Record the end of a negotiation."""
 
     def begin(self, keys: Sequence[Key], phase: str) -> None:
-        """Operations begin to run together."""
+        """Record that operations begin to run together."""
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
-        """The next thing that is done with them; the one before is over."""
+        """Record the begin of an activity, and the end of the previous one."""
 
     def end(self, keys: Sequence[Key]) -> None:
-        """They are done."""
+        """Record the end of operations."""
 
     def close(self) -> None:
-        """No more is written."""
+        """Complete the timeline."""
 
 
 class TraceFile(Timeline):
-    """Writes a chrome trace while the job runs, so that it can be read after a crash too. For any thread.
+    """A Chrome trace that is written while the job runs, so that it can be read after a crash. Thread-safe.
 
     Args:
-        path: of the file, JSON; it is made anew.
+        path: path of the JSON file, which is overwritten.
         marks_cycles: whether each cycle gets a mark.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, *, marks_cycles: bool = False) -> None:
@@ -67,7 +67,7 @@ class TraceFile(Timeline):
         self._is_negotiating: set[Key] = set()
         self._has_activity: set[Key] = set()
         self._is_closed = False
-        # Files are slow at times; whoever runs operations does not wait for them.
+        # A separate thread writes, because a slow file system must not delay operations.
         self._writer = threading.Thread(target=self._write, name="trainer-timeline", daemon=True)
         self._writer.start()
 
@@ -150,7 +150,7 @@ class TraceFile(Timeline):
             with self._file:
                 self._write_events()
         except OSError as error:
-            logger.warning("the timeline %s ends here: %s", self._file.name, error)
+            logger.warning("cannot write the timeline %s any more: %s", self._file.name, error)
             while self._lines.get() is not None:
                 pass
 

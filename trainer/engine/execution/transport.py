@@ -1,8 +1,8 @@
-"""How bytes and tensors get from rank to rank: over torch.distributed, or nowhere in a world of one.
+"""Transport of bytes and tensors between ranks: over torch.distributed, or a loopback for one rank.
 
-The control group carries requests, the data groups tensors, one for each process set, so neither waits behind the
-user's own collectives. Every method but `wire_device` and `close` is a collective of the set: all its ranks call
-them in the same order, from the engine's thread.
+The control group carries requests; one data group per process set carries tensors. So neither waits for the user's
+own collectives. Every method except `wire_device` and `close` is a collective of the set: all its ranks call them in
+the same order, from the engine's thread.
 """
 
 from __future__ import annotations
@@ -38,14 +38,18 @@ _REDUCE_OPS = {
 
 
 class CollectiveWork(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Returns when it is done; on CUDA when the current stream will wait for it. Raises RuntimeError."""
+        """Wait until it is done; on CUDA, make the current stream wait for it.
+
+        Raises:
+            RuntimeError: the collective failed.
+        """
 
 
 class Transport(Protocol):
-    """What the engine needs of a network. Any exception means that the job is lost.
+    """The network interface of the engine. Any exception ends the job.
 
     Tensors are flat and contiguous; `process_set` is a number; ranks in arguments are global.
     """
@@ -56,49 +60,49 @@ class Transport(Protocol):
     is_homogeneous: bool
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Every rank's data, in rank order. Lengths may differ."""
+        """Send data to all ranks, and return the data of all ranks in rank order. Lengths may differ."""
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Where tensors of this device must lie to be sent."""
+        """Return the device on which tensors of this device must be to be sent."""
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
-        """Makes a set known. All ranks call this, whether in the set or not."""
+        """Create the group of a process set. All ranks call this, also those outside the set."""
 
     def remove_process_set(self, process_set: int) -> None:
-        """Forgets a set. All ranks call this."""
+        """Destroy the group of a process set. All ranks call this."""
 
     def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:
-        """Begins to reduce in place; AVERAGE only sums."""
+        """Begin to reduce a tensor in place; AVERAGE only sums."""
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
-        """Fills one output per rank of the set; all have the shape and dtype of `tensor`."""
+        """Fill one output per rank of the set; all have the shape and dtype of `tensor`."""
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
-        """Overwrites a tensor with the root's."""
+        """Overwrite a tensor with that of the root."""
 
     def alltoall(
         self, received: Tensor, sent: Tensor, received_lengths: list[int], sent_lengths: list[int], process_set: int
     ) -> None:
-        """Sends one part to each rank of the set and receives one from each; lengths in elements."""
+        """Send one part to each rank of the set, and receive one from each; lengths in elements."""
 
     def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:
-        """Sums input i of all ranks into the output of rank i of the set; lengths may differ."""
+        """Sum input i of all ranks into the output of rank i of the set; lengths may differ."""
 
     def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:
-        """Sends to the partner what it sends back."""
+        """Exchange tensors with a partner."""
 
     def close(self) -> None:
-        """Lets go of the network. Ranks that still wait for this one get an error."""
+        """Close the connections. Ranks that still wait for this one get an error."""
 
 
 class ExchangeStep(NamedTuple):
-    """A step of an exchange: one rank's first parts go to another, and those of a third come behind what it holds.
+    """One step of an exchange: a rank sends its first parts, and appends the received parts to its own.
 
     Attributes:
-        target: rank that is sent to.
-        source: rank that sends.
-        held: parts that this rank has before.
-        num_parts: that are sent, and that come.
+        target: rank to send to.
+        source: rank to receive from.
+        held: number of parts that this rank has before the step.
+        num_parts: number of parts that are sent, and that are received.
     """
 
     target: int
@@ -108,9 +112,9 @@ class ExchangeStep(NamedTuple):
 
 
 def plan_exchange(rank: int, size: int) -> list[ExchangeStep]:
-    """Plans how every rank gets one part of each: it starts with its own, and ends with those of the ranks behind it.
+    """Plan the steps by which a rank gets one part of each rank: first its own, then those of the ranks after it.
 
-    What a rank holds doubles in each round: Bruck et al., "Efficient algorithms for all-to-all communications in
+    The number of parts doubles in each step: Bruck et al., "Efficient algorithms for all-to-all communications in
     multiport message-passing systems", 1997.
     """
     rounds, held = [], 1
@@ -122,14 +126,14 @@ def plan_exchange(rank: int, size: int) -> list[ExchangeStep]:
 
 
 class CompletedWork:
-    """Work that is over."""
+    """A collective that is complete."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class LoopbackTransport:
-    """A world of one: no network."""
+    """The transport of a job with one rank, without a network."""
 
     rank = 0
     size = 1
@@ -137,29 +141,29 @@ class LoopbackTransport:
     is_homogeneous = True
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Its own data."""
+        """Return the data of this rank."""
         return [data]
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """The device itself."""
+        """Return the device itself."""
         return device
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def remove_process_set(self, process_set: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:  # noqa: ARG002 - as Transport
-        """Leaves the tensor as it is."""
+        """Leave the tensor unchanged."""
         return CompletedWork()
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - as Transport
-        """Copies the tensor."""
+        """Copy the tensor."""
         outputs[0].copy_(tensor)
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
-        """Leaves the tensor as it is."""
+        """Leave the tensor unchanged."""
 
     def alltoall(
         self,
@@ -169,35 +173,35 @@ class LoopbackTransport:
         sent_lengths: list[int],  # noqa: ARG002 - as Transport
         process_set: int,  # noqa: ARG002 - as Transport
     ) -> None:
-        """Copies the tensor."""
+        """Copy the tensor."""
         received.copy_(sent)
 
     def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:  # noqa: ARG002 - likewise
-        """Copies the tensor."""
+        """Copy the tensor."""
         output.copy_(inputs[0])
 
     def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:  # noqa: ARG002 - likewise
-        """There is no partner."""
-        raise AssertionError("a world of one has no partner")
+        """Reject the call: there is no partner."""
+        raise AssertionError("a job of one rank has no partner")
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class GroupTransport:
-    """New groups beside the default process group, which must exist. Every rank constructs one.
+    """The transport over new groups of torch.distributed. Every rank constructs one; the default group must exist.
 
     Args:
-        settings: of this rank.
-        gpu: what names the GPU of this rank among all; empty without. NCCL refuses two ranks on one GPU, so CUDA
-            tensors travel over NCCL if every rank has its own, else through host memory over gloo.
-        local_size: ranks on this node.
-        timeout_s: seconds after which an unanswered collective is an error; None: as the settings have it.
+        settings: settings of this rank.
+        gpu: unique name of the GPU of this rank; empty without one. NCCL rejects two ranks on one GPU, so CUDA
+            tensors are sent over NCCL if every rank has a GPU of its own, otherwise through host memory over gloo.
+        local_size: number of ranks on this node.
+        timeout_s: seconds after which a collective without an answer fails; None for that of the settings.
 
     Attributes:
-        settings: rank 0's, which hold for all: different ones would make different buffers of the same operations.
-        local_size: ranks on each node; 1 where nodes differ.
-        is_homogeneous: whether all nodes have equally many ranks.
+        settings: settings of rank 0, which all ranks use: different ones would plan different fusion buffers.
+        local_size: number of ranks on each node; 1 if nodes differ.
+        is_homogeneous: whether all nodes have the same number of ranks.
     """
 
     def __init__(
@@ -206,30 +210,34 @@ class GroupTransport:
         self._timeout = dt.timedelta(seconds=timeout_s or settings.timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # This rank's first, then those of the ranks behind it.
+        # The slot of this rank is the first, then those of the ranks after it.
         self._slots = bytearray(_SLOT_BYTES * self.size)
         self._slot_tensor = torch.frombuffer(self._slots, dtype=torch.uint8)
         self._rounds = plan_exchange(self.rank, self.size)
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
-        mine = json.dumps([gpu, local_size, asdict(settings)]).encode()
-        facts = [json.loads(data) for data in self.exchange(mine)]
+        local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
+        facts = [json.loads(data) for data in self.exchange(local_facts)]
         self.settings = EngineSettings(**facts[0][2])
         if self.settings != settings:
-            logger.warning("rank %d takes the engine's settings from rank 0: they differ", self.rank)
-        self._uses_nccl = len({each for each, _, _ in facts if each}) == self.size
-        self.is_homogeneous = all(each == local_size for _, each, _ in facts)
+            logger.warning(
+                "the engine settings of rank %d differ from those of rank 0, which are used; set the same HOROVOD_* "
+                "variables on all ranks",
+                self.rank,
+            )
+        self._uses_nccl = len({gpu_name for gpu_name, _, _ in facts if gpu_name}) == self.size
+        self.is_homogeneous = all(num_local_ranks == local_size for _, num_local_ranks, _ in facts)
         self.local_size = local_size if self.is_homogeneous else 1
         self._groups: dict[int, dist.ProcessGroup] = {}
         self.add_process_set(GLOBAL_SET, range(self.size))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Small messages to and from log2(ranks) others if all data fit their slots, a collective more if not."""
+        """Exchange data in log2(ranks) steps if all data fit into their slots, else with one more collective."""
         slots = self._slots
         slots[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         beginning = data[: _SLOT_BYTES - _LENGTH_BYTES]
         slots[_LENGTH_BYTES : _LENGTH_BYTES + len(beginning)] = beginning
         assert self._control is not None
-        # Not an all-gather: gloo hands each to a thread of its own, which takes longer than the exchange.
+        # Not an allgather: gloo runs each in another thread, and the switch takes longer than this exchange.
         for number, step in enumerate(self._rounds):
             sending = self._control.send([self._window(0, step.num_parts)], step.target, number)
             self._control.recv([self._window(step.held, step.num_parts)], step.source, number).wait()
@@ -244,7 +252,7 @@ class GroupTransport:
         ]
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """The device itself over NCCL, else the host."""
+        """Return the device itself for NCCL, else the CPU."""
         return device if self._uses_nccl else torch.device("cpu")
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
@@ -293,14 +301,14 @@ class GroupTransport:
             work.wait()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Changes the seconds after which an unanswered collective is an error, the default group's too."""
+        """Set the seconds after which a collective without an answer fails, also for the default group."""
         self._timeout = dt.timedelta(seconds=timeout_s)
         for group in (None, self._control, *self._groups.values()):
             _set_pg_timeout(self._timeout, group)
 
     def close(self) -> None:
-        """Destroys the groups; the default group is not ours."""
-        # The connections close when the last reference to a group goes, so none may stay behind here.
+        """Destroy the groups, except for the default group, which the transport does not own."""
+        # The connections close when the last reference to a group is deleted, so no reference may remain here.
         groups, self._groups = [self._control, *self._groups.values()], {}
         self._control = None
         while groups:
@@ -313,8 +321,8 @@ class GroupTransport:
         return self._slot_tensor[start * _SLOT_BYTES : (start + count) * _SLOT_BYTES]
 
     def _exchange_long(self, data: bytes, lengths: list[int]) -> list[bytes]:
-        longest = max(lengths)
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        everyone = [torch.empty(longest, dtype=torch.uint8) for _ in lengths]
-        dist.all_gather(everyone, mine, group=self._control)
-        return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
+        max_length = max(lengths)
+        padded = torch.frombuffer(bytearray(data.ljust(max_length, b"\0")), dtype=torch.uint8)
+        gathered = [torch.empty(max_length, dtype=torch.uint8) for _ in lengths]
+        dist.all_gather(gathered, padded, group=self._control)
+        return [tensor[:length].numpy().tobytes() for tensor, length in zip(gathered, lengths, strict=True)]

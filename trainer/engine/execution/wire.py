@@ -1,4 +1,4 @@
-"""In which form a tensor travels."""
+"""The dtypes and the memory layout in which tensors are sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# gloo has no int16. A wider sum also cannot overflow before it is averaged; nor can that of many ranks' True.
+# gloo does not support int16. A wider type also prevents overflow of a sum before it is averaged, and of a sum of
+# True.
 _WIRE_DTYPES: Final = {torch.int16: torch.int32, torch.bool: torch.int32}
 
 REDUCIBLE_DTYPES: Final = (
@@ -17,28 +18,28 @@ REDUCIBLE_DTYPES: Final = (
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype of a name such as "float32"."""
+    """Return the dtype with a name such as "float32"."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def wire_dtype(name: str) -> torch.dtype:
-    """As what values of a dtype, given by its name, are reduced."""
+    """Return the dtype in which values of the named dtype are reduced."""
     dtype = named_dtype(name)
     return _WIRE_DTYPES.get(dtype, dtype)
 
 
 def can_travel(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a tensor can be sent as it lies."""
+    """Return whether a tensor can be sent without a copy."""
     return tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == device
 
 
 def copied(source: Tensor, target: Tensor) -> Tensor:
-    """The target, with the source's values; they may be one tensor."""
+    """Copy the source to the target, which may be the same tensor, and return the target."""
     return target if target is source else target.copy_(source)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as flat uint8."""
+    """Return the memory of a contiguous tensor as a flat uint8 tensor."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""Which operations all ranks have submitted, and in which order they run. Pure."""
+"""Negotiation between the ranks: which operations are ready, and in which order they run. Pure."""

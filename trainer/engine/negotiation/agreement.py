@@ -1,6 +1,6 @@
-"""The rule when ranks mean the same operation.
+"""The rules by which the requests of several ranks form one operation.
 
-Pure, so that every rank comes to the same verdict in the same words.
+Pure, so that every rank gets the same result and the same error message.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 
-_Look = Callable[[Request], object]
+_Property = Callable[[Request], object]
 
-_EVERY_KIND: tuple[tuple[str, _Look], ...] = (
+_EVERY_KIND: tuple[tuple[str, _Property], ...] = (
     ("operation", lambda request: request.kind.value),
     ("data type", lambda request: _one_or_all(request.dtypes)),
     ("device", lambda request: request.device_type),
 )
-_GROUPING: tuple[str, _Look] = ("grouping", lambda request: "grouped" if request.is_grouped else "single")
-_REDUCTION: tuple[tuple[str, _Look], ...] = (
+_GROUPING: tuple[str, _Property] = ("grouping", lambda request: "grouped" if request.is_grouped else "single")
+_REDUCTION: tuple[tuple[str, _Property], ...] = (
     ("shape", lambda request: _one_or_all(request.shapes)),
     ("reduction", lambda request: request.reduce_op.value if request.reduce_op else None),
     ("prescale factor", lambda request: request.prescale_factor),
@@ -25,12 +25,12 @@ _REDUCTION: tuple[tuple[str, _Look], ...] = (
     _GROUPING,
     ("layout", lambda request: request.layout),
 )
-_ROWS: tuple[tuple[str, _Look], ...] = (
+_ROWS: tuple[tuple[str, _Property], ...] = (
     ("number of dimensions", lambda request: _one_or_all([len(shape) for shape in request.shapes])),
     ("shape after the first dimension", lambda request: _one_or_all([shape[1:] for shape in request.shapes])),
     _GROUPING,
 )
-_BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Look], ...]] = {
+_BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Property], ...]] = {
     CollectiveKind.ALLREDUCE: _REDUCTION,
     CollectiveKind.REDUCESCATTER: _REDUCTION,
     CollectiveKind.BROADCAST: (
@@ -46,36 +46,36 @@ _BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Look], ...]] = {
 
 
 def find_disagreement(requests: Mapping[int, Request]) -> str | None:
-    """Why these requests, by rank and in rank order, cannot run as one operation; None if they can.
+    """Return why these requests, by rank and in rank order, cannot run as one operation; None if they can.
 
     Factors are compared as numbers, so NaN never agrees.
     """
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):
-        return None  # one of the cache, on which the ranks have agreed before
-    for what, look in _EVERY_KIND:
-        if any(look(request) != look(first) for request in requests.values()):
-            return _describe(requests, what, look)
-    for what, look in _BY_KIND[first.kind]:
-        if any(look(request) != look(first) for request in requests.values()):
-            return _describe(requests, what, look)
+        return None  # a cached request: the ranks have agreed on it before
+    for title, get_value in _EVERY_KIND:
+        if any(get_value(request) != get_value(first) for request in requests.values()):
+            return _describe(requests, title, get_value)
+    for title, get_value in _BY_KIND[first.kind]:
+        if any(get_value(request) != get_value(first) for request in requests.values()):
+            return _describe(requests, title, get_value)
     if first.kind is CollectiveKind.ALLGATHER and () in first.shapes:
         return f"{first.key.describe()}: a tensor without dimensions cannot be gathered; use tensor.reshape(1)"
     return None
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as "rank 3" or "ranks 0, 1"."""
+    """Return a list of ranks as text, such as "rank 3" or "ranks 0, 1"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _describe(requests: Mapping[int, Request], what: str, look: _Look) -> str:
+def _describe(requests: Mapping[int, Request], title: str, get_value: _Property) -> str:
     ranks_by_value: dict[str, list[int]] = {}
     for rank, request in requests.items():
-        ranks_by_value.setdefault(str(look(request)), []).append(rank)
-    said = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+        ranks_by_value.setdefault(str(get_value(request)), []).append(rank)
+    values = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
     key = next(iter(requests.values())).key
-    return f"ranks disagree on the {what} of {key.describe()} ({said})"
+    return f"ranks disagree on the {title} of {key.describe()} ({values})"
 
 
 def _one_or_all(values: Sequence[object]) -> object:

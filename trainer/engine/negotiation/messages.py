@@ -1,7 +1,7 @@
-"""What a rank tells all others in one cycle, and its bytes.
+"""The message that a rank sends to all others in one cycle, and its encoding.
 
-JSON, no pickle: compact enough, because a request seen before travels as its number in the request cache, and
-a rank with nothing to say sends no bytes at all.
+The encoding is JSON, not pickle. It is compact enough, because a known request is sent as its number in the request
+cache, and an empty message has no bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datasvc.trainer.engine.negotiation.requests import Request, request_fields,
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How to pace and fuse from the next cycle on."""
+    """Fusion size and cycle time from the next cycle on."""
 
     fusion_bytes: int
     cycle_time_s: float
@@ -22,38 +22,38 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class CycleMessage:
-    """What one rank says.
+    """The message of one rank in one cycle.
 
     Attributes:
-        entries: its new submissions in order, each a request or its cache number.
-        is_leaving: it takes no part in the next cycle.
-        complaint: why the job cannot go on; empty if it can.
-        tuning: what all shall change to; rank 0's holds.
+        entries: new submissions in order, each as a request or as its number in the cache.
+        is_leaving: whether the rank leaves the job after this cycle.
+        failure: reason why the job cannot continue; empty if it can.
+        tuning: values that all ranks adopt; only those of rank 0 are used.
     """
 
     entries: tuple[Request | int, ...] = ()
     is_leaving: bool = False
-    complaint: str = ""
+    failure: str = ""
     tuning: Tuning | None = None
 
 
 def encode_message(message: CycleMessage) -> bytes:
-    """The message's bytes; none for a message that says nothing."""
+    """Return the bytes of a message; no bytes for an empty message."""
     if message == CycleMessage():
         return b""
     entries = [entry if isinstance(entry, int) else request_fields(entry) for entry in message.entries]
     fields = [int(message.is_leaving), entries]
-    if message.complaint or message.tuning:
+    if message.failure or message.tuning:
         tuning = message.tuning
-        fields += [message.complaint, [tuning.fusion_bytes, tuning.cycle_time_s] if tuning else None]
+        fields += [message.failure, [tuning.fusion_bytes, tuning.cycle_time_s] if tuning else None]
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def decode_message(data: bytes) -> CycleMessage:
-    """The inverse of `encode_message`."""
+    """Return the message for bytes from `encode_message`."""
     if not data:
         return CycleMessage()
-    is_leaving, entries, *rest = json.loads(data)
-    complaint, tuning = rest or ("", None)
+    is_leaving, entries, *optional = json.loads(data)
+    failure, tuning = optional or ("", None)
     decoded = tuple(entry if isinstance(entry, int) else request_from_fields(entry) for entry in entries)
-    return CycleMessage(decoded, bool(is_leaving), complaint, None if tuning is None else Tuning(*tuning))
+    return CycleMessage(decoded, bool(is_leaving), failure, None if tuning is None else Tuning(*tuning))

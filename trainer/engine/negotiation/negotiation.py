@@ -1,8 +1,8 @@
-"""Which operations may run, and in which order: a replicated state machine without clocks, threads or I/O.
+"""Negotiation of the operations to run and of their order: a replicated state machine without clocks, threads or I/O.
 
-Every rank feeds it the same input, all ranks' new submissions of a cycle, and so every rank gets the same
-list. That is what makes it safe to submit in any order: an operation starts when its name has come from every
-rank of its process set that has not joined.
+Invariant: every rank has the same input, the new submissions of all ranks in a cycle, so every rank gets the same
+list of operations. Therefore ranks may submit in any order: an operation starts when every rank of its process set
+has submitted its name or has joined.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Final
 from datasvc.trainer.engine.negotiation.agreement import find_disagreement, name_ranks
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, Request
 
-# A rank that has joined takes part in these without knowing their tensors: by zeros, or by nothing at all.
+# A rank that has joined takes part in these with neutral values, or without values.
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
-# That change nothing here.
+# These do not change the state of the negotiation.
 _WITHOUT_EFFECT: Final = (
     CollectiveKind.ALLREDUCE,
     CollectiveKind.ALLGATHER,
@@ -30,12 +30,12 @@ _WITHOUT_EFFECT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Every rank of the set has asked for it, or joined, and those that asked agree.
+    """An operation that can run: every rank of the set has submitted it or joined, and the requests agree.
 
     Attributes:
-        requests: of the ranks that asked, by global rank, in rank order.
+        requests: requests of the ranks that submitted it, by global rank, in rank order.
         members: global ranks of the set, in order.
-        value: after a join the rank that joined last; after the addition of a process set its number.
+        value: last rank for a join; number of the set for its addition or removal.
     """
 
     requests: Mapping[int, Request]
@@ -44,12 +44,12 @@ class Ready:
 
     @property
     def request(self) -> Request:
-        """What they agree on; where ranks may differ, such as in the number of rows, the first one's."""
+        """The request of the first rank; others may differ where this is allowed, as in the number of rows."""
         return next(iter(self.requests.values()))
 
     @property
     def key(self) -> Key:
-        """Of the operation."""
+        """The key of the operation."""
         return self.request.key
 
     @property
@@ -60,10 +60,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Every rank has asked for it, but it cannot run; `reason` says which rank said what.
+    """An operation that every rank has submitted but that cannot run; `reason` is the error message.
 
     Attributes:
-        requests: as those of `Ready`.
+        key: key of the operation.
+        reason: error message, with the values of the ranks.
+        requests: see `Ready`.
     """
 
     key: Key
@@ -75,7 +77,7 @@ Outcome = Ready | Refused
 
 
 class Negotiation:
-    """The operations that some ranks have submitted and others have not yet, and the process sets."""
+    """The state machine: operations that only some ranks have submitted yet, and the process sets."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -86,14 +88,14 @@ class Negotiation:
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
-        """Global ranks of each set, by number."""
+        """The global ranks of each process set, by its number."""
         return dict(self._sets)
 
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Outcome]:
-        """Takes one cycle's new submissions, by rank, and settles what is now complete.
+        """Process the new submissions of one cycle, by rank, and return the outcomes of complete operations.
 
         Returns:
-            The outcomes in the order in which they became complete, reading rank 0's submissions first.
+            The outcomes in the order in which the operations became complete, reading rank 0's submissions first.
         """
         assert len(submitted) == self._num_ranks
         if self._are_agreed(submitted):
@@ -108,9 +110,9 @@ class Negotiation:
         return outcomes
 
     def waiting(self, rank: int) -> tuple[bool, bool]:
-        """Whether what this rank has submitted waits for others, and whether others wait for this rank.
+        """Return whether operations of this rank wait for others, and whether others wait for this rank.
 
-        A rank that has joined waits for whatever the others will submit.
+        A rank that has joined waits for any submission of the others.
         """
         awaits_others, is_awaited = rank in self._joined, False
         for key, by_rank in self._pending.items():
@@ -119,14 +121,14 @@ class Negotiation:
         return awaits_others, is_awaited
 
     def missing_ranks(self) -> dict[Key, tuple[int, ...]]:
-        """For each pending operation, in order of first submission, the ranks that have not submitted it."""
+        """Return, for each pending operation in order of first submission, the ranks that have not submitted it."""
         missing = {key: tuple(self._missing(key)) for key in self._pending}
         if self._joined:
             missing[JOIN] = tuple(rank for rank in range(self._num_ranks) if rank not in self._joined)
         return missing
 
     def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Whether all that is asked for is complete, and was agreed on before: the steady state, by a short way."""
+        """Return whether all ranks submitted the same cached requests, the fast path of the steady state."""
         if self._pending or self._joined or self._num_ranks == 1:
             return False
         first = submitted[0]
@@ -140,10 +142,10 @@ class Negotiation:
         return [r for r in self._sets[key.process_set] if r not in by_rank and r not in self._joined]
 
     def _add(self, rank: int, request: Request) -> list[Outcome]:
-        if request.process_set not in self._sets:  # removed while this was on its way
+        if request.process_set not in self._sets:  # removed while the request was in flight
             return [Refused(request.key, f"{request.key.describe()}: the process set was removed", {rank: request})]
         by_rank = self._pending.setdefault(request.key, {})
-        # The submitting engine refuses a name that is still in flight, so it cannot come twice.
+        # The submitting engine rejects a name that is still in flight, so a rank cannot submit it twice.
         assert rank not in by_rank
         by_rank[rank] = request
         return self._settle(request.key)
@@ -169,7 +171,7 @@ class Negotiation:
     def _find_objection(self, requests: Mapping[int, Request], members: Sequence[int]) -> str | None:
         request = next(iter(requests.values()))
         joined = [rank for rank in members if rank not in requests]
-        if joined and any(each.kind not in _WITH_JOINED for each in requests.values()):
+        if joined and any(submitted.kind not in _WITH_JOINED for submitted in requests.values()):
             return (
                 f"{request.key.describe()}: {name_ranks(joined)} joined; until every rank has joined only allreduce "
                 f"and barrier can run, not {request.kind.value}"
@@ -180,7 +182,7 @@ class Negotiation:
             and request.kind is CollectiveKind.ADD_PROCESS_SET
             and request.ranks in self._sets.values()
         ):
-            return f"there is a process set of the ranks {request.ranks} already"
+            return f"a process set of the ranks {request.ranks} exists already; use that one"
         return disagreement
 
     def _accept(self, ready: Ready) -> list[Outcome]:
@@ -196,7 +198,7 @@ class Negotiation:
 
     def _remove_set(self, ready: Ready) -> list[Outcome]:
         ranks = ready.request.ranks
-        number = next((number for number, each in self._sets.items() if each == ranks), None)
+        number = next((number for number, members in self._sets.items() if members == ranks), None)
         if number is None:
             return [Refused(ready.key, f"there is no process set of the ranks {ranks}", ready.requests)]
         lost = {key: self._pending[key] for key in self._pending if key.process_set == number}

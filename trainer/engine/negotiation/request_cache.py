@@ -1,7 +1,7 @@
-"""Numbers for requests that all ranks have agreed on before.
+"""Cache of the requests on which all ranks have agreed, which are sent as numbers.
 
-Replicated: every rank calls `remember` with the same requests in the same order, so a number means the same
-request on every rank. A training step repeats its requests, and then costs a few bytes to negotiate.
+Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
+request on every rank. A training step repeats its requests, and its negotiation then needs a few bytes only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datasvc.trainer.engine.negotiation.requests import Key, Request
 
 
 class RequestCache:
-    """The `capacity` most recently agreed requests, one per set and name; the least recently agreed makes room."""
+    """A cache of the `capacity` most recently agreed requests, one for each process set and name."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -20,16 +20,16 @@ class RequestCache:
         self._requests: list[Request] = []
 
     def find(self, request: Request) -> int | None:
-        """The number of exactly this request, or None."""
+        """Return the number of exactly this request, or None."""
         number = self._numbers.get(request.key)
         return number if number is not None and self._requests[number] == request else None
 
     def resolve(self, number: int) -> Request:
-        """The request that this number means."""
+        """Return the request with a number."""
         return self._requests[number]
 
     def remember(self, request: Request) -> None:
-        """Gives the request a number, or keeps the one that its name has."""
+        """Store a request under the number of its name, or under a new number; evict the oldest if necessary."""
         key = request.key
         if self._capacity == 0:
             return

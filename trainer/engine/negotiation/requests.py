@@ -1,4 +1,4 @@
-"""What a rank asks for: everything about an operation that the ranks must agree on, and no tensor."""
+"""Requests: the properties of an operation on which the ranks must agree, without its tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GLOBAL_SET: Final = 0
 
 
 class CollectiveKind(Enum):
-    """Which collective."""
+    """The kind of a collective operation."""
 
     ALLREDUCE = "allreduce"
     ALLGATHER = "allgather"
@@ -25,7 +25,7 @@ class CollectiveKind(Enum):
 
 
 class ReduceOp(Enum):
-    """How the ranks' values are combined."""
+    """The reduction of the values of the ranks."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -36,24 +36,24 @@ class ReduceOp(Enum):
 
 
 class Key(NamedTuple):
-    """What makes submissions of several ranks one operation."""
+    """The key by which submissions of several ranks form one operation."""
 
     process_set: int
     name: str
 
     def describe(self) -> str:
-        """For people."""
+        """Return the key as text, for messages."""
         return f"'{self.name}'" + (f" of process set {self.process_set}" if self.process_set else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One rank's submission of one named operation.
+    """The request of one rank for one named operation.
 
-    `dtypes` and `shapes` have one entry per tensor: one, or several if `is_grouped`. `reduce_op` and
-    the factors belong to allreduce and reducescatter, `root_rank` to broadcast, `splits` to alltoall: rows
-    for each rank of the set; `ranks` to the process set that is added, or removed. `layout` is a checksum of what
-    the submitter has put where in a flat tensor.
+    `dtypes` and `shapes` have one entry per tensor: one, or several if `is_grouped`. `reduce_op` and the factors
+    belong to allreduce and reducescatter; `root_rank` to broadcast; `splits`, the rows for each rank of the set, to
+    alltoall; `ranks` to a process set that is added or removed. `layout` is a checksum of the layout of a flat
+    tensor.
     """
 
     name: str
@@ -73,12 +73,12 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """Set and name."""
+        """The process set and the name."""
         return Key(self.process_set, self.name)
 
 
 def request_fields(request: Request) -> list[Any]:
-    """The request as JSON values, in a fixed order."""
+    """Return the request as JSON values, in a fixed order."""
     return [
         request.name,
         request.kind.value,
@@ -98,9 +98,9 @@ def request_fields(request: Request) -> list[Any]:
 
 
 def request_from_fields(fields: list[Any]) -> Request:
-    """The inverse of `request_fields`, also after a trip through JSON."""
-    name, kind, process_set, dtypes, shapes, device_type, reduce_op, root_rank, *rest = fields
-    prescale, postscale, is_grouped, splits, ranks, layout = rest
+    """Return the request for values from `request_fields`, which may have been converted to JSON and back."""
+    name, kind, process_set, dtypes, shapes, device_type, reduce_op, root_rank, *options = fields
+    prescale, postscale, is_grouped, splits, ranks, layout = options
     return Request(
         name=name,
         kind=CollectiveKind(kind),

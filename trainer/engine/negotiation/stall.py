@@ -1,6 +1,6 @@
-"""When an operation that some ranks have not submitted is worth a warning, or the job's end.
+"""Detection of stalls: operations that some ranks have not submitted for a long time.
 
-Pure: the clock is passed in.
+Pure: the clock is an argument.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from datasvc.trainer.engine.negotiation.requests import Key
 
 @dataclass(frozen=True)
 class StallDecision:
-    """What to say now.
+    """The warnings to log now, and the reason to end the job.
 
     Attributes:
-        warnings: one for each operation that is due.
-        complaint: why the job ends; empty if it does not.
+        warnings: one warning for each operation that is due.
+        failure: reason why the job ends; empty if it continues.
     """
 
     warnings: tuple[str, ...] = ()
-    complaint: str = ""
+    failure: str = ""
 
 
 class StallWatch:
-    """Remembers since when each operation waits, and when it was last reported.
+    """The waiting times of the pending operations, and the times of their last warnings.
 
     Args:
-        warning_s: seconds between two warnings of one operation; 0 is never.
-        shutdown_s: seconds after which the job ends; 0 is never.
+        warning_s: seconds between two warnings about one operation; 0 for no warnings.
+        shutdown_s: seconds after which the job ends; 0 for never.
     """
 
     def __init__(self, warning_s: float, shutdown_s: float = 0.0) -> None:
@@ -40,28 +40,28 @@ class StallWatch:
         self._waiting_since: dict[Key, float] = {}
 
     def restart(self, key: Key) -> None:
-        """Counts the wait for an operation from the next check on."""
+        """Restart the waiting time of an operation at the next check."""
         self._waiting_since.pop(key, None)
         self._quiet_since.pop(key, None)
 
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> StallDecision:
-        """What is due now; the same operation again only after another `warning_s`.
+        """Return the warnings that are due; those about one operation are `warning_s` apart.
 
         Args:
-            now_s: seconds of any clock that does not go back.
-            missing: for each pending operation, the ranks that have not submitted it.
+            now_s: current time of a monotonic clock.
+            missing: ranks that have not submitted an operation, for each pending operation.
         """
         for key in self._waiting_since.keys() - missing.keys():
             self.restart(key)
-        warnings, complaint = [], ""
+        warnings, failure = [], ""
         for key, ranks in missing.items():
             waited_s = now_s - self._waiting_since.setdefault(key, now_s)
             if self._warning_s and now_s - self._quiet_since.setdefault(key, now_s) >= self._warning_s:
                 self._quiet_since[key] = now_s
                 warnings.append(_describe(key, ranks, waited_s))
-            if self._shutdown_s and waited_s >= self._shutdown_s and not complaint:
-                complaint = f"{_describe(key, ranks, waited_s)}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
-        return StallDecision(tuple(warnings), complaint)
+            if self._shutdown_s and waited_s >= self._shutdown_s and not failure:
+                failure = f"{_describe(key, ranks, waited_s)}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
+        return StallDecision(tuple(warnings), failure)
 
 
 def _describe(key: Key, ranks: tuple[int, ...], waited_s: float) -> str:

@@ -29,7 +29,7 @@ messages = st.builds(
     CycleMessage,
     entries=st.lists(requests | st.integers(0, 5000), max_size=4).map(tuple),
     is_leaving=st.booleans(),
-    complaint=st.text(max_size=9),
+    failure=st.text(max_size=9),
     tuning=st.none() | st.builds(Tuning, st.integers(0, 2**40), st.floats(0, 10)),
 )
 

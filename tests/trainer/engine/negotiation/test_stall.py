@@ -33,7 +33,7 @@ def test_no_period_means_no_warning():
 
 def test_a_shutdown_time_ends_the_job_with_the_operation_and_the_ranks():
     watch = StallWatch(0.0, shutdown_s=90.0)
-    assert watch.check(0.0, {Key(3, "grad"): (1,)}).complaint == ""
-    assert watch.check(89.0, {Key(3, "grad"): (1,)}).complaint == ""
-    complaint = watch.check(90.0, {Key(3, "grad"): (1,)}).complaint
-    assert complaint.startswith("'grad' of process set 3 has waited 90 s for rank 1")
+    assert watch.check(0.0, {Key(3, "grad"): (1,)}).failure == ""
+    assert watch.check(89.0, {Key(3, "grad"): (1,)}).failure == ""
+    failure = watch.check(90.0, {Key(3, "grad"): (1,)}).failure
+    assert failure.startswith("'grad' of process set 3 has waited 90 s for rank 1")
