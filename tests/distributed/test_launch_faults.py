@@ -129,13 +129,13 @@ def test_all_ranks_are_ended_although_the_end_of_one_fails(monkeypatch):
     with pytest.raises(RuntimeError, match="on purpose"), RankGroup(grace_s=0.1) as group:
 
         def fail(deadline_s):
-            finish_end(deadline_s)
+            finish_termination(deadline_s)
             raise RuntimeError("on purpose")
 
         for worker_id in "012":
             group.start(rank_start("exec sleep 1000", worker_id))
-        finish_end = group.processes["0"].finish_end
-        monkeypatch.setattr(group.processes["0"], "finish_end", fail)
+        finish_termination = group.processes["0"].finish_termination
+        monkeypatch.setattr(group.processes["0"], "finish_termination", fail)
     assert children() == before
 
 
@@ -227,8 +227,8 @@ def test_no_signal_is_sent_once_a_rank_is_gone_whose_number_may_be_anothers(monk
         monkeypatch.setattr(os, "killpg", lambda *arguments: sent.append(arguments))
         for process in processes:
             process.send(signal.SIGTERM)
-            process.begin_end(0.1)
-        group.pass_on(signal.SIGINT)
+            process.begin_termination(0.1)
+        group.forward_signal(signal.SIGINT)
     assert sent == []
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import datasvc.trainer as hvd
 from datasvc.trainer.engine.execution.transport import GroupTransport
 from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.environment import RankPlacement, read_place
+from datasvc.trainer.env.environment import RankPlacement, read_placement
 from datasvc.trainer.job import runtime
 from gpu_stages.stage import synchronize
 
@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=25_600_000, help="float32, of the large all-reduce")
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
-    if read_place(os.environ).size == 1:
+    if read_placement(os.environ).size == 1:
         connect_one_rank(arguments.device)
     hvd.init()
     num_checks, loss = check_operations(arguments.device), check_training(arguments.device)

@@ -57,6 +57,7 @@ class ElasticLoader(Generic[B]):
         state = None if self._loader is None else self._loader.state_dict()
         self.close()
         self._loader, self._rank_and_size = self._make_loader(*rank_and_size), rank_and_size
+        # The state is the position of the job, so it is valid for another rank and size.
         if state is not None:
             self._loader.load_state_dict(state)
 

@@ -90,5 +90,6 @@ class ElasticSampler(Sampler[int]):
         remaining = self.remaining_indices
         if not remaining:
             return []
+        # Repeat samples from the beginning, so that every rank has the same number of them.
         repeats = -(-self.total_size // len(remaining))
         return (remaining * repeats)[: self.total_size][self.rank :: self.num_replicas]

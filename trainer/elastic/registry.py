@@ -45,6 +45,7 @@ def choose_handler(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
+    # A class has the methods too, but no state of its own.
     if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return StateDictHandler(value)
     return None

@@ -17,6 +17,7 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous, open_rendezvous
 
 logger = logging.getLogger(__name__)
 
+# Number of repetitions of one failure, without a commit in between, after which it is raised.
 _MAX_REPEATS = 4
 
 S = TypeVar("S", bound=State)
@@ -77,6 +78,7 @@ class _Loop:
         while True:
             try:
                 if self._should_sync:
+                    # Before the state, so that objects created later have the same names on all ranks.
                     raise_counts()
                     self._state.synchronize()
                 return train()

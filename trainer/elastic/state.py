@@ -86,6 +86,7 @@ class State:
             HostsUpdatedInterrupt: hosts have changed; raised on all ranks.
             HorovodInternalError: a rank is lost.
         """
+        # All ranks must raise at the same call, so the notices of rank 0 decide for all.
         local_update = (self._last_updated_timestamp, *self._drain_messages())
         before, self._last_updated_timestamp, result = self._bcast_object(local_update)
         if self._last_updated_timestamp > before:
@@ -96,6 +97,7 @@ class State:
         began_s = time.perf_counter()
         self.sync()
         self.sync_s = time.perf_counter() - began_s
+        # Equal states need equal serial numbers, also on ranks that have just joined.
         self._serial = 1 + self._bcast_object(self._serial)
 
     def save(self) -> None:

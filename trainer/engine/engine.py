@@ -76,7 +76,7 @@ class Engine:
         self._cuda_device: torch.device | None = None
         self._buffers = FusionBuffers()
         self._streams = EngineStreams()
-        self._completions = Completions(self._lose)
+        self._completions = Completions(self._record_failure)
         self._executor = Executor(
             transport,
             streams=self._streams,
@@ -161,7 +161,7 @@ class Engine:
         self._activity = "the exchange of requests"
         with profiled("negotiate"):
             messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
-        self._raise_lost()
+        self._raise_failure()
         submitted = [[self._resolve(entry) for entry in message.entries] for message in messages]
         if any(submitted):
             self._note_submissions(submitted)
@@ -262,14 +262,14 @@ class Engine:
             del self._in_flight[submission.request.key]
         submission.handle.fail(HorovodInternalError(reason))
 
-    def _lose(self, failure: str) -> None:
+    def _record_failure(self, failure: str) -> None:
         """Record the failure of a reduction in flight; the engine's thread then ends the job."""
         self._buffers.fail(failure)
         with self._changed:
             self._reduction_failure = failure
             self._changed.notify()
 
-    def _raise_lost(self) -> None:
+    def _raise_failure(self) -> None:
         if self._reduction_failure is not None:
             self._activity = "a reduction"
             raise RuntimeError(self._reduction_failure)

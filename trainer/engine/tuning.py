@@ -69,6 +69,7 @@ class Tuner:
             for trial in self._autotuner.trials
         ]
         try:
+            # Renamed after writing, so that readers never see a partial file.
             temporary = self._log.with_name(f".{self._log.name}.new")
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
             temporary.replace(self._log)

@@ -32,7 +32,7 @@ class RankPlacement:
     cross_size: int = 1
 
 
-def read_place(environ: Mapping[str, str]) -> RankPlacement:
+def read_placement(environ: Mapping[str, str]) -> RankPlacement:
     """Return the placement that a launcher (ours, torchrun, srun or mpirun) gave this process; else that of one rank.
 
     Raises:
@@ -57,7 +57,7 @@ def read_place(environ: Mapping[str, str]) -> RankPlacement:
     return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
-def place_variables(place: RankPlacement) -> dict[str, str]:
+def placement_variables(place: RankPlacement) -> dict[str, str]:
     """Return the environment variables for a placement: torchrun's, and Horovod's."""
     return {
         "RANK": str(place.rank),

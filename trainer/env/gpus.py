@@ -8,7 +8,7 @@ import torch.distributed as dist
 from datasvc.trainer.env.environment import RankPlacement
 
 
-def name_own_gpu(place: RankPlacement) -> str:
+def find_gpu_uuid(place: RankPlacement) -> str:
     """Return the UUID of the GPU for this rank; empty without GPUs or NCCL.
 
     Two ranks with the same UUID share a GPU. Launchers either expose all GPUs of a node to each rank, which selects

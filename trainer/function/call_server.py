@@ -110,6 +110,7 @@ def send_answer(address: tuple[str, int], key: bytes, answer: CallResult) -> Non
 class _CallTcpServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
+    # All ranks may connect at the same time.
     request_queue_size = 1024
 
     def __init__(self, address: tuple[str, int], serve: Callable[[Connection], None]) -> None:

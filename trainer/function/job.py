@@ -149,6 +149,7 @@ def run(
 
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
+    # The ranks get the key through their environment; other processes cannot fetch the call.
     key = secrets.token_bytes(32)
     # A discovery script may return any host, so other hosts must be able to connect.
     finds_hosts = elastic is not None and elastic.discovery_script is not None

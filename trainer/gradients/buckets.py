@@ -35,6 +35,7 @@ def plan_buckets(
         Positions of parameters by bucket, each exactly once; buckets in the order of their first parameter.
     """
     buckets: list[list[int]] = []
+    # One open bucket per kind, so that parameters of alternating kinds still share buckets.
     open_buckets: dict[Hashable, list[int]] = {}
     space_bytes: dict[Hashable, int] = {}
     for position in reversed(range(len(sizes_bytes))):

@@ -60,7 +60,7 @@ class CompressionWithMemory(ABC):
             raise ValueError(f"{self} supports Average and Sum, not {op.value}")
 
 
-def copied(memory: Memory, *, residuals: bool) -> Memory:
+def copy_memory(memory: Memory, *, residuals: bool) -> Memory:
     """Return a copy of the memory, with or without the residuals."""
     return {
         position: {

@@ -85,7 +85,7 @@ class Bucket(ABC):
         self.is_launched = True
         self._handle = self._send()
 
-    def go_on(self) -> None:  # noqa: B027 - most kinds have nothing to do here
+    def send_second(self) -> None:  # noqa: B027 - most kinds have nothing to do here
         """Send the second message of a bucket that has one; called before `collect`."""
 
     @abstractmethod
@@ -152,7 +152,7 @@ class DenseBucket(Bucket):
         for position, parameter in self.parameters.items():
             # A parameter that was frozen meanwhile was sent only because the other ranks expect it.
             if parameter.requires_grad:
-                _give_back(parameter, self._views[position])
+                _assign_gradient(parameter, self._views[position])
 
     def _take(self, position: int) -> None:
         if self._flat is None:
@@ -195,6 +195,7 @@ class DenseBucket(Bucket):
         self._flat = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
         parts = torch.split(self._flat, lengths)
         self._views = {i: view_like(p, part) for (i, p), part in zip(self.parameters.items(), parts, strict=True)}
+        # Ranks whose parameters have another memory order would add elements of different positions.
         forms = [(tuple(view.shape), view.stride()) for view in self._views.values()]
         self._layout = zlib.crc32(repr(forms).encode())
 
@@ -221,7 +222,7 @@ def fits(gradient: Tensor, view: Tensor) -> bool:
     return gradient.dtype == view.dtype and gradient.stride() == view.stride()
 
 
-def _give_back(parameter: Tensor, view: Tensor) -> None:
+def _assign_gradient(parameter: Tensor, view: Tensor) -> None:
     gradient = parameter.grad
     if gradient is None:
         parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)

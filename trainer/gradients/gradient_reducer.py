@@ -85,7 +85,7 @@ class GradientReducer:
         self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         for position in trainable.keys() - self._bucket_of.keys():
-            self._give_own_bucket(position)
+            self._add_sparse_bucket(position)
         self._hooks = [self._hook(position) for position in self._bucket_of]
 
     @property
@@ -106,7 +106,7 @@ class GradientReducer:
         try:
             self._launch_rest()
             for bucket in self._buckets:
-                bucket.go_on()
+                bucket.send_second()
             for bucket in self._buckets:
                 bucket.collect()
             self._make_sparse_again()
@@ -172,7 +172,7 @@ class GradientReducer:
             parameter.grad = parameter.grad.to_dense()
             self._exchange.sparse.add(position)
         elif position not in self._exchange.sparse:
-            self._leave_bucket(position)
+            self._move_to_sparse_bucket(position)
 
     def _make_sparse_again(self) -> None:
         """Convert dense gradients back to the sparse form of the model, which SparseAdam requires."""
@@ -184,17 +184,17 @@ class GradientReducer:
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 
-    def _leave_bucket(self, position: int) -> None:
+    def _move_to_sparse_bucket(self, position: int) -> None:
         bucket = self._bucket_of[position]
         bucket.exclude(position)
         self._exchange.sparse.add(position)
-        self._give_own_bucket(position)
+        self._add_sparse_bucket(position)
         if not bucket.parameters:
             self._buckets.remove(bucket)
         else:
             bucket.launch_if_complete()
 
-    def _give_own_bucket(self, position: int) -> None:
+    def _add_sparse_bucket(self, position: int) -> None:
         name = f"{self._name}.sparse.{position}"
         bucket = SparseGradient(name, {position: self._parameters[position]}, self._exchange.reduction)
         self._bucket_of[position] = bucket

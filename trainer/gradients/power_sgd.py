@@ -91,13 +91,13 @@ class _PowerSGDBucket(Bucket):
         self._memory = memory
         self._settings = settings
         self._factors: dict[int, _Factors] = {}
-        self._plain: dict[int, Tensor] = {}
+        self._uncompressed: dict[int, Tensor] = {}
         self._flat = torch.empty(0)
 
-    def go_on(self) -> None:
+    def send_second(self) -> None:
         self._wait()
         lefts = [factors.left for factors in self._factors.values()]
-        _unpack(self._flat, [*lefts, *self._plain.values()])
+        _unpack(self._flat, [*lefts, *self._uncompressed.values()])
         if not self._factors:
             return
         for factors in self._factors.values():
@@ -111,15 +111,15 @@ class _PowerSGDBucket(Bucket):
             self._wait()
             _unpack(self._flat, [factors.right for factors in self._factors.values()])
         for position, factors in self._factors.items():
-            self._end(position, factors)
-        for position, gradient in self._plain.items():
+            self._finish_parameter(position, factors)
+        for position, gradient in self._uncompressed.items():
             self._count_step(position)
-            self._give(position, gradient)
+            self._assign_gradient(position, gradient)
 
     def drop(self) -> None:
         super().drop()
         self._factors.clear()
-        self._plain.clear()
+        self._uncompressed.clear()
 
     def _take(self, position: int) -> None:
         parameter, memory = self.parameters[position], self._memory.setdefault(position, {})
@@ -127,7 +127,7 @@ class _PowerSGDBucket(Bucket):
         if is_late and self._settings.shrinks(parameter):
             self._factors[position] = self._factorize(position, with_residual(parameter, memory))
         else:
-            self._plain[position] = with_residual(parameter, {}).mul_(self._factor())
+            self._uncompressed[position] = with_residual(parameter, {}).mul_(self._factor())
 
     def _factor(self) -> float:
         # Both factors are applied before the sum: splitting them would not improve the rounding here.
@@ -136,9 +136,9 @@ class _PowerSGDBucket(Bucket):
     def _send(self) -> Handle:
         # In the order of the bucket, because the order of arrival may differ between ranks.
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
-        self._plain = {i: self._plain[i] for i in self.parameters if i in self._plain}
+        self._uncompressed = {i: self._uncompressed[i] for i in self.parameters if i in self._uncompressed}
         lefts = [factors.left for factors in self._factors.values()]
-        self._flat = _pack([*lefts, *self._plain.values()])
+        self._flat = _pack([*lefts, *self._uncompressed.values()])
         return self._submit("left")
 
     def _submit(self, which: str) -> Handle:
@@ -169,7 +169,7 @@ class _PowerSGDBucket(Bucket):
             return fresh
         return torch.where(last.norm() > _SMALLEST_NORM, last, fresh)
 
-    def _end(self, position: int, factors: _Factors) -> None:
+    def _finish_parameter(self, position: int, factors: _Factors) -> None:
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right
@@ -178,13 +178,13 @@ class _PowerSGDBucket(Bucket):
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)
         self._count_step(position)
-        self._give(position, approximation.view(parameter.shape).to(parameter.dtype))
+        self._assign_gradient(position, approximation.view(parameter.shape).to(parameter.dtype))
 
     def _count_step(self, position: int) -> None:
         memory: dict[str, Any] = self._memory[position]
         memory[_NUM_STEPS] = memory.get(_NUM_STEPS, 0) + 1
 
-    def _give(self, position: int, gradient: Tensor) -> None:
+    def _assign_gradient(self, position: int, gradient: Tensor) -> None:
         parameter = self.parameters[position]
         if parameter.requires_grad:
             parameter.grad = gradient

@@ -10,7 +10,7 @@ from torch import Tensor
 from datasvc.trainer.engine.execution.handles import Handle
 from datasvc.trainer.gradients.compression import Compressor
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
-from datasvc.trainer.gradients.sparse_gather import gather_sparse, put_together, without_values
+from datasvc.trainer.gradients.sparse_gather import combine_gathered, empty_sparse_like, gather_sparse
 from datasvc.trainer.job.submit import submit_allreduce
 
 
@@ -21,7 +21,7 @@ class SparseGradient(Bucket):
         """See `Bucket`."""
         handle, (parameter,) = self._handle, self.parameters.values()
         assert handle is not None
-        combined = put_together(handle, parameter.shape, self.reduction)
+        combined = combine_gathered(handle, parameter.shape, self.reduction)
         if parameter.requires_grad:
             parameter.grad = combined
 
@@ -33,7 +33,7 @@ class SparseGradient(Bucket):
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
             # A missing gradient is an empty sparse tensor. A dense one was added as zeros, not computed by the model.
-            gradient = without_values(parameter) if gradient is None else gradient.to_sparse(1)
+            gradient = empty_sparse_like(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 
 

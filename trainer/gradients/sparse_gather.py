@@ -13,7 +13,7 @@ from datasvc.trainer.job.submit import submit_allgather
 
 
 def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Handle:
-    """Start to gather a sparse COO tensor; `put_together` returns the result."""
+    """Start to gather a sparse COO tensor; `combine_gathered` returns the result."""
     compact = tensor.detach().coalesce()
     return submit_allgather(
         [compact.indices().t().contiguous(), compact.values()],
@@ -23,7 +23,7 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
     )
 
 
-def put_together(handle: Handle, shape: torch.Size, reduction: GradientReduction) -> Tensor:
+def combine_gathered(handle: Handle, shape: torch.Size, reduction: GradientReduction) -> Tensor:
     """Wait for the operation, and return the combined tensor, coalesced.
 
     Args:
@@ -40,7 +40,7 @@ def put_together(handle: Handle, shape: torch.Size, reduction: GradientReduction
     return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce()
 
 
-def without_values(parameter: Tensor) -> Tensor:
+def empty_sparse_like(parameter: Tensor) -> Tensor:
     """Return an empty sparse tensor whose values are rows of the parameter, as in the gradient of an embedding."""
     indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     values = torch.zeros((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)

@@ -160,7 +160,7 @@ def members_of(process_set: ProcessSet) -> tuple[int, ...]:
     return members
 
 
-def forget_all() -> None:
+def clear_numbers() -> None:
     """Remove the numbers of all process sets when the job ends; they are valid in that job only."""
     for process_set in _added.values():
         process_set.process_set_id = None

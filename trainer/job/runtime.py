@@ -24,12 +24,12 @@ from datasvc.trainer.env.environment import (
     RankPlacement,
     choose_gloo_interface,
     configure_logging,
-    place_variables,
+    placement_variables,
     read_engine_settings,
-    read_place,
+    read_placement,
 )
 from datasvc.trainer.env.foreign_launchers import translate
-from datasvc.trainer.env.gpus import name_own_gpu
+from datasvc.trainer.env.gpus import find_gpu_uuid
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.arrivals import arrival_key
 from datasvc.trainer.rendezvous.rendezvous import current_rendezvous, open_rendezvous
@@ -85,7 +85,7 @@ def init(
         configure_logging(os.environ)
         if _num_inits == 0:
             atexit.register(shutdown)
-        place = read_place(os.environ)
+        place = read_placement(os.environ)
         _check_comm(comm, place)
         _num_inits += 1
         os.environ.update(choose_gloo_interface(os.environ))
@@ -96,7 +96,7 @@ def init(
             else:
                 place, transport = join_round(elastic, settings)
                 # Programs choose devices, log folders and seeds by these; the launcher could only predict the values.
-                os.environ.update(place_variables(place))
+                os.environ.update(placement_variables(place))
                 owns_default_group = True
         except BaseException:
             _num_inits -= 1  # a retry must use the same round number as ranks that are still in this round
@@ -118,14 +118,14 @@ def shutdown() -> None:
 
     Ranks may call this at different times; it does not wait for the other ranks. It also runs at exit.
     """
-    from datasvc.trainer.job.process_sets import forget_all
+    from datasvc.trainer.job.process_sets import clear_numbers
 
     global _job  # noqa: PLW0603 - see init
     with _lock:
         if _job is None:
             return
         _job.engine.close()
-        forget_all()
+        clear_numbers()
         if _job.owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         _job = None
@@ -234,7 +234,7 @@ def _check_comm(comm: Sequence[int] | None, place: RankPlacement) -> None:
 def _connect(place: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
     if place.size == 1:
         return LoopbackTransport(), False
-    gpu = name_own_gpu(place)
+    gpu = find_gpu_uuid(place)
     owns_default_group = not dist.is_initialized()
     if not owns_default_group and (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
         raise ValueError(

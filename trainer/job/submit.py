@@ -121,6 +121,7 @@ def submit_reducescatter(
     number, members = _number_of(process_set), members_of(process_set)
     rank_in_set = members.index(runtime.rank())
     local_rows = [split_rows(tensor.shape[0], len(members))[rank_in_set] for tensor in tensors]
+    # The thread of the engine writes the outputs outside inference mode.
     with torch.inference_mode(mode=False):
         outputs = [
             torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)

@@ -227,6 +227,7 @@ def _number(flag: EngineFlag) -> Callable[[str], str]:
             raise argparse.ArgumentTypeError(f"{text} is too small; write a number of at least {flag.minimum}")
         if not value < float("inf"):
             raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+        # A scaled value is a number of bytes, so it must be an integer.
         return str(int(value * flag.scale) if flag.scale != 1 else value)
 
     return convert

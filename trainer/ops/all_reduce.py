@@ -41,7 +41,7 @@ def allreduce(
     """
     factors = (prescale_factor, postscale_factor)
     reduction = ReduceOptions(op=choose_op(average, op), factors=factors, process_set=process_set)
-    return _compressed([tensor], name, compression, reduction)[0]
+    return _allreduce_compressed([tensor], name, compression, reduction)[0]
 
 
 def allreduce_async(
@@ -102,7 +102,7 @@ def grouped_allreduce(
     """
     factors = (prescale_factor, postscale_factor)
     reduction = ReduceOptions(op=choose_op(average, op), factors=factors, is_grouped=True, process_set=process_set)
-    return _compressed(tensors, name, compression, reduction)
+    return _allreduce_compressed(tensors, name, compression, reduction)
 
 
 def grouped_allreduce_async(
@@ -150,7 +150,7 @@ def grouped_allreduce_async_(
     )
 
 
-def _compressed(
+def _allreduce_compressed(
     tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
 ) -> list[Tensor]:
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]

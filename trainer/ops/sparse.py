@@ -8,7 +8,7 @@ from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import GradientReduction
-from datasvc.trainer.gradients.sparse_gather import gather_sparse, put_together
+from datasvc.trainer.gradients.sparse_gather import combine_gathered, gather_sparse
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name
 from datasvc.trainer.ops.reductions import Average, Sum
@@ -40,4 +40,4 @@ def sparse_allreduce_async(
         raise ValueError(f"'{name}': sparse_allreduce_async supports Average and Sum, not {op.value}")
     reduction = GradientReduction(op=op, process_set=process_set)
     handle = gather_sparse(tensor, name=choose_name(CollectiveKind.ALLREDUCE, name), process_set=process_set)
-    return lambda: put_together(handle, tensor.shape, reduction)
+    return lambda: combine_gathered(handle, tensor.shape, reduction)

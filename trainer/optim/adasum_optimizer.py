@@ -19,7 +19,7 @@ from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import submit_allreduce
 from datasvc.trainer.optim.parameter_names import parameters_of
-from datasvc.trainer.optim.wrapper_numbers import take_number
+from datasvc.trainer.optim.wrapper_numbers import next_number
 
 
 def make_adasum_optimizer(
@@ -60,7 +60,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         self._compression = compression
         self._parameter_names = names
         self.backward_passes_per_step = passes_per_step
-        self._name = f"adasum.{take_number('adasum')}"
+        self._name = f"adasum.{next_number('adasum')}"
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set the attribute; it has no other effect, because the ranks communicate in `step` only."""

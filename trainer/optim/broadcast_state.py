@@ -62,6 +62,7 @@ def broadcast_object(
     name = name or "object"
     is_root = runtime.rank() == root_rank
     data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8) if is_root else None
+    # The length first, because the other ranks must allocate the memory for the data.
     length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length", process_set)
     if data is None:
         data = torch.empty(int(length.item()), dtype=torch.uint8)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.compression import Compression, Compressor
-from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copied
+from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copy_memory
 from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.optim.adasum_optimizer import _DistributedAdasumOptimizer, make_adasum_optimizer  # noqa: F401 - programs import it from here
 from datasvc.trainer.optim.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
-from datasvc.trainer.optim.wrapper_numbers import take_number
+from datasvc.trainer.optim.wrapper_numbers import next_number
 
 _process_token = uuid.uuid4().hex
 
@@ -103,7 +103,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Initialize the added attributes; a constructor would create new state and parameter groups."""
         self._parameter_names = names
         self._exchange = exchange
-        self._reducer_name = f"gradients.{take_number('gradients')}"
+        self._reducer_name = f"gradients.{next_number('gradients')}"
         self._should_synchronize = True
         self._is_synchronized = False
         self._reducer: GradientReducer | None = None
@@ -162,7 +162,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._reducer is not None:
             try:
                 self._reducer.finish()
-                self._catch_up_unfrozen()
+                self._reduce_new_parameters()
             finally:
                 self._is_synchronized = True
 
@@ -213,7 +213,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Return the state of the base class, and the memory of this rank's compression as "compression"."""
         state: dict[str, Any] = super().state_dict()
         if isinstance(self._exchange.compression, CompressionWithMemory):
-            memory = copied(self._exchange.memory, residuals=True)
+            memory = copy_memory(self._exchange.memory, residuals=True)
             state["compression"] = {"rank": runtime.rank(), "process": _name_process(), "memory": memory}
         return state
 
@@ -232,11 +232,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             saved = state.get("compression", {"rank": None, "memory": {}})
             self._exchange.memory.clear()
             is_mine = saved["rank"] == runtime.rank() or saved.get("process") == _name_process()
-            self._remember(copied(saved["memory"], residuals=is_mine))
+            self._remember(copy_memory(saved["memory"], residuals=is_mine))
 
     def shared_memory(self) -> Memory:
         """Return the part of the compression's memory that must be equal on all ranks."""
-        return copied(self._exchange.memory, residuals=False)
+        return copy_memory(self._exchange.memory, residuals=False)
 
     def adopt_shared_memory(self, memory: Memory) -> None:
         """Replace the shared part of the compression's memory by another rank's; keep the local residuals."""
@@ -276,7 +276,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             name=name,
         )
 
-    def _catch_up_unfrozen(self) -> None:
+    def _reduce_new_parameters(self) -> None:
         """Reduce parameters that became trainable, or were added, after the buckets were planned.
 
         The set of changed parameters must be the same on all ranks.

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.ops import Sum, allreduce_
-from datasvc.trainer.optim.wrapper_numbers import take_number
+from datasvc.trainer.optim.wrapper_numbers import next_number
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base class of torch's modules
@@ -48,7 +48,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         # A fixed name: after epochs of different lengths, a count of calls would differ between ranks.
-        self._name = f"sync_batch_norm.{take_number('sync_batch_norm')}"
+        self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalize `floating[batch, num_features, ...]`.

@@ -12,7 +12,7 @@ from collections import Counter
 _counts: Counter[str] = Counter()
 
 
-def take_number(kind: str) -> int:
+def next_number(kind: str) -> int:
     """Return the next number of a kind. Every rank calls this in the same order."""
     number = _counts[kind]
     _counts[kind] += 1

@@ -55,6 +55,7 @@ class Arrivals:
             return self._report_once(LateRanks(missing, "start"), now_s - self._start_s)
         if not self._all_have_started:
             self._all_have_started, self._has_reported = True, False
+        # All processes have started, so only calls of init() can be missing.
         missing = tuple(rank for rank in self._ranks if rank not in called)
         self.is_over = not missing
         if called and missing:

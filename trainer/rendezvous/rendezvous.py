@@ -86,6 +86,7 @@ class Rendezvous:
             RuntimeError: the driver cannot be reached.
         """
         self._num_requests += 1
+        # From the first request on, an exit with status 0 counts as an early end until the training is complete.
         if self._num_requests == 1:
             self._store.set(training_key(self._worker), "")
         self._send(RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))

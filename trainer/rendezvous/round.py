@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store, _world
 from datasvc.trainer.engine.execution.transport import GroupTransport, LoopbackTransport, Transport
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import RankPlacement
-from datasvc.trainer.env.gpus import name_own_gpu
+from datasvc.trainer.env.gpus import find_gpu_uuid
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
@@ -66,7 +66,7 @@ def _give_up(rendezvous: Rendezvous, place: RankPlacement, reason: RuntimeError)
 
 
 def _connect(place: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
-    gpu = name_own_gpu(place)
+    gpu = find_gpu_uuid(place)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
     # torch numbers groups, and counts failed ones too; ranks may have seen different numbers of failures.
     _world.group_count = 0

@@ -8,9 +8,9 @@ from datasvc.trainer.env.environment import (
     RankPlacement,
     choose_gloo_interface,
     configure_logging,
-    place_variables,
+    placement_variables,
     read_engine_settings,
-    read_place,
+    read_placement,
 )
 
 
@@ -20,17 +20,17 @@ def launched(rank, size, local_rank, local_size):
 
 
 def test_without_a_launcher_the_process_is_a_world_of_one():
-    assert read_place({}) == RankPlacement(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+    assert read_placement({}) == RankPlacement(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
 
 
 def test_the_place_among_nodes_follows_from_the_place_in_the_job():
-    place = read_place(launched(5, 8, 1, 4))
+    place = read_placement(launched(5, 8, 1, 4))
     assert (place.cross_rank, place.cross_size) == (1, 2)
 
 
 def test_a_place_is_read_as_it_was_written():
     place = RankPlacement(rank=5, size=9, local_rank=1, local_size=4, cross_rank=1, cross_size=3)
-    assert read_place(place_variables(place)) == place
+    assert read_placement(placement_variables(place)) == place
 
 
 def test_horovods_name_for_gloos_interface_is_heeded_unless_gloo_has_one():
@@ -41,13 +41,13 @@ def test_horovods_name_for_gloos_interface_is_heeded_unless_gloo_has_one():
 
 def test_a_half_set_environment_names_what_is_missing():
     with pytest.raises(ValueError, match="lacks LOCAL_RANK, LOCAL_WORLD_SIZE"):
-        read_place({"RANK": "0", "WORLD_SIZE": "2"})
+        read_placement({"RANK": "0", "WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize("place", [(2, 2, 0, 1), (0, 2, 2, 2), (0, 2, 0, 4), (-1, 2, 0, 1)])
 def test_an_impossible_place_is_refused(place):
     with pytest.raises(ValueError, match="impossible place"):
-        read_place(launched(*place))
+        read_placement(launched(*place))
 
 
 def test_settings_have_horovods_names_and_units():

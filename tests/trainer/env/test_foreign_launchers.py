@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.env.environment import RankPlacement, read_place
+from datasvc.trainer.env.environment import RankPlacement, read_placement
 from datasvc.trainer.env.foreign_launchers import translate
 
 
@@ -38,7 +38,7 @@ def test_tasks_of_srun_have_their_places_and_one_address(counts):
     for node, count in enumerate(counts):
         for local_rank in range(count):
             environ = srun(rank, counts, node, local_rank)
-            assert read_place(environ) == RankPlacement(rank, sum(counts), local_rank, count, node, len(counts))
+            assert read_placement(environ) == RankPlacement(rank, sum(counts), local_rank, count, node, len(counts))
             variables = translate(environ)
             addresses.add((variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")))
             rank += 1
@@ -59,38 +59,38 @@ def test_an_address_that_the_user_set_is_kept():
 
 def test_a_step_of_fewer_tasks_than_the_job_counts_its_own():
     environ = srun(1, [4], 0, 1, SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="2", SLURM_STEP_NUM_NODES="1")
-    assert read_place(environ) == RankPlacement(1, 2, 1, 2, 0, 1)
+    assert read_placement(environ) == RankPlacement(1, 2, 1, 2, 0, 1)
 
 
 def test_a_batch_script_without_srun_is_a_world_of_one():
     environ = srun(0, [4, 4], 0, 0, ENVIRONMENT="BATCH")
     del environ["SLURM_STEP_ID"]
-    assert read_place(environ) == RankPlacement()
+    assert read_placement(environ) == RankPlacement()
 
 
 def test_the_variables_of_torchrun_and_of_our_launcher_go_before_those_of_srun():
     ours = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     cross = {"HOROVOD_CROSS_RANK": "1", "HOROVOD_CROSS_SIZE": "2"}
-    assert read_place({**srun(0, [1], 0, 0), **ours, **cross}) == RankPlacement(1, 3, 0, 1, 1, 2)
+    assert read_placement({**srun(0, [1], 0, 0), **ours, **cross}) == RankPlacement(1, 3, 0, 1, 1, 2)
     assert translate({**srun(0, [1], 0, 0), **ours}) == {}
 
 
 def test_ranks_of_mpirun_on_one_machine_meet_there():
     environ = mpirun(1, 2, 1, 2, PMIX_NAMESPACE="123")
-    assert read_place(environ) == RankPlacement(1, 2, 1, 2, 0, 1)
+    assert read_placement(environ) == RankPlacement(1, 2, 1, 2, 0, 1)
     assert translate(environ)["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_what_mpirun_does_not_say_is_asked_for():
     with pytest.raises(ValueError, match="set MASTER_ADDR"):
-        read_place(mpirun(1, 4, 1, 2, PMIX_NAMESPACE="123"))
+        read_placement(mpirun(1, 4, 1, 2, PMIX_NAMESPACE="123"))
     with pytest.raises(ValueError, match="set MASTER_PORT"):
-        read_place(mpirun(1, 4, 1, 2, MASTER_ADDR="n0"))
+        read_placement(mpirun(1, 4, 1, 2, MASTER_ADDR="n0"))
     environ = mpirun(3, 4, 1, 2, MASTER_ADDR="n0", MASTER_PORT="1")
-    assert read_place(environ) == RankPlacement(3, 4, 1, 2, 1, 2)
+    assert read_placement(environ) == RankPlacement(3, 4, 1, 2, 1, 2)
     del environ["OMPI_COMM_WORLD_LOCAL_SIZE"]
     with pytest.raises(ValueError, match="lacks OMPI_COMM_WORLD_LOCAL_SIZE"):
-        read_place(environ)
+        read_placement(environ)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_what_mpirun_does_not_say_is_asked_for():
 )
 def test_impossible_places_are_errors(change):
     with pytest.raises(ValueError, match=r"SLURM_NODEID|whole number|impossible place"):
-        read_place({**srun(1, [2], 0, 1), **change})
+        read_placement({**srun(1, [2], 0, 1), **change})

@@ -3,7 +3,7 @@
 import pytest
 
 from datasvc.trainer.optim import wrapper_numbers
-from datasvc.trainer.optim.wrapper_numbers import raise_counts, take_number
+from datasvc.trainer.optim.wrapper_numbers import next_number, raise_counts
 
 
 @pytest.fixture(autouse=True)
@@ -12,13 +12,13 @@ def counts(monkeypatch):
 
 
 def test_each_kind_is_counted_by_itself_and_no_number_comes_twice():
-    assert [take_number("gradients") for _ in range(3)] == [0, 1, 2]
-    assert take_number("adasum") == 0
+    assert [next_number("gradients") for _ in range(3)] == [0, 1, 2]
+    assert next_number("adasum") == 0
 
 
 def test_a_newcomer_goes_on_where_those_that_stayed_are(monkeypatch):
-    take_number("gradients")
+    next_number("gradients")
     others = {"gradients": 5, "sync_batch_norm": 2}
     monkeypatch.setattr("datasvc.trainer.optim.broadcast_state.allgather_object", lambda mine, name: [mine, others])
     raise_counts()
-    assert [take_number(kind) for kind in ("gradients", "sync_batch_norm", "adasum")] == [5, 2, 0]
+    assert [next_number(kind) for kind in ("gradients", "sync_batch_norm", "adasum")] == [5, 2, 0]

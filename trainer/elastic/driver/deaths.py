@@ -9,6 +9,7 @@ from datasvc.trainer.elastic.driver.workers import Worker
 from datasvc.trainer.launch.ranks.job import describe_end
 from datasvc.trainer.rendezvous.messages import ScriptError
 
+# The exit status of ssh if it cannot reach the host.
 _UNREACHABLE_STATUS = 255
 _MAX_OTHERS = 8
 _MAX_LINE_CHARACTERS = 200

@@ -38,6 +38,7 @@ def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A separate process group, so that the script can be killed with its children.
         process_group=0,
     )
     try:

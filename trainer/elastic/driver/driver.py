@@ -156,7 +156,7 @@ class _Driver:
         """End the job after a signal to the launcher, and forward the signal to the ranks; for signal handlers."""
         # Before the signal is sent: ranks that it ends must not be counted as failures.
         self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
-        self._group.pass_on(number)
+        self._group.forward_signal(number)
 
     def run(self) -> ElasticFailure | None:
         """Process events until the job ends."""
@@ -245,7 +245,7 @@ class _Driver:
         process = self._group.processes.get(worker)
         if process is None:
             return
-        process.begin_end(self._job.grace_s)
+        process.begin_termination(self._job.grace_s)
         timer = threading.Timer(self._job.grace_s, lambda: self._events.put(lambda: self._kill(worker)))
         timer.daemon = True
         timer.start()

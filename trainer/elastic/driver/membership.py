@@ -53,11 +53,11 @@ class JobMembership:
         self._workers = Workers()
         self._round = 0
         self._has_state = False
-        self._runs_down = False
+        self._is_finishing = False
         self._deaths = Deaths()
         self._notice = Notice()
         self._noticed: set[str] = set()
-        self._short_since_s: float | None = now_s
+        self._too_few_since_s: float | None = now_s
         self._last_wait_message: str | None = None
         self._is_over = False
 
@@ -129,7 +129,7 @@ class JobMembership:
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
                 # next round, and their remaining training is lost; here they train to their own end.
-                self._runs_down = True
+                self._is_finishing = True
                 if is_training:
                     actions.append(self._warn_of_early_end(worker))
             else:
@@ -143,8 +143,8 @@ class JobMembership:
     def next_deadline_s(self, now_s: float) -> float | None:
         """Return the time at which `time_passed` must be called; None if there is no deadline."""
         times = [deadline.at_s for deadline in self._deadlines()]
-        if self._short_since_s is not None and not self._has_waited_too_long(now_s):
-            times.append(self._short_since_s + self._limits.elastic_timeout_s)
+        if self._too_few_since_s is not None and not self._has_waited_too_long(now_s):
+            times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
         release_s = self._blacklist.next_release_s(now_s)
         return min([*times, *([] if release_s is None else [release_s])], default=None)
 
@@ -210,7 +210,7 @@ class JobMembership:
 
     def _start_workers(self, now_s: float) -> list[Action]:
         is_last_round = bool(self._round) and self._resets_left() <= 0
-        if self._runs_down or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
+        if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
         free = self._list_free(now_s)
         # Wait for enough slots: otherwise the first workers would see a smaller job in their environment.
@@ -256,12 +256,13 @@ class JobMembership:
             worker.stop(now_s)
             actions.append(Stop(worker.name))
             if was_member:
+                # Ranks that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} does not respond"))
         return actions
 
     def _announce(self) -> list[Action]:
         members = self._workers.in_phase(Phase.MEMBER)
-        if self._runs_down or not members:
+        if self._is_finishing or not members:
             return []
         added = {w.name for w in self._workers.in_phase(Phase.WAITING) if w.old_rank is None and not w.has_lost_slot}
         removed = {worker.name for worker in members if worker.has_lost_slot}
@@ -275,13 +276,15 @@ class JobMembership:
     def _form_round(self, now_s: float) -> list[Action]:
         """Begin the next round if all workers that must be in it wait for it."""
         waiting = self._workers.in_phase(Phase.WAITING)
+        # A round begins only after every member has left the previous one.
         if self._workers.in_phase(Phase.MEMBER):
-            self._short_since_s = None
+            self._too_few_since_s = None
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
         if self._has_state and not any(worker.request and worker.request.serial for worker in chosen):
             # All slots have moved to other hosts: the old ranks join one more round, to pass on the state.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
+        # New workers do not have the state of the job, so they wait for an old rank.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
             return []
         if not self._is_enough(chosen, now_s):
@@ -295,9 +298,10 @@ class JobMembership:
         return [*stopped, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
+        # The first round waits for all workers that are starting.
         if not chosen or (self._round == 0 and self._workers.in_phase(Phase.STARTING)):
             return False
-        return self._runs_down or len(chosen) >= self._num_needed(now_s)
+        return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
         if (
@@ -309,12 +313,12 @@ class JobMembership:
         return self._limits.first_num_ranks
 
     def _has_waited_too_long(self, now_s: float) -> bool:
-        return self._short_since_s is not None and self._short_since_s + self._limits.elastic_timeout_s <= now_s
+        return self._too_few_since_s is not None and self._too_few_since_s + self._limits.elastic_timeout_s <= now_s
 
     def _wait(self, now_s: float) -> list[Action]:
         """Wait for more slots with a message; end the job if none can appear or the time is over."""
         ended = self._conclude()
-        if ended or self._runs_down:
+        if ended or self._is_finishing:
             return ended
         needed, num_slots = self._num_needed(now_s), len(self._workers.with_slot())
         if not self._workers.num_started:
@@ -322,10 +326,10 @@ class JobMembership:
         if num_slots >= needed:
             # After failures the timer keeps running: it limits the time of repeated failures at the start.
             if not self._deaths.since_round and not self._has_waited_too_long(now_s):
-                self._short_since_s = None
+                self._too_few_since_s = None
             return []
-        if self._short_since_s is None:
-            self._short_since_s = now_s
+        if self._too_few_since_s is None:
+            self._too_few_since_s = now_s
         flag = "-np" if needed == self._limits.first_num_ranks and not self._round else "--min-num-proc"
         text = f"{num_slots} of the {needed} required ranks ({flag}) are available"
         if self._has_waited_too_long(now_s):
@@ -356,6 +360,7 @@ class JobMembership:
     def _begin_round(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
         self._round += 1
         requests = {worker.name: worker.request for worker in chosen if worker.request is not None}
+        # Equal serials are equal states; serial 0 is a worker without a committed state.
         serials = {request.serial for request in requests.values()}
         needs_sync = len(serials) > 1 or 0 in serials or any(request.wants_sync for request in requests.values())
         actions: list[Action] = []
@@ -368,8 +373,9 @@ class JobMembership:
             worker.enter(Phase.MEMBER, now_s)
             assignment = RankAssignment(self._round, place, needs_sync, self._notice.number, self._deaths.num_all)
             actions.append(AssignRank(name, requests[name].number, assignment))
+        # Earlier deaths cannot be the cause of a failure in this round.
         self._deaths.since_round.clear()
-        self._noticed, self._short_since_s, self._last_wait_message = set(), None, None
+        self._noticed, self._too_few_since_s, self._last_wait_message = set(), None, None
         return actions
 
     def _resets_left(self) -> float:
@@ -381,13 +387,13 @@ class JobMembership:
         staying = self._workers.staying()
         if self._round and any(worker.may_have_state for worker in staying):
             return []
-        if not self._round and not ((self._runs_down and not staying) or self._has_failed_everywhere(staying)):
+        if not self._round and not ((self._is_finishing and not staying) or self._has_failed_everywhere(staying)):
             return []
         if not self._deaths.since_round:
             return [Finish(0)]
         if self._round:
             return [self._give_up("no rank that had the training's state is left")]
-        return [self._give_up("" if self._runs_down else "no rank has joined the job")]
+        return [self._give_up("" if self._is_finishing else "no rank has joined the job")]
 
     def _has_failed_everywhere(self, staying: Sequence[Worker]) -> bool:
         """Return whether the program failed in every slot before it joined, so that new workers would fail too."""

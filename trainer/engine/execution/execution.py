@@ -71,7 +71,9 @@ class Executor:
             RuntimeError: the group is broken; operations that are not finished by then never finish.
         """
         allreduces = [entry for entry in operations if entry[0].request.kind is CollectiveKind.ALLREDUCE]
-        self._reductions.allreduce([(ready, submission or self._stand_in(ready)) for ready, submission in allreduces])
+        self._reductions.allreduce(
+            [(ready, submission or self._neutral_submission(ready)) for ready, submission in allreduces]
+        )
         timeline = self._timeline
         for ready, submission in operations:
             if ready.request.kind is not CollectiveKind.ALLREDUCE and submission is not None:
@@ -103,7 +105,7 @@ class Executor:
                 # A barrier or a join has finished when every rank has submitted it.
                 self._finish(submission, ready.value)
 
-    def _stand_in(self, ready: Ready) -> Submission:
+    def _neutral_submission(self, ready: Ready) -> Submission:
         """Return the submission of a rank that has joined: neutral values."""
         request = ready.request
         device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)

@@ -12,7 +12,7 @@ from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.handles import Finish, Submission
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.transport import Transport
-from datasvc.trainer.engine.execution.wire import bytes_of, copied
+from datasvc.trainer.engine.execution.wire import as_bytes, copy_into
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import Request
 
@@ -33,7 +33,7 @@ class Movements:
         gathered, rows_by_tensor = [], []
         for member, tensor in enumerate(submission.inputs):
             rows = tuple(request.shapes[member][0] for request in ready.requests.values())
-            with self._streams.working_on(tensor.device, [submission.cuda_ready], [tensor]):
+            with self._streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor]):
                 gathered.append(self._gather(tensor, rows, ready.request.process_set))
             rows_by_tensor.append(rows)
         submission.handle.gathered_rows = tuple(rows_by_tensor)
@@ -44,13 +44,13 @@ class Movements:
         (tensor,), (output,) = submission.inputs, submission.outputs
         root_rank = ready.request.root_rank
         assert root_rank is not None
-        with self._streams.working_on(output.device, [submission.cuda_ready], [tensor, output]):
+        with self._streams.on_engine_stream(output.device, [submission.cuda_ready], [tensor, output]):
             if self._transport.rank == root_rank:
-                copied(tensor, output)
+                copy_into(tensor, output)
             if output.numel():
-                wire = _plain(output).to(self._transport.wire_device(output.device)).contiguous()
-                self._transport.broadcast(bytes_of(wire), root_rank, ready.request.process_set)
-                copied(wire, output)
+                wire = _materialized(output).to(self._transport.wire_device(output.device)).contiguous()
+                self._transport.broadcast(as_bytes(wire), root_rank, ready.request.process_set)
+                copy_into(wire, output)
         self._finish(submission, submission.result)
 
     def alltoall(self, ready: Ready, submission: Submission) -> None:
@@ -60,14 +60,14 @@ class Movements:
         sent = submission.request.splits
         assert sent is not None
         received = [_splits(request)[place] for request in ready.requests.values()]
-        with self._streams.working_on(tensor.device, [submission.cuda_ready], [tensor]):
-            wire = _plain(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
+        with self._streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor]):
+            wire = _materialized(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
             if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
                 self._transport.alltoall(
-                    bytes_of(output),
-                    bytes_of(wire),
+                    as_bytes(output),
+                    as_bytes(wire),
                     [rows * row_bytes for rows in received],
                     [rows * row_bytes for rows in sent],
                     ready.request.process_set,
@@ -77,10 +77,10 @@ class Movements:
         self._finish(submission, output)
 
     def _gather(self, tensor: Tensor, rows: tuple[int, ...], process_set: int) -> Tensor:
-        wire = _plain(tensor).to(self._transport.wire_device(tensor.device)).contiguous()
+        wire = _materialized(tensor).to(self._transport.wire_device(tensor.device)).contiguous()
         gathered = torch.empty((sum(rows), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
         if gathered.numel():
-            self._gather_bytes(bytes_of(gathered), bytes_of(wire), rows, process_set)
+            self._gather_bytes(as_bytes(gathered), as_bytes(wire), rows, process_set)
         return gathered.to(tensor.device)
 
     def _gather_bytes(self, gathered: Tensor, local_bytes: Tensor, rows: tuple[int, ...], process_set: int) -> None:
@@ -100,7 +100,7 @@ class Movements:
         self._buffers.give_back(flat)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _materialized(tensor: Tensor) -> Tensor:
     """Return the tensor with its values in memory, not their lazy negatives or conjugates."""
     return tensor.resolve_conj().resolve_neg()
 

@@ -18,7 +18,7 @@ from datasvc.trainer.engine.execution.scaling import scale_
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
-from datasvc.trainer.engine.execution.wire import can_travel, copied, wire_dtype
+from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, wire_dtype
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
@@ -51,6 +51,7 @@ class Reductions:
         requests = [ready.request for ready, _ in operations]
         element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
+        # The tensors of a grouped request may be in several buffers; it finishes with the last of them.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         for index, buffer in enumerate(buffers):
             completed = [operation for operation in buffer.operations if last_buffer[operation] == index]
@@ -67,7 +68,7 @@ class Reductions:
         for name, tensor, output in zip(
             submission.request.dtypes, submission.inputs, submission.outputs, strict=True
         ):
-            with self._streams.working_on(tensor.device, [submission.cuda_ready], [tensor, output]):
+            with self._streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor, output]):
                 self._scatter(ready, wire_dtype(name), tensor, output)
         self._finish(submission, submission.result)
 
@@ -77,11 +78,11 @@ class Reductions:
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
         outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
-        moments = [submissions[slot.operation].cuda_ready for slot in buffer.slots]
+        ready_events = [submissions[slot.operation].cuda_ready for slot in buffer.slots]
         keys = [submissions[operation].request.key for operation in buffer.operations]
         timeline = self.timeline
         timeline.begin(keys, request.kind.value.upper())
-        with self._streams.working_on(outputs[0].device, moments, inputs + outputs):
+        with self._streams.on_engine_stream(outputs[0].device, ready_events, inputs + outputs):
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
                 flat, scratch = self._pack(buffer, inputs, outputs)
@@ -94,7 +95,7 @@ class Reductions:
                 work = self._reduce(buffer, request, flat)
 
         def complete(work: CollectiveWork) -> None:
-            with self._streams.working_on(outputs[0].device, (), ()):
+            with self._streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()
                 timeline.activity(keys, "MEMCPY_OUT_FUSION_BUFFER")
@@ -116,8 +117,9 @@ class Reductions:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the flat tensor to send, and the fusion buffer to give back later, if one is used."""
         dtype, device = wire_dtype(buffer.dtype), self._transport.wire_device(outputs[0].device)
-        if len(outputs) == 1 and can_travel(outputs[0], dtype, device):
-            return copied(inputs[0], outputs[0]).view(-1), None
+        # A single tensor of the right form is reduced in place, without a fusion buffer.
+        if len(outputs) == 1 and can_send_directly(outputs[0], dtype, device):
+            return copy_into(inputs[0], outputs[0]).view(-1), None
         flat = self._buffers.take(dtype, device, buffer.num_elements)
         for slot, tensor in zip(buffer.slots, inputs, strict=True):
             flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)

@@ -29,7 +29,7 @@ class EngineStreams:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
-    def working_on(
+    def on_engine_stream(
         self, device: torch.device, ready: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
     ) -> Iterator[None]:
         """Run the block on the engine's stream, after all `ready` events; keep the memory of `tensors` until then."""

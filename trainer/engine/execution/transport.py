@@ -24,6 +24,7 @@ from datasvc.trainer.env.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
+# Each rank has a slot of fixed size, so that an exchange of short data needs no message about lengths.
 _LENGTH_BYTES = 4
 _SLOT_BYTES = 512
 

@@ -30,16 +30,16 @@ def wire_dtype(name: str) -> torch.dtype:
     return _WIRE_DTYPES.get(dtype, dtype)
 
 
-def can_travel(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+def can_send_directly(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a tensor can be sent without a copy."""
     return tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == device
 
 
-def copied(source: Tensor, target: Tensor) -> Tensor:
+def copy_into(source: Tensor, target: Tensor) -> Tensor:
     """Copy the source to the target, which may be the same tensor, and return the target."""
     return target if target is source else target.copy_(source)
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as a flat uint8 tensor."""
     return tensor.reshape(-1).view(torch.uint8)

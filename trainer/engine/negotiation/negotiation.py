@@ -132,6 +132,7 @@ class Negotiation:
         if self._pending or self._joined or self._num_ranks == 1:
             return False
         first = submitted[0]
+        # Cached requests resolve to one object, so identity is enough.
         return all(
             len(requests) == len(first) and all(a is b for a, b in zip(requests, first, strict=True))
             for requests in submitted

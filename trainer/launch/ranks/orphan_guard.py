@@ -33,11 +33,12 @@ class OrphanGuard:
             [sys.executable, "-I", "-S", __file__, str(os.getpid())],
             stdin=subprocess.PIPE,
             bufsize=0,
+            # Signals of the launcher's terminal must not reach the guard.
             start_new_session=True,
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
-        keep_from_forked_children(self._pipe)
+        release_in_forked_children(self._pipe)
 
     def add(self, group: int) -> None:
         """Register a process group that must not outlive the launcher.
@@ -73,7 +74,7 @@ class OrphanGuard:
             self._pipe.write(f"{line}\n".encode())
 
 
-def keep_from_forked_children(pipe: IO[bytes]) -> None:
+def release_in_forked_children(pipe: IO[bytes]) -> None:
     """Release the write end of a pipe in processes that are forked from this one without exec."""
     _pipes.add(pipe)
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from datasvc.trainer.env.environment import RankPlacement, place_variables
+from datasvc.trainer.env.environment import RankPlacement, placement_variables
 from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK
 
@@ -53,7 +53,7 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
 def plan_environment(place: RankPlacement, host: str, port: int) -> dict[str, str]:
     """Return the environment variables of a rank: its placement, and the address of the store."""
     return {
-        **place_variables(place),
+        **placement_variables(place),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         **AGENT_STORE,

@@ -55,6 +55,7 @@ class RankGroup:
         else:
             process = self._start_remote(start)
         self.processes[start.worker_id] = process
+        # Registered first: a signal that arrives now is sent by `forward_signal`, an earlier one here.
         for number in self._signals:
             process.send(number)
         return process
@@ -66,7 +67,7 @@ class RankGroup:
         except queue.Empty:
             return None
 
-    def pass_on(self, number: int) -> None:
+    def forward_signal(self, number: int) -> None:
         """Forward a signal to all processes, also to those that start later. For signal handlers."""
         self._signals.append(number)
         for process in tuple(self.processes.values()):
@@ -80,20 +81,20 @@ class RankGroup:
         chosen = list(self.processes if worker_ids is None else worker_ids)
         processes = [self.processes[worker_id] for worker_id in chosen]
         for process in processes:
-            process.begin_end(self._grace_s)
+            process.begin_termination(self._grace_s)
         deadline_s = time.monotonic() + self._grace_s
         with contextlib.ExitStack() as ends:
             # An error with one process must not leave another one running.
             for worker_id in reversed(chosen):
-                ends.callback(self._finish_end, worker_id, deadline_s)
+                ends.callback(self._finish_termination, worker_id, deadline_s)
         # One deadline for all: children that left their group may keep the output of every rank open.
         drained_s = time.monotonic() + DRAIN_TIMEOUT_S
         for process in processes:
             process.drain(drained_s)
 
-    def _finish_end(self, worker_id: str, deadline_s: float) -> None:
+    def _finish_termination(self, worker_id: str, deadline_s: float) -> None:
         try:
-            self.processes[worker_id].finish_end(deadline_s)
+            self.processes[worker_id].finish_termination(deadline_s)
         finally:
             del self.processes[worker_id]
 

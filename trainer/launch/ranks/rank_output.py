@@ -81,7 +81,7 @@ class LinePump:
                 for line in lines:
                     self._handle_line(line)
                 num_bytes = self._count_passable(partial_line)
-                self._pass_on(partial_line[:num_bytes])
+                self._forward(partial_line[:num_bytes])
                 partial_line = partial_line[num_bytes:]
             self._handle_line(partial_line)
         for file in tuple(self._files):
@@ -101,12 +101,12 @@ class LinePump:
             # The report of the guard may follow a last line of the rank without a newline.
             output, _, report = line.partition(self._mark)
             assert self._on_report is not None
-            self._pass_on(output)
+            self._forward(output)
             self._on_report(report.decode(errors="replace").strip())
         else:
-            self._pass_on(line)
+            self._forward(line)
 
-    def _pass_on(self, line: bytes) -> None:
+    def _forward(self, line: bytes) -> None:
         if not line:
             return
         self._remember(line)

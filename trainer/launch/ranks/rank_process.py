@@ -124,17 +124,17 @@ class RankProcess:
         return not self._has_ended.is_set()
 
     def send(self, number: int) -> None:
-        """Send a signal to the process and its children. Has no effect after `finish_end`."""
+        """Send a signal to the process and its children. Has no effect after `finish_termination`."""
         if self._is_closed:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def begin_end(self, grace_s: float) -> None:  # noqa: ARG002 - used by remote processes
+    def begin_termination(self, grace_s: float) -> None:  # noqa: ARG002 - used by remote processes
         """Send SIGTERM to the process and its children."""
         self.send(signal.SIGTERM)
 
-    def finish_end(self, deadline_s: float) -> None:
+    def finish_termination(self, deadline_s: float) -> None:
         """Wait for the end until `deadline_s` of the monotonic clock, then kill the process and wait for it."""
         if self._is_closed:
             return

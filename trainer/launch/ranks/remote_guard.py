@@ -44,7 +44,7 @@ def main() -> None:
     threading.Thread(target=watch, args=(process.pid, report, has_ended), daemon=True).start()
     grace_s = order["grace_s"]
     try:
-        grace_s = obey(process.pid, grace_s)
+        grace_s = follow_orders(process.pid, grace_s)
     finally:
         end_group(process.pid, has_ended, grace_s)
 
@@ -118,7 +118,7 @@ def watch(pid: int, report: Callable[[str], None], has_ended: threading.Event) -
     report(f"ended {end.si_status if end.si_code == os.CLD_EXITED else -end.si_status}")
 
 
-def obey(pid: int, grace_s: float) -> float:
+def follow_orders(pid: int, grace_s: float) -> float:
     """Forward signals until the launcher orders the end or is lost; return the seconds from SIGTERM to SIGKILL."""
     for line in sys.stdin.buffer:
         if not line.endswith(b"\n"):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from datasvc.trainer.launch.ranks import remote_guard
 from datasvc.trainer.launch.ranks.job import describe_end
-from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard, keep_from_forked_children
+from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard, release_in_forked_children
 from datasvc.trainer.launch.ranks.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart, wait_for_end
 
 # Reads the length and the source of the guard from standard input. Contains no character that is special to a shell.
@@ -58,12 +58,12 @@ class RemoteRankProcess(RankProcess):
         """Send a signal to the process and its children, if the host is reachable."""
         self._orders.put(f"signal {int(number)}\n".encode())
 
-    def begin_end(self, grace_s: float) -> None:
+    def begin_termination(self, grace_s: float) -> None:
         """Order the remote guard to terminate the process and its children."""
         self._orders.put(f"end {grace_s}\n".encode())
         self._orders.put(None)
 
-    def finish_end(self, deadline_s: float) -> None:
+    def finish_termination(self, deadline_s: float) -> None:
         """Wait for the shell, which ends after the rank, and kill it after the deadline."""
         if self._is_closed:
             return
@@ -83,7 +83,7 @@ class RemoteRankProcess(RankProcess):
 
     def _connect(self) -> None:
         assert self._process.stdin is not None
-        keep_from_forked_children(self._process.stdin)
+        release_in_forked_children(self._process.stdin)
         self._orders.put(self._first_order())
         self._pump_output(self._mark.encode(), self._handle_report)
         threading.Thread(target=self._watch, daemon=True).start()

@@ -11,7 +11,7 @@ from datasvc.trainer.launch.ranks.rank_group import RankGroup
 
 
 @contextlib.contextmanager
-def passing_on_signals(group: RankGroup) -> Iterator[None]:
+def forwarding_signals(group: RankGroup) -> Iterator[None]:
     """Forward SIGINT and SIGTERM to the ranks inside the block; their end then ends the job.
 
     Has no effect outside the main thread, which alone can set signal handlers.
@@ -20,10 +20,10 @@ def passing_on_signals(group: RankGroup) -> Iterator[None]:
         yield
         return
 
-    def pass_on(number: int, _: object) -> None:
-        group.pass_on(number)
+    def forward_signal(number: int, _: object) -> None:
+        group.forward_signal(number)
 
-    old = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.signal(number, forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from datasvc.trainer.launch.ranks.placement import RankPlace, place_ranks, plan_
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
 from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
-from datasvc.trainer.launch.ranks.signals import passing_on_signals
+from datasvc.trainer.launch.ranks.signals import forwarding_signals
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, plan_interfaces, serve_store
 from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, LateRanks, arrival_key
 
@@ -51,7 +51,7 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(others)))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
-        stack.enter_context(passing_on_signals(group))
+        stack.enter_context(forwarding_signals(group))
         for place in places:
             group.start(_plan_start(job, place, environ, listener.getsockname()[1], addresses))
         # Ranks may connect before this line; the kernel queues them. The launcher serves the store, not rank 0, so

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.env.environment import read_place
+from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.launch.ranks.placement import place_ranks, plan_environment
 
@@ -44,7 +44,7 @@ def test_local_and_cross_places_number_the_ranks_of_a_host_and_the_hosts_of_a_lo
 @given(jobs())
 def test_ranks_read_the_place_that_they_are_given(job):
     for place in place_ranks(*job):
-        assert read_place(plan_environment(place.place, place.host, 1)) == place.place
+        assert read_placement(plan_environment(place.place, place.host, 1)) == place.place
 
 
 def test_too_few_slots_are_counted_in_the_error():
