@@ -50,7 +50,7 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
     rank, size, local_rank, local_size = (_whole(environ, name) for name in WORLD_VARIABLES)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise ValueError(
-            f"impossible place: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
+            f"invalid placement: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
             "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
@@ -113,7 +113,7 @@ def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
         if all(name in environ for name in names):
             cross_rank, cross_size = (_whole(environ, name) for name in names)
             if not 0 <= cross_rank < cross_size:
-                raise ValueError(f"impossible place: node {cross_rank} of {cross_size}; check {' and '.join(names)}")
+                raise ValueError(f"invalid placement: node {cross_rank} of {cross_size}; check {' and '.join(names)}")
             return cross_rank, cross_size
     return None
 

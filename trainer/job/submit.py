@@ -333,7 +333,7 @@ def _check_outputs(name: str, outputs: Sequence[Tensor]) -> None:
     for output in outputs:
         if output.is_inference():
             raise ValueError(
-                f"'{name}': a tensor made in inference mode cannot be overwritten; use another operation"
+                f"'{name}': a tensor from inference mode cannot be overwritten; use an out-of-place operation"
             )
         if torch._debug_has_internal_overlap(output) == 1:  # noqa: SLF001 - torch calls it for the same check
             raise ValueError(f"'{name}': an expanded tensor cannot be overwritten; use tensor.contiguous()")

@@ -190,8 +190,8 @@ class Rendezvous:
                 # An override may raise; the thread must survive it, to report later changes.
                 logger.exception("on_hosts_updated has failed")
 
-    def _send(self, word: RankRequest | ScriptError) -> None:
-        self._store.queue_push(MESSAGE_QUEUE, encode(word))
+    def _send(self, message: RankRequest | ScriptError) -> None:
+        self._store.queue_push(MESSAGE_QUEUE, encode(message))
 
 
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:

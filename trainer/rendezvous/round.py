@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # All members of a round wait for it, so they connect at once. If one dies while it connects, the others wait for a
 # few times the second timeout.
-_MEET_TIMEOUT_S = 60.0
+_KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 # Failures in so many consecutive rounds are not deaths of ranks, but a network that blocks connections.
 _MAX_ROUNDS = 5
@@ -46,7 +46,7 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPl
         if assignment.place.size == 1:
             return assignment.place, LoopbackTransport()
         try:
-            store = rendezvous.round_store(assignment, timeout_s=min(settings.timeout_s, _MEET_TIMEOUT_S))
+            store = rendezvous.round_store(assignment, timeout_s=min(settings.timeout_s, _KEY_TIMEOUT_S))
             return assignment.place, _connect(assignment.place, settings, store)
         except RuntimeError as error:
             # A member died while it connected. The driver detects that and begins another round.

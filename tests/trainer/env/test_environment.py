@@ -46,7 +46,7 @@ def test_a_half_set_environment_names_what_is_missing():
 
 @pytest.mark.parametrize("place", [(2, 2, 0, 1), (0, 2, 2, 2), (0, 2, 0, 4), (-1, 2, 0, 1)])
 def test_an_impossible_place_is_refused(place):
-    with pytest.raises(ValueError, match="impossible place"):
+    with pytest.raises(ValueError, match="invalid placement"):
         read_placement(launched(*place))
 
 

@@ -97,5 +97,5 @@ def test_what_mpirun_does_not_say_is_asked_for():
     "change", [{"SLURM_NODEID": "7"}, {"SLURM_NODEID": "x"}, {"SLURM_PROCID": "x"}, {"SLURM_LOCALID": "9"}]
 )
 def test_impossible_places_are_errors(change):
-    with pytest.raises(ValueError, match=r"SLURM_NODEID|whole number|impossible place"):
+    with pytest.raises(ValueError, match=r"SLURM_NODEID|whole number|invalid placement"):
         read_placement({**srun(1, [2], 0, 1), **change})

@@ -56,10 +56,10 @@ class Movements:
     def alltoall(self, ready: Ready, submission: Submission) -> None:
         """Send rows to the ranks of the set, and collect the received rows."""
         (tensor,) = submission.inputs
-        place = ready.members.index(self._transport.rank)
+        rank_in_set = ready.members.index(self._transport.rank)
         sent = submission.request.splits
         assert sent is not None
-        received = [_splits(request)[place] for request in ready.requests.values()]
+        received = [_splits(request)[rank_in_set] for request in ready.requests.values()]
         with self._streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor]):
             wire = _materialized(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)

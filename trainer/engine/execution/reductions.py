@@ -14,7 +14,6 @@ from datasvc.trainer.engine.execution.fusion import Buffer, plan_fusion
 from datasvc.trainer.engine.execution.handles import Finish, Submission
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
 from datasvc.trainer.engine.execution.rows import split_rows
-from datasvc.trainer.engine.execution.scaling import scale_
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
@@ -87,7 +86,7 @@ class Reductions:
             with profiled("pack"):
                 flat, scratch = self._pack(buffer, inputs, outputs)
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
-                    scale_(flat, factor=request.prescale_factor)
+                    _scale(flat, factor=request.prescale_factor)
                 else:
                     self._prescale(buffer, submissions, flat)
             timeline.activity(keys, "ALLREDUCE")
@@ -101,7 +100,7 @@ class Reductions:
                 timeline.activity(keys, "MEMCPY_OUT_FUSION_BUFFER")
                 with profiled("unpack"):
                     divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
-                    scale_(flat, factor=request.postscale_factor, divisor=divisor)
+                    _scale(flat, factor=request.postscale_factor, divisor=divisor)
                     _unpack(buffer, flat, outputs)
             if scratch is not None:
                 self._buffers.give_back(scratch)
@@ -130,7 +129,7 @@ class Reductions:
         for slot in buffer.slots:
             submission = submissions[slot.operation]
             if not submission.is_prescaled:
-                scale_(flat[slot.offset : slot.offset + slot.length], factor=submission.request.prescale_factor)
+                _scale(flat[slot.offset : slot.offset + slot.length], factor=submission.request.prescale_factor)
 
     def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> CollectiveWork:
         assert request.reduce_op is not None
@@ -148,7 +147,7 @@ class Reductions:
         if ranks_per_place > 1:
             self._make_node_sets()
             transport.begin_allreduce(flat, ReduceOp.SUM, self._node_set(transport.rank // ranks_per_place)).wait()
-            scale_(flat, factor=1.0, divisor=ranks_per_place)
+            _scale(flat, factor=1.0, divisor=ranks_per_place)
         place, local_rank = divmod(transport.rank, ranks_per_place)
 
         def swap(sent: Tensor, partner: int) -> Tensor:
@@ -175,7 +174,7 @@ class Reductions:
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
         request, transport = ready.request, self._transport
         wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
-        scale_(wire, factor=request.prescale_factor)
+        _scale(wire, factor=request.prescale_factor)
         row = wire[:1].numel() if wire.shape[0] else 0
         lengths = [rows * row for rows in split_rows(wire.shape[0], len(ready.members))]
         parts = list(torch.split(wire.view(-1), lengths))
@@ -186,8 +185,22 @@ class Reductions:
             transport.begin_allreduce(wire.view(-1), ReduceOp.SUM, request.process_set).wait()
             received.copy_(parts[ready.members.index(transport.rank)])
         divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
-        scale_(received, factor=request.postscale_factor, divisor=divisor)
+        _scale(received, factor=request.postscale_factor, divisor=divisor)
         output.copy_(received.view(output.shape))
+
+
+def _scale(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:
+    """Set `tensor` to `tensor * factor / divisor`, with Horovod's arithmetic.
+
+    Integers are scaled in float64 and truncated toward zero. Half precision is scaled in float32 and rounded once.
+    """
+    if factor == 1.0 and divisor == 1:
+        return
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.mul_(factor / divisor)
+    else:
+        # A division, not a multiplication by the reciprocal: 49 * (1 / 49) truncates to 0.
+        tensor.copy_(tensor.to(torch.float64).mul_(factor).div_(divisor))
 
 
 def _unpack(buffer: Buffer, flat: Tensor, outputs: Sequence[Tensor]) -> None:

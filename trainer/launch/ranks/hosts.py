@@ -30,11 +30,11 @@ def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        tokens = line.partition("#")[0].split()
+        if not tokens:
             continue
         try:
-            hosts.append(_parse_line(words, default_slots))
+            hosts.append(_parse_line(tokens, default_slots))
         except ValueError as error:
             raise ValueError(f"line {number}: {error}") from None
     if not hosts:
@@ -70,14 +70,14 @@ def _parse_host(text: str, default_slots: int) -> Host:
     return _host(match["name"].strip("[]"), int(match["slots"] or default_slots))
 
 
-def _parse_line(words: list[str], default_slots: int) -> Host:
-    host = _parse_host(words[0], default_slots)
+def _parse_line(tokens: list[str], default_slots: int) -> Host:
+    host = _parse_host(tokens[0], default_slots)
     num_slots = host.num_slots
-    for word in words[1:]:
-        match = _SLOTS.fullmatch(word)
+    for token in tokens[1:]:
+        match = _SLOTS.fullmatch(token)
         if match is None:
-            raise ValueError(f"{word!r} is not of the form slots=N")
-        if word.startswith("slots"):
+            raise ValueError(f"{token!r} is not of the form slots=N")
+        if token.startswith("slots"):
             num_slots = int(match[1])
     return _host(host.name, num_slots)
 

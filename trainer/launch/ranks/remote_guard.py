@@ -124,8 +124,8 @@ def follow_orders(pid: int, grace_s: float) -> float:
         if not line.endswith(b"\n"):
             # The launcher died in the middle of a line.
             break
-        word, number = line.split()
-        if word == b"end":
+        command, number = line.split()
+        if command == b"end":
             return float(number)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, int(number))

@@ -66,7 +66,7 @@ def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
         return ["srun", *one_task, *unbound, *bootstrap]
     # Fail rather than hang: no password prompts, and a host that does not answer for a minute counts as lost.
     options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
-    command = ["ssh", *(word for option in options for word in ("-o", option))]
+    command = ["ssh", *(argument for option in options for argument in ("-o", option))]
     # No terminal, agent, X11 or escape characters: only the three streams are forwarded.
     command += ["-T", "-a", "-x", "-e", "none"]
     if settings.ssh_port is not None:
