@@ -57,19 +57,19 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
     return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
-def placement_variables(place: RankPlacement) -> dict[str, str]:
+def placement_variables(placement: RankPlacement) -> dict[str, str]:
     """Return the environment variables for a placement: torchrun's, and Horovod's."""
     return {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_size),
-        "HOROVOD_RANK": str(place.rank),
-        "HOROVOD_SIZE": str(place.size),
-        "HOROVOD_LOCAL_RANK": str(place.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(place.local_size),
-        "HOROVOD_CROSS_RANK": str(place.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(place.cross_size),
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_size),
+        "HOROVOD_RANK": str(placement.rank),
+        "HOROVOD_SIZE": str(placement.size),
+        "HOROVOD_LOCAL_RANK": str(placement.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(placement.local_size),
+        "HOROVOD_CROSS_RANK": str(placement.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(placement.cross_size),
     }
 
 

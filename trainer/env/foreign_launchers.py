@@ -38,11 +38,11 @@ def translate(environ: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         return {}
     if "OMPI_COMM_WORLD_RANK" in environ:
-        place = {name: _required(environ, mpi_name, "mpirun") for name, mpi_name in _MPI.items()}
-        return place | _address(environ, place)
+        placement = {name: _required(environ, mpi_name, "mpirun") for name, mpi_name in _MPI.items()}
+        return placement | _address(environ, placement)
     if is_task(environ):
-        place = _read_task(environ)
-        return place | _address(environ, place)
+        placement = _read_task(environ)
+        return placement | _address(environ, placement)
     return {}
 
 
@@ -70,16 +70,16 @@ def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _address(environ: Mapping[str, str], place: Mapping[str, str]) -> dict[str, str]:
-    if place["WORLD_SIZE"] == "1":
+def _address(environ: Mapping[str, str], placement: Mapping[str, str]) -> dict[str, str]:
+    if placement["WORLD_SIZE"] == "1":
         return {}
-    address = environ.get("MASTER_ADDR") or _first_host(environ, place)
+    address = environ.get("MASTER_ADDR") or _first_host(environ, placement)
     port = environ.get("MASTER_PORT") or _derive_port(environ)
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
-def _first_host(environ: Mapping[str, str], place: Mapping[str, str]) -> str:
-    if place["LOCAL_WORLD_SIZE"] == place["WORLD_SIZE"]:
+def _first_host(environ: Mapping[str, str], placement: Mapping[str, str]) -> str:
+    if placement["LOCAL_WORLD_SIZE"] == placement["WORLD_SIZE"]:
         return "127.0.0.1"
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if environ.get(name):

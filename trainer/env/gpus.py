@@ -8,7 +8,7 @@ import torch.distributed as dist
 from datasvc.trainer.env.environment import RankPlacement
 
 
-def find_gpu_uuid(place: RankPlacement) -> str:
+def find_gpu_uuid(placement: RankPlacement) -> str:
     """Return the UUID of the GPU for this rank; empty without GPUs or NCCL.
 
     Two ranks with the same UUID share a GPU. Launchers either expose all GPUs of a node to each rank, which selects
@@ -16,5 +16,7 @@ def find_gpu_uuid(place: RankPlacement) -> str:
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return ""
-    number = place.local_rank if torch.cuda.device_count() >= place.local_size else torch.cuda.current_device()
+    number = (
+        placement.local_rank if torch.cuda.device_count() >= placement.local_size else torch.cuda.current_device()
+    )
     return str(torch.cuda.get_device_properties(number).uuid)

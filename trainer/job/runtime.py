@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class JobContext:
     """The resources that `init` creates and `shutdown` releases."""
 
-    place: RankPlacement
+    placement: RankPlacement
     engine: Engine
     owns_default_group: bool
 
@@ -85,25 +85,25 @@ def init(
         configure_logging(os.environ)
         if _num_inits == 0:
             atexit.register(shutdown)
-        place = read_placement(os.environ)
-        _check_comm(comm, place)
+        placement = read_placement(os.environ)
+        _check_comm(comm, placement)
         _num_inits += 1
         os.environ.update(choose_gloo_interface(os.environ))
         try:
             elastic = open_rendezvous(os.environ)
             if elastic is None:
-                transport, owns_default_group = _connect(place, settings)
+                transport, owns_default_group = _connect(placement, settings)
             else:
-                place, transport = join_round(elastic, settings)
+                placement, transport = join_round(elastic, settings)
                 # Programs choose devices, log folders and seeds by these; the launcher could only predict the values.
-                os.environ.update(placement_variables(place))
+                os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
             _num_inits -= 1  # a retry must use the same round number as ranks that are still in this round
             raise
         if isinstance(transport, GroupTransport):
             settings = transport.settings
-        _job = JobContext(place, Engine(transport, settings), owns_default_group)
+        _job = JobContext(placement, Engine(transport, settings), owns_default_group)
     if settings.timeline is not None:
         start_timeline(settings.timeline, mark_cycles=settings.timeline_marks_cycles)
     if process_sets is not None and not isinstance(process_sets, str):
@@ -159,32 +159,32 @@ def is_initialized() -> bool:
 
 def size() -> int:
     """Return the number of ranks of the job."""
-    return current_job().place.size
+    return current_job().placement.size
 
 
 def rank() -> int:
     """Return the rank of this process, from 0."""
-    return current_job().place.rank
+    return current_job().placement.rank
 
 
 def local_size() -> int:
     """Return the number of ranks on this node."""
-    return current_job().place.local_size
+    return current_job().placement.local_size
 
 
 def local_rank() -> int:
     """Return the rank of this process among those of its node, from 0."""
-    return current_job().place.local_rank
+    return current_job().placement.local_rank
 
 
 def cross_size() -> int:
     """Return the number of nodes."""
-    return current_job().place.cross_size
+    return current_job().placement.cross_size
 
 
 def cross_rank() -> int:
     """Return the number of this node, from 0."""
-    return current_job().place.cross_rank
+    return current_job().placement.cross_rank
 
 
 def is_homogeneous() -> bool:
@@ -203,7 +203,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         ValueError: the trainer is not initialized, or the file cannot be written.
     """
     job = current_job()
-    if job.place.rank == 0:
+    if job.placement.rank == 0:
         # Complete the previous trace first: it may be the same file.
         job.engine.write_timeline(Timeline())
         try:
@@ -221,41 +221,41 @@ def stop_timeline() -> None:
     current_job().engine.write_timeline(Timeline())
 
 
-def _check_comm(comm: Sequence[int] | None, place: RankPlacement) -> None:
+def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
     if comm is None:
         return
-    if not isinstance(comm, Sequence) or sorted(comm) != list(range(place.size)):
+    if not isinstance(comm, Sequence) or sorted(comm) != list(range(placement.size)):
         raise ValueError(
-            f"comm must be all {place.size} ranks, or None, not {comm!r}: for some of the ranks use "
+            f"comm must be all {placement.size} ranks, or None, not {comm!r}: for some of the ranks use "
             "hvd.add_process_set(ranks); MPI communicators are not supported"
         )
 
 
-def _connect(place: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
-    if place.size == 1:
+def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
+    if placement.size == 1:
         return LoopbackTransport(), False
-    gpu = find_gpu_uuid(place)
+    gpu = find_gpu_uuid(placement)
     owns_default_group = not dist.is_initialized()
-    if not owns_default_group and (dist.get_rank(), dist.get_world_size()) != (place.rank, place.size):
+    if not owns_default_group and (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.size):
         raise ValueError(
             f"the default process group has rank {dist.get_rank()} of {dist.get_world_size()}, but "
-            f"the environment has rank {place.rank} of {place.size}; set RANK and WORLD_SIZE to match"
+            f"the environment has rank {placement.rank} of {placement.size}; set RANK and WORLD_SIZE to match"
         )
     try:
         if owns_default_group:
-            _create_default_group(place, settings, has_gpu=bool(gpu))
-        transport = GroupTransport(settings, gpu=gpu, local_size=place.local_size)
+            _create_default_group(placement, settings, has_gpu=bool(gpu))
+        transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size)
     except RuntimeError as error:
         # Otherwise a retry would take this group for one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, HorovodInternalError):
             raise
-        raise HorovodInternalError(f"rank {place.rank} could not connect to the other ranks: {error}") from error
+        raise HorovodInternalError(f"rank {placement.rank} could not connect to the other ranks: {error}") from error
     return transport, owns_default_group
 
 
-def _create_default_group(place: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
+def _create_default_group(placement: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
     # One store per process, and new keys per round: a second server, or keys of an earlier round, would hang the
@@ -264,31 +264,31 @@ def _create_default_group(place: RankPlacement, settings: EngineSettings, *, has
         os.environ.update(translate(os.environ))
         _store, _, _ = next(rendezvous("env://"))
     # The launcher reads this key to name ranks that do not connect.
-    _store.set(arrival_key(place.rank), "")
+    _store.set(arrival_key(placement.rank), "")
     store = PrefixStore(f"trainer/{_num_inits}", _store)
-    _await_ranks(store, place, settings.start_timeout_s)
+    _await_ranks(store, placement, settings.start_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
         store=store,
-        rank=place.rank,
-        world_size=place.size,
+        rank=placement.rank,
+        world_size=placement.size,
         timeout=timeout,
     )
 
 
-def _await_ranks(store: Store, place: RankPlacement, timeout_s: float) -> None:
+def _await_ranks(store: Store, placement: RankPlacement, timeout_s: float) -> None:
     """Wait until every rank has connected.
 
     Raises:
         HorovodInternalError: some ranks did not connect within `timeout_s`; the message has their numbers.
     """
-    store.set(f"here/{place.rank}", "")
-    keys = [f"here/{rank}" for rank in range(place.size)]
+    store.set(f"here/{placement.rank}", "")
+    keys = [f"here/{rank}" for rank in range(placement.size)]
     try:
         store.wait(keys, dt.timedelta(seconds=timeout_s))
     except dist.DistError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise HorovodInternalError(
-            f"{name_ranks(missing)} of {place.size} did not connect within {timeout_s:g} s; read their "
+            f"{name_ranks(missing)} of {placement.size} did not connect within {timeout_s:g} s; read their "
             "output, or set a longer HOROVOD_START_TIMEOUT"
         ) from error

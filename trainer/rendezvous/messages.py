@@ -78,14 +78,14 @@ class RankAssignment:
 
     Args:
         round_number: number of the round in the job, from 1.
-        place: placement in this round.
+        placement: placement in this round.
         needs_sync: whether the ranks must copy the state of rank 0 before they continue.
         notice: number of the newest change of hosts that this round includes.
         num_deaths: number of workers that died before this round.
     """
 
     round_number: int
-    place: RankPlacement
+    placement: RankPlacement
     needs_sync: bool
     notice: int
     num_deaths: int = 0
@@ -147,5 +147,5 @@ def _decode(data: bytes) -> object:
     fields = json.loads(data)
     kind = _KINDS[fields.pop("kind")]
     if kind is RankAssignment:
-        fields["place"] = RankPlacement(**fields["place"])
+        fields["placement"] = RankPlacement(**fields["placement"])
     return kind(**fields)

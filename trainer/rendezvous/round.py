@@ -43,30 +43,30 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPl
         )
     for attempt in range(1, _MAX_ROUNDS + 1):
         assignment = rendezvous.join_round()
-        if assignment.place.size == 1:
-            return assignment.place, LoopbackTransport()
+        if assignment.placement.size == 1:
+            return assignment.placement, LoopbackTransport()
         try:
             store = rendezvous.round_store(assignment, timeout_s=min(settings.timeout_s, _KEY_TIMEOUT_S))
-            return assignment.place, _connect(assignment.place, settings, store)
+            return assignment.placement, _connect(assignment.placement, settings, store)
         except RuntimeError as error:
             # A member died while it connected. The driver detects that and begins another round.
             logger.warning("round %d failed before all ranks had connected: %s", assignment.round_number, error)
             if attempt == _MAX_ROUNDS:
-                raise _give_up(rendezvous, assignment.place, error) from error
+                raise _give_up(rendezvous, assignment.placement, error) from error
     raise AssertionError("the last attempt returns or raises")
 
 
-def _give_up(rendezvous: Rendezvous, place: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
+def _give_up(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
     error = HorovodInternalError(
-        f"rank {place.rank} could not connect to the other ranks in {_MAX_ROUNDS} consecutive rounds; check "
+        f"rank {placement.rank} could not connect to the other ranks in {_MAX_ROUNDS} consecutive rounds; check "
         f"GLOO_SOCKET_IFNAME and the firewall between the hosts. Last error: {reason}"
     )
     rendezvous.report_error(error, ends_job=True)
     return error
 
 
-def _connect(place: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
-    gpu = find_gpu_uuid(place)
+def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
+    gpu = find_gpu_uuid(placement)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
     # torch numbers groups, and counts failed ones too; ranks may have seen different numbers of failures.
     _world.group_count = 0
@@ -75,11 +75,11 @@ def _connect(place: RankPlacement, settings: EngineSettings, store: Store) -> Tr
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
             store=store,
-            rank=place.rank,
-            world_size=place.size,
+            rank=placement.rank,
+            world_size=placement.size,
             timeout=dt.timedelta(seconds=timeout_s),
         )
-        transport = GroupTransport(settings, gpu=gpu, local_size=place.local_size, timeout_s=timeout_s)
+        transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size, timeout_s=timeout_s)
         transport.set_timeout(transport.settings.timeout_s)
     except BaseException:
         if dist.is_initialized():

@@ -116,7 +116,7 @@ def test_a_state_that_waits_when_it_is_told_does_not_keep_the_worker_from_the_ne
             self.may_go.wait(20)
 
     state = Waiting()
-    store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.place, needs_sync=True, notice=5)))
+    store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.placement, needs_sync=True, notice=5)))
     joining = threading.Thread(target=seated.join_round, daemon=True)
     with seated.notifying(state):
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
@@ -160,7 +160,7 @@ def test_a_state_that_comes_late_or_was_reset_is_told_of_what_came_before(store,
         assert late.told.get_nowait() == (5, 1)
         seated.repeat_notice()
         assert late.told.get_nowait() == (5, 1)
-        store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.place, needs_sync=True, notice=5)))
+        store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.placement, needs_sync=True, notice=5)))
         seated.join_round()
         seated.repeat_notice()
         assert late.told.empty()

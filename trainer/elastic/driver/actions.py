@@ -10,11 +10,11 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a worker; `place` is its placement if all expected workers join."""
+    """Start the process of a worker; `placement` is its placement if all expected workers join."""
 
     worker: str
     host: str
-    place: RankPlacement
+    placement: RankPlacement
 
 
 @dataclass(frozen=True)

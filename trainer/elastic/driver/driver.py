@@ -188,7 +188,7 @@ class _Driver:
             case Stop(worker):
                 self._stop(worker)
             case AssignRank(worker, number, assignment):
-                self._ranks[worker] = assignment.place.rank
+                self._ranks[worker] = assignment.placement.rank
                 self._set(answer_key(worker, number), encode(assignment))
             case StopWorker(worker, number, reason):
                 self._set(answer_key(worker, number), encode(Leave(reason)))

@@ -27,7 +27,7 @@ from datasvc.trainer.elastic.driver.actions import (
 from datasvc.trainer.elastic.driver.blacklist import Blacklist
 from datasvc.trainer.elastic.driver.deaths import Death, Deaths
 from datasvc.trainer.elastic.driver.limits import Limits
-from datasvc.trainer.elastic.driver.rank_assignment import plan_places
+from datasvc.trainer.elastic.driver.rank_assignment import plan_placements
 from datasvc.trainer.elastic.driver.workers import NOTE_TIME_S, Deadline, Phase, Worker, Workers
 from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.rendezvous.messages import Notice, RankAssignment, RankRequest, ScriptError
@@ -219,8 +219,8 @@ class JobMembership:
         started = [self._workers.start(host, now_s) for host in free]
         # A leaving worker keeps its slot until it exits, and its replacement gets that slot: the local rank is taken.
         leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
-        places = plan_places([worker.candidate() for worker in [*self._workers.with_slot(), *leaving]])
-        return [Start(worker.name, worker.host, places[worker.name]) for worker in started]
+        placements = plan_placements([worker.candidate() for worker in [*self._workers.with_slot(), *leaving]])
+        return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
 
     def _list_free(self, now_s: float) -> list[str]:
         """Return the host name of every slot that may get a worker at `now_s`."""
@@ -367,11 +367,11 @@ class JobMembership:
         if len(chosen) < self._limits.min_num_ranks:
             few = f"{len(chosen)} of the {self._limits.min_num_ranks} ranks of --min-num-proc"
             actions.append(PrintMessage(f"the job finishes with {few}"))
-        for name, place in plan_places([worker.candidate() for worker in chosen]).items():
+        for name, placement in plan_placements([worker.candidate() for worker in chosen]).items():
             worker = self._workers.by_name[name]
-            worker.old_rank = place.rank
+            worker.old_rank = placement.rank
             worker.enter(Phase.MEMBER, now_s)
-            assignment = RankAssignment(self._round, place, needs_sync, self._notice.number, self._deaths.num_all)
+            assignment = RankAssignment(self._round, placement, needs_sync, self._notice.number, self._deaths.num_all)
             actions.append(AssignRank(name, requests[name].number, assignment))
         # Earlier deaths cannot be the cause of a failure in this round.
         self._deaths.since_round.clear()

@@ -30,7 +30,7 @@ class RankCandidate:
     seniority: int
 
 
-def plan_places(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]:
+def plan_placements(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]:
     """Return the placement of every candidate by its name, in rank order.
 
     The candidate with the newest state gets rank 0, because the others copy its state: no committed work is lost.
@@ -43,16 +43,16 @@ def plan_places(candidates: Sequence[RankCandidate]) -> dict[str, RankPlacement]
     for candidate in ordered:
         slots_on.setdefault(candidate.host, []).append(candidate.slot)
     local_ranks = {host: _plan_local_ranks(slots) for host, slots in slots_on.items()}
-    places = {}
+    placements = {}
     for rank, candidate in enumerate(ordered):
         neighbours = local_ranks[candidate.host]
         local_rank = neighbours[candidate.slot]
         # As in Horovod, the cross size counts only nodes that have this local rank.
         peers = [host for host, slots in slots_on.items() if len(slots) > local_rank]
-        places[candidate.worker] = RankPlacement(
+        placements[candidate.worker] = RankPlacement(
             rank, len(ordered), local_rank, len(neighbours), peers.index(candidate.host), len(peers)
         )
-    return places
+    return placements
 
 
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:

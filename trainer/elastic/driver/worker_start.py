@@ -40,7 +40,7 @@ def plan_worker_start(
     """
     inherited = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
     rank_variables = {
-        **plan_environment(start.place, start.host, listener.getsockname()[1]),
+        **plan_environment(start.placement, start.host, listener.getsockname()[1]),
         "TRAINER_ELASTIC_WORKER": start.worker,
         "HOROVOD_ELASTIC": "1",
     }

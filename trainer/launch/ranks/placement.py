@@ -12,14 +12,14 @@ from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class HostedRank:
     """The host of a rank, and its placement in the job."""
 
     host: str
-    place: RankPlacement
+    placement: RankPlacement
 
 
-def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
+def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[HostedRank]:
     """Fill the hosts in their order, and return the placements in rank order.
 
     As in Horovod, the cross size of a rank is the number of hosts that have its local rank, and its cross rank is the
@@ -40,20 +40,20 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[RankPlace]:
     for host in hosts:
         counts.append(min(num_remaining, host.num_slots))
         num_remaining -= counts[-1]
-    places: list[RankPlace] = []
+    ranks: list[HostedRank] = []
     for index, host in enumerate(hosts):
         for local_rank in range(counts[index]):
             cross_rank = sum(count > local_rank for count in counts[:index])
             cross_size = sum(count > local_rank for count in counts)
-            place = RankPlacement(len(places), num_ranks, local_rank, counts[index], cross_rank, cross_size)
-            places.append(RankPlace(host.name, place))
-    return places
+            placement = RankPlacement(len(ranks), num_ranks, local_rank, counts[index], cross_rank, cross_size)
+            ranks.append(HostedRank(host.name, placement))
+    return ranks
 
 
-def plan_environment(place: RankPlacement, host: str, port: int) -> dict[str, str]:
+def plan_environment(placement: RankPlacement, host: str, port: int) -> dict[str, str]:
     """Return the environment variables of a rank: its placement, and the address of the store."""
     return {
-        **placement_variables(place),
+        **placement_variables(placement),
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         **AGENT_STORE,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from datasvc.trainer.launch.ranks.job import Host, LaunchJob, RankFailure
-from datasvc.trainer.launch.ranks.placement import RankPlace, place_ranks, plan_environment, plan_threads
+from datasvc.trainer.launch.ranks.placement import HostedRank, place_ranks, plan_environment, plan_threads
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
 from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
@@ -45,49 +45,49 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | 
         ValueError: there are too few slots, or a network interface does not exist.
     """
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
-    places = place_ranks(job.num_ranks, hosts)
-    others = [name for name in dict.fromkeys(place.host for place in places) if not is_local(name, environ)]
+    ranks = place_ranks(job.num_ranks, hosts)
+    others = [name for name in dict.fromkeys(hosted.host for hosted in ranks) if not is_local(name, environ)]
     addresses = list_addresses(others, job.remote.network_interfaces) if others else ()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(others)))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
         stack.enter_context(forwarding_signals(group))
-        for place in places:
-            group.start(_plan_start(job, place, environ, listener.getsockname()[1], addresses))
+        for hosted in ranks:
+            group.start(_plan_start(job, hosted, environ, listener.getsockname()[1], addresses))
         # Ranks may connect before this line; the kernel queues them. The launcher serves the store, not rank 0, so
         # that no other process can take the port and the store outlives every rank.
         store = serve_store(listener)
-        failure = _RankMonitor(job, places, group, store).run()
+        failure = _RankMonitor(job, ranks, group, store).run()
         del store
     return failure
 
 
 def _plan_start(
-    job: LaunchJob, place: RankPlace, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
+    job: LaunchJob, hosted: HostedRank, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
 ) -> RankStart:
-    is_local_rank = is_local(place.host, environ)
+    is_local_rank = is_local(hosted.host, environ)
     inherited = {**environ, **job.variables}
-    rank_variables = plan_environment(place.place, place.host, port)
+    rank_variables = plan_environment(hosted.placement, hosted.host, port)
     if is_local_rank:
-        rank_variables |= plan_threads(place.place.local_size, inherited)
+        rank_variables |= plan_threads(hosted.placement.local_size, inherited)
         rank_variables |= plan_interfaces(job.remote, addresses, inherited)
         variables = {**inherited, **rank_variables}
     else:
         # The guard on that host determines the interface and the number of processors.
         rank_variables |= plan_interfaces(job.remote, (), inherited)
         variables = {**choose_passed(inherited, [*job.passed_names, *job.variables]), **rank_variables}
-    rank = place.place.rank
+    rank = hosted.placement.rank
     if job.is_verbose:
         shell = "" if is_local_rank else f" by {job.remote.shell}"
-        _print_message(f"rank {rank} on {place.host}{shell}: {shlex.join(job.command)}")
+        _print_message(f"rank {rank} on {hosted.host}{shell}: {shlex.join(job.command)}")
     return RankStart(
         worker_id=str(rank),
         command=job.command,
         environ=variables,
-        host=place.host,
-        remote_command=None if is_local_rank else plan_remote_command(place.host, job.remote),
+        host=hosted.host,
+        remote_command=None if is_local_rank else plan_remote_command(hosted.host, job.remote),
         master_addresses=() if is_local_rank else addresses,
-        num_neighbours=place.place.local_size,
+        num_neighbours=hosted.placement.local_size,
         label=str(rank) if job.prefixes_lines else "",
         stamps_lines=job.stamps_lines,
         output_folder=None if job.output_folder is None else job.output_folder / f"rank.{rank}",
@@ -97,9 +97,9 @@ def _plan_start(
 class _RankMonitor:
     """Monitor of the ranks until all end, one fails, or one does not start in time."""
 
-    def __init__(self, job: LaunchJob, places: list[RankPlace], group: RankGroup, store: TCPStore) -> None:
+    def __init__(self, job: LaunchJob, ranks: list[HostedRank], group: RankGroup, store: TCPStore) -> None:
         self._job = job
-        self._places = places
+        self._ranks = ranks
         self._group = group
         self._store = store
         self._running = set(range(job.num_ranks))
@@ -168,13 +168,13 @@ class _RankMonitor:
         return self._failure(late.ranks[0], 1, reason)
 
     def _failure(self, rank: int, returncode: int, reason: str | None) -> RankFailure:
-        host = self._places[rank].host if self._job.hosts else None
+        host = self._ranks[rank].host if self._job.hosts else None
         return RankFailure(rank, returncode, self._group.processes[str(rank)].last_lines(), host, reason)
 
     def _describe(self, late: LateRanks) -> str:
         if not self._job.hosts:
             return f"rank {', '.join(map(str, late.ranks))}"
-        return ", ".join(f"rank {rank} on {self._places[rank].host}" for rank in late.ranks)
+        return ", ".join(f"rank {rank} on {self._ranks[rank].host}" for rank in late.ranks)
 
 
 def _print_message(text: str) -> None:

@@ -74,7 +74,9 @@ class World:
     def ranks(self):
         newest = max(seat.round_number for seat in self.seats.values())
         return [
-            w for w, seat in sorted(self.seats.items(), key=lambda x: x[1].place.rank) if seat.round_number == newest
+            w
+            for w, seat in sorted(self.seats.items(), key=lambda x: x[1].placement.rank)
+            if seat.round_number == newest
         ]
 
     def kinds(self, kind):
@@ -98,7 +100,7 @@ def test_the_first_round_waits_until_all_that_were_started_have_come():
     assert not world.seats
     world.ask("a:1:1")
     assert world.ranks() == ["a:0:0", "a:1:1", "b:0:2"]
-    place = world.seats["b:0:2"].place
+    place = world.seats["b:0:2"].placement
     assert (place.rank, place.size, place.local_rank, place.local_size) == (2, 3, 0, 1)
     assert (place.cross_rank, place.cross_size) == (1, 2)
     assert all(seat.needs_sync for seat in world.seats.values())
@@ -243,7 +245,7 @@ def test_a_replacement_gets_the_local_rank_of_the_slot_that_it_fills():
     world = running(2, {"a": 2}, cooldown_range_s=(10.0, 10.0))
     world.end("a:0:0")
     world.ask("a:1:1", serial=3)
-    assert world.seats["a:1:1"].place.local_rank == 0, "it is alone"
+    assert world.seats["a:1:1"].placement.local_rank == 0, "it is alone"
     world.wait(10.0)
     assert world.started[-1] == "a:0:2"
     # The survivor may have chosen its GPU by the local rank that it was started with.
@@ -251,14 +253,14 @@ def test_a_replacement_gets_the_local_rank_of_the_slot_that_it_fills():
     world.ask("a:0:2")
     world.ask("a:1:1", serial=3)
     assert world.ranks() == ["a:1:1", "a:0:2"]
-    assert [world.seats[worker].place.local_rank for worker in world.ranks()] == [1, 0]
+    assert [world.seats[worker].placement.local_rank for worker in world.ranks()] == [1, 0]
 
 
 def test_ranks_that_stay_keep_their_local_rank_where_it_is_below_their_number():
     world = running(3, {"a": 3})
     world.end("a:0:0")
     world.ask("a:1:1", "a:2:2", serial=3)
-    assert [world.seats[worker].place.local_rank for worker in ("a:1:1", "a:2:2")] == [1, 0]
+    assert [world.seats[worker].placement.local_rank for worker in ("a:1:1", "a:2:2")] == [1, 0]
 
 
 def test_a_worker_is_not_started_with_the_local_rank_of_one_that_is_still_being_ended():
@@ -544,11 +546,11 @@ def test_ranks_are_started_once_there_are_slots_for_all_and_see_the_place_that_t
     assert not world.started
     world.hosts(a=1, b=2)
     world.ask("b:0:1", "b:1:2", "a:0:0")
-    assert world.predicted == {worker: seat.place for worker, seat in world.seats.items()}
+    assert world.predicted == {worker: seat.placement for worker, seat in world.seats.items()}
     world.hosts(a=2, b=2)
     world.ask("a:1:3")
     world.ask("b:0:1", "b:1:2", "a:0:0", serial=4)
-    assert world.predicted["a:1:3"] == world.seats["a:1:3"].place
+    assert world.predicted["a:1:3"] == world.seats["a:1:3"].placement
 
 
 def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time():
@@ -558,7 +560,7 @@ def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time(
     world.wait(TIMEOUT_S)
     world.ask(*world.started)
     assert world.ranks() == ["a:0:0", "a:1:1"]
-    assert world.predicted == {worker: seat.place for worker, seat in world.seats.items()}
+    assert world.predicted == {worker: seat.placement for worker, seat in world.seats.items()}
 
 
 def test_one_that_was_told_to_leave_and_does_not_is_ended_once():

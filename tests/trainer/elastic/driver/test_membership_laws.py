@@ -89,7 +89,7 @@ class MembershipLaws(RuleBasedStateMachine):
         (round_number,) = {action.assignment.round_number for action in seated}
         assert round_number == self.newest_round + 1
         self.newest_round = round_number
-        places = [action.assignment.place for action in seated]
+        places = [action.assignment.placement for action in seated]
         assert [place.rank for place in places] == list(range(len(seated)))
         assert {place.size for place in places} == {len(seated)}
         processes = [self.alive[action.worker] for action in seated]
@@ -97,9 +97,9 @@ class MembershipLaws(RuleBasedStateMachine):
             assert process.is_asking
             assert action.number == process.num_asks
             neighbours = [other for other in processes if other.host == process.host]
-            assert action.assignment.place.local_size == len(neighbours)
+            assert action.assignment.placement.local_size == len(neighbours)
             if process.slot < len(neighbours):
-                assert action.assignment.place.local_rank == process.slot
+                assert action.assignment.placement.local_rank == process.slot
         local_places = {(process.host, place.local_rank) for process, place in zip(processes, places, strict=True)}
         assert len(local_places) == len(places)
         waiting = [p for p in self.alive.values() if p.is_asking and not p.is_told_to_end]
@@ -108,7 +108,9 @@ class MembershipLaws(RuleBasedStateMachine):
             assert all(action.assignment.needs_sync for action in seated)
         for serial in {process.serial for process in processes}:
             ranks = [
-                math.inf if old[p.name] is None else old[p.name].place.rank for p in processes if p.serial == serial
+                math.inf if old[p.name] is None else old[p.name].placement.rank
+                for p in processes
+                if p.serial == serial
             ]
             assert ranks == sorted(ranks), "among equals the old ranks come first, in their order"
         if len(seated) < self.limits.min_num_ranks:

@@ -24,8 +24,8 @@ def test_hosts_are_filled_in_order_and_never_beyond_their_slots(job):
     slots = [host.name for host in hosts for _ in range(host.num_slots)]
     places = place_ranks(num_ranks, hosts)
     assert [place.host for place in places] == slots[:num_ranks]
-    assert [place.place.rank for place in places] == list(range(num_ranks))
-    assert {place.place.size for place in places} == {num_ranks}
+    assert [place.placement.rank for place in places] == list(range(num_ranks))
+    assert {place.placement.size for place in places} == {num_ranks}
 
 
 @given(jobs())
@@ -33,8 +33,8 @@ def test_local_and_cross_places_number_the_ranks_of_a_host_and_the_hosts_of_a_lo
     places = place_ranks(*job)
     by_host, by_local_rank = collections.defaultdict(list), collections.defaultdict(list)
     for place in places:
-        by_host[place.host].append(place.place)
-        by_local_rank[place.place.local_rank].append(place.place)
+        by_host[place.host].append(place.placement)
+        by_local_rank[place.placement.local_rank].append(place.placement)
     for group in by_host.values():
         assert [(p.local_rank, p.local_size) for p in group] == [(i, len(group)) for i in range(len(group))]
     for group in by_local_rank.values():
@@ -44,7 +44,7 @@ def test_local_and_cross_places_number_the_ranks_of_a_host_and_the_hosts_of_a_lo
 @given(jobs())
 def test_ranks_read_the_place_that_they_are_given(job):
     for place in place_ranks(*job):
-        assert read_placement(plan_environment(place.place, place.host, 1)) == place.place
+        assert read_placement(plan_environment(place.placement, place.host, 1)) == place.placement
 
 
 def test_too_few_slots_are_counted_in_the_error():
