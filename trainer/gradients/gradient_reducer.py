@@ -152,7 +152,7 @@ class GradientReducer:
                 live_reducer.count_pass(position)
 
         register = self._parameters[position].register_post_accumulate_grad_hook
-        hook: RemovableHandle = register(gradient_accumulated)  # type: ignore[no-untyped-call]  # torch's lack
+        hook: RemovableHandle = register(gradient_accumulated)  # type: ignore[no-untyped-call]  # untyped in torch
         return hook
 
     def _launch_rest(self) -> None:

@@ -191,7 +191,7 @@ class _PowerSGDBucket(Bucket):
 
 
 def _orthonormalize(matrix: Tensor) -> None:
-    _orthogonalize(matrix.unsqueeze(0), epsilon=_SMALLEST_NORM)  # type: ignore[no-untyped-call]  # torch's lack
+    _orthogonalize(matrix.unsqueeze(0), epsilon=_SMALLEST_NORM)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 def _pack(tensors: list[Tensor]) -> Tensor:

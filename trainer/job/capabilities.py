@@ -35,7 +35,7 @@ def nccl_built() -> int:
     """Return the version of NCCL as one number, such as 22703; 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
-    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]  # torch has no types here
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]  # untyped in torch
     return int(major) * 10_000 + int(minor) * 100 + int(patch)
 
 

@@ -67,7 +67,7 @@ def parse_arguments(
     if options.check_build:
         from datasvc.trainer.launch.check_build import describe_build
 
-        print(describe_build())  # noqa: T201 - a command line's answer
+        print(describe_build())  # noqa: T201 - output of the command
         parser.exit(0)
     try:
         if options.config_file is not None:
@@ -286,4 +286,4 @@ def _version() -> str:
 
 
 def _print_message(text: str) -> None:
-    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - a command line's answer
+    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - output of the command

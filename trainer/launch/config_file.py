@@ -63,7 +63,7 @@ def _parse(path: Path) -> Any:
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     try:
-        import yaml  # type: ignore[import-untyped]  # has no types of its own
+        import yaml  # type: ignore[import-untyped]  # has no type information
     except ImportError:
         raise ValueError(
             f"reading {path} as YAML needs PyYAML: pip install pyyaml, or write it as .json or .toml"

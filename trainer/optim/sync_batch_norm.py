@@ -63,7 +63,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
         if not self.training or not self.process_set.included() or self.process_set.size() == 1:
             return self._normalize_locally(input)
         arguments = (input, self.weight, self.bias, self.eps, self._name, self.process_set)
-        output, mean, variance, count = _Normalize.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's lack
+        output, mean, variance, count = _Normalize.apply(*arguments)  # type: ignore[no-untyped-call]  # untyped in torch
         self._track(mean, variance, count)
         return cast("Tensor", output)
 

@@ -34,7 +34,7 @@ class Handle:
         """Return whether `wait` would return or raise at once."""
         if not self._finished.is_set() or self._cuda_done is None:
             return self._finished.is_set()
-        return bool(self._cuda_done[0].query())  # type: ignore[no-untyped-call]  # torch has no types here
+        return bool(self._cuda_done[0].query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def wait(self) -> Result:
         """Wait for the result and return it. On CUDA, the current stream waits for it, not the host.

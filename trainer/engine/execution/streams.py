@@ -17,7 +17,7 @@ def record_submission(device: torch.device) -> torch.cuda.Event | None:
     """Return the event after which tensors that are submitted now are valid."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types here
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
     event.record(torch.cuda.current_stream(device))
     return event
 
@@ -36,7 +36,7 @@ class EngineStreams:
         if device.type != "cuda":
             yield
             return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # nor here
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # untyped in torch
         for event in ready:
             if event is not None:
                 stream.wait_event(event)
