@@ -143,7 +143,9 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     try:
         flat, paths = flatten_state_dict(state)
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{version} has no keys that a planner can use: {error}; use datasvc.restore") from error
+        raise ConfigError(
+            f"{version} has no keys that a planner can use: {error}; use datasvc.models.restore"
+        ) from error
     names_by_id = {id(tensor): name for name, tensor in placeholders.items()}
     names = {key: names_by_id[id(value)] for key, value in flat.items() if isinstance(value, torch.Tensor)}
     stored: dict[str, Any] = {
