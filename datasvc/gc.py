@@ -122,7 +122,7 @@ def gc(
     garbage = list_old(repository, before_s)
     num_listed = len(garbage.objects) + garbage.num_young
     try:
-        unmark(garbage, named_objects(repository, before_s))
+        discard_referenced(garbage, referenced_objects(repository, before_s))
     except DatasvcError as error:
         raise type(error)(f"{error}. Nothing was deleted: gc must be able to read all references") from error
     if not dry_run:
@@ -183,14 +183,14 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
     return old
 
 
-def unmark(garbage: Garbage, referenced: Iterable[Digest]) -> None:
+def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
     """Remove referenced objects and pointers from the garbage."""
     for digest in referenced:
         garbage.objects.pop(digest, None)
         garbage.pointers.pop(digest, None)
 
 
-def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
+def referenced_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, which names the chunk's pointer.
@@ -204,12 +204,12 @@ def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
         UnavailableError: the store does not respond.
     """
     # Journals before entries: a journal is removed after the commit of its work, whose entry is then read below.
-    yield from _named_by_journals(repository.storage, before_s)
+    yield from _referenced_by_journals(repository.storage, before_s)
     tables: set[Digest] = set()
     for name in repository.names("datasets"):
         for entry in repository.versions("datasets", name).entries():
             yield from _digests_in(entry.content)
-            yield from _named_by_dataset(repository.objects, f"{name}@{entry.number}", entry, tables)
+            yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, tables)
     for name in repository.names("models"):
         # A running save may reuse objects of a version that is removed meanwhile. So a removed version keeps its
         # objects for the grace period, in which the save commits its own references.
@@ -219,7 +219,7 @@ def named_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
                 yield from _digests_in(kept_of_removed(entry.content))
                 continue
             yield from _digests_in(entry.content)
-            yield from _named_by_model(repository.objects, f"{name}@{entry.number}", entry, tables)
+            yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, tables)
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
@@ -250,7 +250,7 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     return removed
 
 
-def _named_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
+def _referenced_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
     try:
         split_tables = [parse_digest(split["table"]) for split in entry.content["splits"].values()]
     except (KeyError, TypeError, AttributeError) as error:
@@ -262,7 +262,7 @@ def _named_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[
             yield from ShardTable.decode(_read(objects, version, table), objects.location(table)).objects()
 
 
-def _named_by_model(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
+def _referenced_by_model(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
     refs = objects_of_entry(entry.content, version)
     table = refs.tensors
     yield from refs.all
@@ -306,7 +306,7 @@ def _journals(storage: Storage) -> dict[str, float]:
     return newest
 
 
-def _named_by_journals(storage: Storage, before_s: float) -> Iterator[Digest]:
+def _referenced_by_journals(storage: Storage, before_s: float) -> Iterator[Digest]:
     for plan, newest_s in _journals(storage).items():
         if newest_s < before_s:
             continue

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from datasvc.cli.datasets.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
-from datasvc.gc import GRACE_S, gc, list_old, named_objects, sweep, unmark
+from datasvc.gc import GRACE_S, discard_referenced, gc, list_old, referenced_objects, sweep
 from datasvc.models import describe_model, restore, save
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import encode_entry
@@ -228,7 +228,7 @@ def test_a_commit_that_races_with_gc_keeps_all_its_objects(repository, point):
     garbage = list_old(repository, before_s)
     assert bool(garbage.objects) == (point != "before the list")
     commit("before the marks")
-    unmark(garbage, named_objects(repository, before_s))
+    discard_referenced(garbage, referenced_objects(repository, before_s))
     assert bool(garbage.objects) == (point == "before the sweep")
     commit("before the sweep")
     assert sweep(repository, garbage, before_s).objects == {}
@@ -261,7 +261,7 @@ def test_a_journal_whose_work_commits_while_gc_reads_the_marks_loses_nothing(rep
         return content
 
     monkeypatch.setattr(repository.storage, "read", committing)
-    marks = set(named_objects(repository, 0))
+    marks = set(referenced_objects(repository, 0))
     assert read[0].startswith("journal/")
     assert {each for each in named if isinstance(each, str)} <= marks
 
@@ -294,7 +294,7 @@ def test_a_gc_killed_half_way_took_nothing_that_is_named_and_the_next_one_goes_o
 
 def test_an_object_that_vanishes_meanwhile_is_no_error(full):
     garbage = list_old(full, time.time() - GRACE_S)
-    unmark(garbage, named_objects(full, 0))
+    discard_referenced(garbage, referenced_objects(full, 0))
     gone, *left = garbage.objects
     full.objects.local_path(gone).unlink()
     assert sorted(sweep(full, garbage, time.time() - GRACE_S).objects) == sorted(left)

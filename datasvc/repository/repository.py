@@ -1,7 +1,7 @@
 """A repository: its objects, and the logs of its data sets, models and tags.
 
-Invariant: a tag never points at a removed version for long. A writer of either log reads the other one after its
-commit, and reverts its own commit on a conflict.
+Invariant: a tagged version is not removed. A writer that moves a tag or removes versions reads the other log after
+its commit, and reverts its own commit on a conflict.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Repository:
         tags = self._tags(kind, target.name)
         before = tags.head(tag)
         if self._removed(kind, target.name, [target.version]) and target.version in tags.heads().values():
-            # The version has a tag, so its removal is invalid. The remover has not reverted it yet, and may be dead.
+            # The version has a tag, so its removal is invalid. The remover has not reverted it yet, or was killed.
             self.removals(kind, target.name).give_back([target.version], "tagged")
         if before == target.version and expect in {None, before}:
             return target
@@ -208,16 +208,15 @@ class Repository:
         """
         reference = parse_reference(str(ref), _KIND_NAMES[kind])
         numbers = self._numbers(kind, reference)
-        gone = self._removed(kind, reference.name, numbers)
-        version = self._choose(kind, reference, numbers, gone)
+        removed_numbers = self._removed(kind, reference.name, numbers)
+        existing = set(numbers) - removed_numbers
+        version = self._choose(kind, reference, numbers, removed_numbers)
         resolved = Resolved(kind, reference.name, version)
         # A tagged version counts as existing: its removal is invalid, even if the remover died before reverting it.
-        if version in gone and not removed and version not in self.tags(kind, reference.name).values():
-            raise NotFoundError(self._describe_removal(resolved, set(numbers) - gone))
+        if version in removed_numbers and not removed and version not in self.tags(kind, reference.name).values():
+            raise NotFoundError(self._describe_removal(resolved, existing))
         if version not in numbers:
-            raise NotFoundError(
-                f"{reference.name} has no version {version}; it has {describe_numbers(set(numbers) - gone)}"
-            )
+            raise NotFoundError(f"{reference.name} has no version {version}; it has {describe_numbers(existing)}")
         return resolved
 
     def entry(self, resolved: Resolved) -> Entry:
@@ -258,7 +257,7 @@ class Repository:
 
     def _choose(self, kind: Kind, reference: Reference, numbers: list[int], removed: frozenset[int]) -> int:
         if reference.tag is not None:
-            return self._tags(kind, reference.name).place(reference.tag, reference.moves_back)
+            return self._tags(kind, reference.name).version_at(reference.tag, reference.moves_back)
         if reference.version is not None:
             return reference.version
         existing = [number for number in numbers if number not in removed]

@@ -62,9 +62,9 @@ class StoredCopies:
         self._open_cache = cache
         self._bytes_by_origin: Counter[str] = Counter()
 
-    def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
+    def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
         """Return a whole object, verified, without a cache. Raises as `FailoverSource.read`."""
-        return self._direct.read(digest, most_bytes)
+        return self._direct.read(digest, max_bytes)
 
     @contextmanager
     def open_source(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:

@@ -40,14 +40,14 @@ class FailoverSource:
         """Return all places where the object may be, for messages."""
         return " and ".join(place.location(digest) for place in self._places)
 
-    def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
-        """Return a whole object, verified; `most_bytes` as of `Objects.read`.
+    def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
+        """Return a whole object, verified; `max_bytes` as of `Objects.read`.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place provides the object; the message
                 has the error of each.
         """
-        return self._first(digest, lambda place: place.read(digest, most_bytes))
+        return self._first(digest, lambda place: place.read(digest, max_bytes))
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
         """See `ChunkSource`: unverified, from the first place that provides it and is not marked as bad."""

@@ -109,7 +109,7 @@ def _find(repository: Repository, version: Resolved, key: PublicKey, message: by
     location = repository.storage.location(path)
     try:
         return repository.storage.read_checked(
-            path, lambda raw: _check(raw, location, key, message), most_bytes=MAX_ENTRY_BYTES
+            path, lambda raw: _check(raw, location, key, message), max_bytes=MAX_ENTRY_BYTES
         )
     except NotFoundError:
         return "it was not signed"

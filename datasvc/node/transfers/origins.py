@@ -34,9 +34,9 @@ class RateLimitedStorage(Storage):
     def __reduce__(self) -> str:
         raise TypeError("a rate-limited storage belongs to its process; send its URL instead")
 
-    def read(self, path: str, most_bytes: int | None = None) -> bytes:
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
         """Return the whole content. Its size is known only afterwards, so the next read waits for it."""
-        content = super().read(path, most_bytes)
+        content = super().read(path, max_bytes)
         self._bucket.reserve(len(content))
         return content
 

@@ -118,7 +118,7 @@ class Log:
         location = self._storage.location(path)
         try:
             content = self._storage.read_checked(
-                path, lambda raw: decode_entry(raw, location), most_bytes=MAX_ENTRY_BYTES
+                path, lambda raw: decode_entry(raw, location), max_bytes=MAX_ENTRY_BYTES
             )
         except NotFoundError as error:
             existing = describe_numbers(self.numbers())

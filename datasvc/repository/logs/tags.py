@@ -48,7 +48,7 @@ class Tags:
         """Return every move of a tag, oldest first; [] for a tag that never existed. For errors, see `head`."""
         return self._log(tag).entries()
 
-    def place(self, tag: str, moves_back: int = 0) -> int:
+    def version_at(self, tag: str, moves_back: int = 0) -> int:
         """Return the version that a tag pointed at before its `moves_back` newest moves.
 
         Raises:

@@ -290,12 +290,12 @@ class Objects:
         writer.close()
         writer.path.unlink(missing_ok=True)
 
-    def read(self, digest: Digest, most_bytes: int | None = None) -> bytes:
+    def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
         """Return the verified bytes of an object.
 
         Args:
             digest: digest of the object.
-            most_bytes: maximum size; a larger object is not read. None: no limit.
+            max_bytes: maximum size; a larger object is not read. None: no limit.
 
         Raises:
             NotFoundError: the object does not exist.
@@ -305,7 +305,7 @@ class Objects:
         size_bytes = self._storage.size(self.path(digest))
         if size_bytes is None:
             raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy")
-        check_size(self.location(digest), size_bytes, most_bytes)
+        check_size(self.location(digest), size_bytes, max_bytes)
         try:
             return self._fetch_whole(digest, size_bytes)
         except CorruptDataError:

@@ -32,19 +32,19 @@ class CancellationToken:
                 callback()
 
     @contextmanager
-    def cutting(self, cut: Callable[[], None]) -> Iterator[None]:
-        """Call `cut` if the token is set during the block.
+    def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call `callback` if the token is set during the block.
 
         Args:
-            cut: function that unblocks the read in the block, such as a socket's shutdown. It must not block.
+            callback: function that unblocks the read in the block, such as a socket's shutdown. It must not block.
         """
         with self._lock:
-            self._callbacks.append(cut)
+            self._callbacks.append(callback)
             if self._event.is_set():
-                cut()
+                callback()
         try:
             yield
         finally:
-            # Under the lock, so that no `cut` runs after the block: its socket may be in use for another read then.
+            # Under the lock, so that no callback runs after the block: its socket may serve another read then.
             with self._lock:
-                self._callbacks.remove(cut)
+                self._callbacks.remove(callback)

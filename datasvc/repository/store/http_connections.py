@@ -61,7 +61,7 @@ class Timeouts:
 
 
 class Connection:
-    """One connection. For use by one thread, except `cut`.
+    """One connection. For use by one thread, except `shut_down`.
 
     Args:
         server: address of the server.
@@ -96,7 +96,7 @@ class Connection:
         self._response: http.client.HTTPResponse | None = None
         self._num_buffered: int | None = None
 
-    def ask(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+    def send_get(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""
         self._socket.settimeout(self._timeouts.silence_s)
         self._http.request("GET", target, headers=headers)
@@ -122,14 +122,14 @@ class Connection:
             throughput.add(num_bytes, time.monotonic() - began)
         return filled
 
-    def end_answer(self) -> bool:
+    def finish_response(self) -> bool:
         """Finish a response that was read completely, and return whether the connection can be reused."""
         assert self._response is not None
         self._response.close()
         self.was_kept = True
         return not self._response.will_close
 
-    def cut(self) -> None:
+    def shut_down(self) -> None:
         """Shut the connection down, from any thread; a blocked read returns."""
         _shut_down(self._socket)
 
@@ -224,7 +224,7 @@ def _connect(
             connection.settimeout(timeout_s)
             # A duplicate to shut down during the TLS handshake, which takes the descriptor out of this socket.
             duplicate = connecting.enter_context(connection.dup())
-            connecting.enter_context(interrupt.cutting(partial(_shut_down, duplicate)))
+            connecting.enter_context(interrupt.on_cancel(partial(_shut_down, duplicate)))
         except OSError as failure:
             connection.close()
             error = failure

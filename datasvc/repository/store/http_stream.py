@@ -34,7 +34,7 @@ _REFUSALS: Final = (401, 403)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
-class UnsuitedError(Exception):
+class UnsupportedResponseError(Exception):
     """The response of the server is not supported here, but may be by fsspec's client. No bytes were passed on."""
 
 
@@ -89,7 +89,7 @@ class HttpStream:
             interrupt: token that cancels the read.
 
         Raises:
-            UnsuitedError: the response is not supported.
+            UnsupportedResponseError: the response is not supported.
             NotFoundError, ConfigError: see `retries.map_exceptions`.
             UnavailableError: see `retries.map_exceptions`; or the read was cancelled.
         """
@@ -117,7 +117,7 @@ class HttpStream:
                     for view in views:
                         offset, progress_bytes = offset + len(view), progress_bytes + len(view)
                         yield view
-            except UnsuitedError as error:
+            except UnsupportedResponseError as error:
                 if offset == start:
                     raise
                 raise UnavailableError(
@@ -138,7 +138,7 @@ class HttpStream:
             connection, response = self._request_range(request, f"bytes={offset}-{stop - 1}", interrupt)
             is_reusable = False
             try:
-                with interrupt.cutting(connection.cut):
+                with interrupt.on_cancel(connection.shut_down):
                     _check(response, offset, stop)
                     throughput = MinThroughput(self._timeouts.min_bytes_s, self._timeouts.window_s)
                     buffer = memoryview(bytearray(min(_BUFFER_BYTES, stop - offset)))
@@ -150,7 +150,7 @@ class HttpStream:
                             raise ConnectionError(f"the server closed the connection {stop - offset} bytes too early")
                         offset += num_bytes
                         yield buffer[:num_bytes]
-                    is_reusable = connection.end_answer() and not interrupt.is_set
+                    is_reusable = connection.finish_response() and not interrupt.is_set
             finally:
                 if is_reusable:
                     self._connections.give_back(request.server, connection)
@@ -163,8 +163,8 @@ class HttpStream:
         connection = self._connections.take(request.server, interrupt)
         while True:
             try:
-                with interrupt.cutting(connection.cut):
-                    return connection, connection.ask(request.target, {**request.headers, "Range": byte_range})
+                with interrupt.on_cancel(connection.shut_down):
+                    return connection, connection.send_get(request.target, {**request.headers, "Range": byte_range})
             except OSError:  # http.client raises it for most broken connections
                 connection.close()
                 if not connection.was_kept or interrupt.is_set:
@@ -195,7 +195,7 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
     """Check that the body of a response is exactly the requested range.
 
     Raises:
-        UnsuitedError: the response is not supported.
+        UnsupportedResponseError: the response is not supported.
         FileNotFoundError, PermissionError, ConnectionError: it has no bytes, or other ones.
     """
     status = response.status
@@ -204,11 +204,11 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
     if status in _REFUSALS:
         raise PermissionError(f"{status} {response.reason}")
     if 300 <= status < 400 or response.getheader("Content-Encoding", "identity") != "identity":
-        raise UnsuitedError
+        raise UnsupportedResponseError
     if status not in (_OK, _PARTIAL):
         raise ConnectionError(f"the server responds {status} {response.reason}")
     if response.length is None:
-        raise UnsuitedError
+        raise UnsupportedResponseError
     length = stop - offset
     if status == _OK and (offset or response.length != length):
         raise ConnectionError(

@@ -8,7 +8,7 @@ import fsspec
 
 from datasvc.errors import UnavailableError
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import HttpStream, Take, UnsuitedError
+from datasvc.repository.store.http_stream import HttpStream, Take, UnsupportedResponseError
 from datasvc.repository.store.retries import with_retries
 
 _BLOCK_BYTES: Final = 16 << 20
@@ -57,7 +57,7 @@ class RangeReader:
         if http is not None and length:
             try:
                 http.read(path, offset, length, take, location=location, interrupt=interrupt)
-            except UnsuitedError:
+            except UnsupportedResponseError:
                 self._http = None  # from now on, use fsspec's client
             else:
                 return

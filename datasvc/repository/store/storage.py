@@ -43,11 +43,11 @@ _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 _Result = TypeVar("_Result")
 
 
-def check_size(location: str, size_bytes: int, most_bytes: int | None) -> None:
+def check_size(location: str, size_bytes: int, max_bytes: int | None) -> None:
     """Raise CorruptDataError if a file is larger than the maximum for its kind; None: no maximum."""
-    if most_bytes is not None and size_bytes > most_bytes:
+    if max_bytes is not None and size_bytes > max_bytes:
         raise CorruptDataError(
-            f"{location} has more than the {most_bytes} bytes that are allowed for it, and was not read; restore it "
+            f"{location} has more than the {max_bytes} bytes that are allowed for it, and was not read; restore it "
             "from another copy"
         )
 
@@ -144,24 +144,24 @@ class Storage:
                 f"possible. Write to {exclusive_create.WRITABLE_STORES}, and copy the files from there"
             )
 
-    def read(self, path: str, most_bytes: int | None = None) -> bytes:
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
         """Return the whole content of a file.
 
         Args:
             path: path of the file.
-            most_bytes: maximum size; a larger file is not read. None: no limit.
+            max_bytes: maximum size; a larger file is not read. None: no limit.
 
         Raises:
             NotFoundError, ConfigError, UnavailableError: see `retries.map_exceptions`.
-            CorruptDataError: the file is larger than `most_bytes`.
+            CorruptDataError: the file is larger than `max_bytes`.
         """
-        if most_bytes is None:
+        if max_bytes is None:
             return self._retry("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
         if self.is_local:
-            check_size(self.location(path), self.size(path) or 0, most_bytes)
+            check_size(self.location(path), self.size(path) or 0, max_bytes)
             return self.read(path)
-        content = self._read_start(path, most_bytes + 1)
-        check_size(self.location(path), len(content), most_bytes)
+        content = self._read_start(path, max_bytes + 1)
+        check_size(self.location(path), len(content), max_bytes)
         return content
 
     def _read_start(self, path: str, length: int) -> bytes:
@@ -173,7 +173,7 @@ class Storage:
                 return b""
             raise
 
-    def read_checked(self, path: str, check: Callable[[bytes], _Result], *, most_bytes: int | None = None) -> _Result:
+    def read_checked(self, path: str, check: Callable[[bytes], _Result], *, max_bytes: int | None = None) -> _Result:
         """Return the result of `check` on the whole content of a file.
 
         A remote file is read a second time if `check` finds it corrupt, because the transfer may have changed a bit.
@@ -181,19 +181,19 @@ class Storage:
         Args:
             path: path of the file.
             check: function that verifies and decodes the content.
-            most_bytes: see `read`.
+            max_bytes: see `read`.
 
         Raises:
             NotFoundError, ConfigError, UnavailableError: see `read`.
             CorruptDataError: raised by `check`; or see `read`.
         """
-        content = self.read(path, most_bytes)
+        content = self.read(path, max_bytes)
         try:
             return check(content)
         except CorruptDataError:
             if self.is_local:
                 raise
-            return check(self.read(path, most_bytes))
+            return check(self.read(path, max_bytes))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`, or fewer at the end of the file; for errors, see `read`."""
@@ -271,7 +271,7 @@ class Storage:
         """
         self.check_writable()
         path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
-        # Without `create`: no other process knows this random name.
+        # Without `create`: no other process uses this random name.
         with map_exceptions("write", self.location(path)):
             self._fs.pipe_file(self._full(path), content)
         return path

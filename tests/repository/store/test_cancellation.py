@@ -7,9 +7,9 @@ from datasvc.repository.store.cancellation import CancellationToken
 
 def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
     interrupt, cuts = CancellationToken(), []
-    with interrupt.cutting(lambda: cuts.append("over")):
+    with interrupt.on_cancel(lambda: cuts.append("over")):
         pass
-    with interrupt.cutting(lambda: cuts.append("one")), interrupt.cutting(lambda: cuts.append("two")):
+    with interrupt.on_cancel(lambda: cuts.append("one")), interrupt.on_cancel(lambda: cuts.append("two")):
         assert not interrupt.is_set
         interrupt.set()
         assert cuts == ["one", "two"]
@@ -19,7 +19,7 @@ def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
 def test_who_begins_afterwards_is_cut_at_once():
     interrupt, cuts = CancellationToken(), []
     interrupt.set()
-    with interrupt.cutting(lambda: cuts.append("late")):
+    with interrupt.on_cancel(lambda: cuts.append("late")):
         assert cuts == ["late"]
 
 

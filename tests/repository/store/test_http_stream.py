@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_connections import Timeouts, _tls
-from datasvc.repository.store.http_stream import _BUFFER_BYTES, HttpStream, UnsuitedError
+from datasvc.repository.store.http_stream import _BUFFER_BYTES, HttpStream, UnsupportedResponseError
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.retries import ATTEMPTS
 from tests.examples import examples
@@ -168,7 +168,7 @@ def test_a_server_without_ranges_gives_whole_files():
 @pytest.mark.parametrize("fault", STRANGE)
 def test_an_answer_of_another_kind_is_left_to_the_client_that_knows_it(fault):
     with FaultyServer(CONTENT, fault) as server:
-        with pytest.raises(UnsuitedError):
+        with pytest.raises(UnsupportedResponseError):
             read(stream_of(), server)
         ranges, pieces = RangeReader(fsspec.filesystem("http")), bytearray()
         assert ranges.can_stream

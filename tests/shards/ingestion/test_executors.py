@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.errors import NotFoundError, SourceChangedError
-from datasvc.gc import list_old, named_objects, sweep, unmark
+from datasvc.gc import discard_referenced, list_old, referenced_objects, sweep
 from datasvc.repository import Repository
 from datasvc.repository.logs.journal import Journal
 from datasvc.shards import ingest, open_dataset
@@ -204,7 +204,7 @@ def test_a_gc_that_runs_while_an_old_ingest_goes_on_takes_nothing_of_it(reposito
         os.utime(path, (1, 1))
     before_s = time.time() - 3600
     garbage = list_old(repository, before_s)
-    unmark(garbage, named_objects(repository, before_s))
+    discard_referenced(garbage, referenced_objects(repository, before_s))
     assert ingest(repository, str(folder), "pets", **LISTED).num_resumed == 4
     sweep(repository, garbage, before_s)
     assert verify(repository, "pets", deep=True).problems == ()
