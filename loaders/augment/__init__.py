@@ -1,1 +1,1 @@
-"""Random crops, flips and colours of images: drawn as pure functions of the position, and applied."""
+"""Random crops, flips and colour changes of images, drawn as pure functions of the sample's position."""

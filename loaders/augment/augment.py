@@ -1,10 +1,10 @@
-"""What is random in an image: its window, its flip, its colours; pure functions of (seed, epoch, position).
+"""Random windows, flips and colour factors of images, as pure functions of (seed, epoch, position).
 
-Widths and heights are columns since the ingest, so windows are drawn before anything is decoded, and a resumed run
-draws what an uninterrupted one would.
+Widths and heights are columns of the data set, so windows are drawn before images are decoded. A resumed run draws
+the same values as an uninterrupted one.
 
-Source of the random window: Szegedy et al. 2015 (area and aspect ratio drawn at random, the log of the ratio
-uniform), with ten tries and a centre fallback as in common implementations.
+Source of the random window: Szegedy et al. 2015 (random area and aspect ratio, with a uniform logarithm of the
+ratio), with ten tries and a centre crop as fallback, as in common implementations.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 
-_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of keys; those of order and ingest are below
+_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of the keys; order and ingest use lower numbers
 _TRIES = 10
-# Streams of a position: four per try, then the flip, then the colours. Numbers stay for good: states rely on them.
+# Random streams of a position: four per try, the flip, the colours. The numbers must never change, because a resumed
+# run draws from them again.
 _AREA, _RATIO, _LEFT, _TOP, _STREAMS_PER_TRY = 0, 1, 2, 3, 4
 _FLIP = _TRIES * _STREAMS_PER_TRY
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 6)
@@ -34,19 +35,19 @@ _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """How training windows and colours are drawn.
+    """Distribution of random windows and colour changes in training.
 
     Attributes:
-        scale: share of the image's area, 0 < low <= high <= 1.
-        ratio: width / height of the window, 0 < low <= high.
+        scale: range of the window's area as a fraction of the image's, 0 < low <= high <= 1.
+        ratio: range of width / height of the window, 0 < low <= high.
         flip: probability of a horizontal flip.
-        brightness: it is multiplied by something in [max(0, 1 - brightness), 1 + brightness]; 0 leaves it alone.
-        contrast: likewise.
-        saturation: likewise.
-        hue: it is turned by something in [-hue, hue], a share of the full circle, at most 0.5.
+        brightness: spread b of the brightness factor, drawn from [max(0, 1 - b), 1 + b]; 0: no change.
+        contrast: spread of the contrast factor, as for brightness.
+        saturation: spread of the saturation factor, as for brightness.
+        hue: the hue is rotated by a value from [-hue, hue], as a fraction of the full circle; at most 0.5.
 
     Raises:
-        ConfigError: out of range.
+        ConfigError: a value is out of range.
     """
 
     scale: tuple[float, float] = (0.08, 1.0)
@@ -63,16 +64,16 @@ class AugmentConfig:
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise ConfigError(f"ratio is {self.ratio}; expected 0 < low <= high")
         if not 0 <= self.flip <= 1:
-            raise ConfigError(f"flip is {self.flip}; expected a probability")
+            raise ConfigError(f"flip is {self.flip}; expected a probability, 0 to 1")
         for name in ("brightness", "contrast", "saturation"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
         if not 0 <= self.hue <= 0.5:
-            raise ConfigError(f"hue is {self.hue}; expected a share of the circle, 0 to 0.5")
+            raise ConfigError(f"hue is {self.hue}; expected a fraction of the circle, 0 to 0.5")
 
     @property
     def changes_colours(self) -> bool:
-        """Whether colours are changed at all."""
+        """Whether any colour change has a non-zero spread."""
         return any((self.brightness, self.contrast, self.saturation, self.hue))
 
 
@@ -93,14 +94,14 @@ class Windows:
 
 @dataclass(frozen=True)
 class ColourFactors:
-    """How the colours of a batch change; `factors[rows]` are those of some of its images.
+    """Colour factors of a batch; a slice `factors[rows]` returns those of some of its images.
 
     Attributes:
-        brightness: `float64[batch]`, 1 changes nothing.
-        contrast: likewise.
-        saturation: likewise.
-        hue: `float64[batch]`, share of the circle, 0 changes nothing.
-        sequence: `int8[batch, 4]`, in which order: 0 brightness, 1 contrast, 2 saturation, 3 hue.
+        brightness: `float64[batch]`, 1: no change.
+        contrast: `float64[batch]`, 1: no change.
+        saturation: `float64[batch]`, 1: no change.
+        hue: `float64[batch]`, rotation as a fraction of the circle, 0: no change.
+        sequence: `int8[batch, 4]`, order of the changes: 0 brightness, 1 contrast, 2 saturation, 3 hue.
     """
 
     brightness: npt.NDArray[np.float64]
@@ -130,12 +131,12 @@ def plan_random_windows(
     """Draw a training window for each sample.
 
     Args:
-        widths: pixels, `int[batch]`.
-        heights: pixels, `int[batch]`.
-        positions: of the samples in the epoch, `int64[batch]`.
-        seed: of the order.
-        epoch: of the order.
-        config: how windows are drawn.
+        widths: widths of the images in pixels, `int[batch]`.
+        heights: heights of the images in pixels, `int[batch]`.
+        positions: positions of the samples in the epoch, `int64[batch]`.
+        seed: seed of the order.
+        epoch: epoch of the order.
+        config: distribution of the windows.
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
     image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
@@ -154,15 +155,15 @@ def plan_random_windows(
 
 
 def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
-    """Draw how the colours of each sample change.
+    """Draw the colour factors of each sample.
 
     The ranges and the random order of the four changes are those of torchvision's `ColorJitter`.
 
     Args:
-        positions: of the samples in the epoch, `int64[batch]`.
-        seed: of the order.
-        epoch: of the order.
-        config: how far colours go.
+        positions: positions of the samples in the epoch, `int64[batch]`.
+        seed: seed of the order.
+        epoch: epoch of the order.
+        config: spread of the factors.
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
 
@@ -180,15 +181,15 @@ def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentC
 
 
 def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Generator]:
-    """Return a generator of random numbers for each sample, for transforms of the user's.
+    """Return a random generator for each sample, for the user's transforms.
 
-    Each starts anew for (seed, epoch, position) and shares no number with another: the position is part of the
-    counter of Philox (Salmon et al., SC 2011), 2**128 blocks apart.
+    A generator depends on (seed, epoch, position) only, and its sequence does not overlap with another one: the
+    position is a part of the Philox counter (Salmon et al., SC 2011), so sequences are 2**128 blocks apart.
 
     Args:
-        seed: of the order.
-        epoch: of the order.
-        positions: of the samples in the epoch, `int64[n]`.
+        seed: seed of the order.
+        epoch: epoch of the order.
+        positions: positions of the samples in the epoch, `int64[n]`.
     """
     key = derive_keys(seed, epoch, _TRANSFORMS, 2)
     counters = np.zeros((len(positions), 4), np.uint64)
@@ -197,13 +198,13 @@ def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Gen
 
 
 def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:
-    """Return the window that, scaled to `size`, equals: scale the shorter side to `resize`, crop the centre.
+    """Return centre windows; scaled to `size` they equal a resize of the shorter side to `resize` and a centre crop.
 
     Args:
-        widths: pixels, `int[batch]`.
-        heights: pixels, `int[batch]`.
-        size: side of the output.
-        resize: shorter side before the crop, at least `size`.
+        widths: widths of the images in pixels, `int[batch]`.
+        heights: heights of the images in pixels, `int[batch]`.
+        size: side of the output in pixels.
+        resize: shorter side before the crop in pixels, at least `size`.
     """
     side = np.maximum(1, np.rint(np.minimum(widths, heights).astype(np.float64) * size / resize))
     top, left = np.rint((heights - side) / 2), np.rint((widths - side) / 2)
@@ -213,7 +214,7 @@ def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, 
 def _fallback(
     image_w: npt.NDArray[np.float64], image_h: npt.NDArray[np.float64], config: AugmentConfig
 ) -> npt.NDArray[np.float64]:
-    """The largest centred window whose ratio is allowed: `float64[4, batch]`, top, left, height, width."""
+    """Return the largest centred window with an allowed ratio: `float64[4, batch]`, top, left, height, width."""
     ratio = np.clip(image_w / image_h, *config.ratio)
     width = np.clip(np.rint(np.minimum(image_w, image_h * ratio)), 1, image_w)
     height = np.clip(np.rint(np.minimum(image_h, image_w / ratio)), 1, image_h)

@@ -1,10 +1,10 @@
-"""Colours of decoded images: brightness, contrast, saturation and hue, by factors that were drawn beforehand.
+"""Colour changes of decoded images on the CPU: brightness, contrast, saturation and hue, by given factors.
 
 The four changes, their neutral factors and their random order are those of torchvision's `ColorJitter` (its
 `adjust_brightness`, `adjust_contrast`, `adjust_saturation` and `adjust_hue`): a blend with black, with the image's
-mean grey, with each pixel's own grey, and a turn of the hue in HSV, each cut to the range of a pixel. Grey is
-0.299 R + 0.587 G + 0.114 B (ITU-R BT.601). torchvision cuts off fractions after each change; here they are kept to
-the end and rounded once, so images differ from its own by a few levels and are not darkened by the cuts.
+mean grey, with each pixel's own grey, and a rotation of the hue in HSV, each clipped to the range of a pixel. Grey is
+0.299 R + 0.587 G + 0.114 B (ITU-R BT.601). torchvision truncates to integers after each change; this module rounds
+once at the end, so images differ from torchvision's by a few levels, and truncation does not darken them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _Floats = npt.NDArray[np.float32]
 _GREY: Final = np.array([[0.299], [0.587], [0.114]], np.float32)
 _WHITE: Final = np.float32(255)
 _NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing
-_NUM_SCRATCH = 4  # planes that a change may use beside the image's own
-_OF_THREAD: Final = threading.local()  # its changer: memory that is used for the first time costs more than the rest
+_NUM_SCRATCH = 4  # scratch planes for a change
+_THREAD_LOCAL: Final = threading.local()  # a changer per thread: new memory costs more than the computation
 
 
 class _ColourChanger:
-    """Changes the colours of one image after another, in memory of its own: that much stays in a core's cache.
+    """Changes the colours of images, one after another, in scratch memory that fits into a core's cache.
 
     Args:
-        height: of every image, pixels.
-        width: likewise.
+        height: height of all images in pixels.
+        width: width of all images in pixels.
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -40,35 +40,35 @@ class _ColourChanger:
         self._bytes = np.empty((3, height, width), np.uint8)
 
     def change(self, image: npt.NDArray[np.uint8], factors: ColourFactors, index: int) -> None:
-        """Change `image`, `uint8[height, width, 3]` of any strides, in place, by factors `index` of a batch."""
+        """Change an image, `uint8[height, width, 3]` with any strides, in place, by the factors at `index`."""
         amounts = (factors.brightness[index], factors.contrast[index], factors.saturation[index], factors.hue[index])
-        wanted = [number for number in factors.sequence[index].tolist() if amounts[number] != _NEUTRAL[number]]
-        if not wanted:
+        changes = [number for number in factors.sequence[index].tolist() if amounts[number] != _NEUTRAL[number]]
+        if not changes:
             return
         planes = self._planes.reshape(self._bytes.shape)
         planes[:] = image.transpose(2, 0, 1)
-        for number in wanted:
+        for number in changes:
             _CHANGES[number](self._planes, np.float32(amounts[number]), self._scratch)
         self._planes += np.float32(0.5)
-        np.copyto(self._bytes, planes, casting="unsafe")  # cuts off what is behind the point
-        for channel, values in enumerate(self._bytes):  # three times as fast as all at once
+        np.copyto(self._bytes, planes, casting="unsafe")  # truncates, after the addition of 0.5
+        for channel, values in enumerate(self._bytes):  # three times as fast as one copy of all channels
             image[:, :, channel] = values
 
 
 def augment_colour(images: npt.NDArray[np.uint8], factors: ColourFactors) -> None:
-    """Change the colours of images in place; a pure function of the pixels and the factors of each.
+    """Change the colours of images in place; each result depends only on the image's pixels and factors.
 
-    Several threads may each do a part of a batch at once. A change whose factor is neutral costs nothing.
+    Several threads may process parts of a batch in parallel. A change with a neutral factor costs nothing.
 
     Args:
-        images: `uint8[n, height, width, 3]`, of any strides.
-        factors: of `n` images.
+        images: `uint8[n, height, width, 3]`, with any strides.
+        factors: factors of the `n` images.
     """
     assert len(images) == len(factors), (len(images), len(factors))
     height, width = images.shape[1:3]
-    changer: _ColourChanger | None = getattr(_OF_THREAD, "changer", None)
+    changer: _ColourChanger | None = getattr(_THREAD_LOCAL, "changer", None)
     if changer is None or changer.size != (height, width):
-        _OF_THREAD.changer = changer = _ColourChanger(height, width)
+        _THREAD_LOCAL.changer = changer = _ColourChanger(height, width)
     for index, image in enumerate(images):
         changer.change(image, factors, index)
 
@@ -82,7 +82,7 @@ def _change_contrast(planes: _Floats, factor: np.float32, scratch: _Floats) -> N
     mean = _grey(planes, scratch).mean(dtype=np.float64)
     planes *= factor
     planes += np.float32((1 - factor) * mean)
-    _cut(planes)
+    _clip(planes)
 
 
 def _change_saturation(planes: _Floats, factor: np.float32, scratch: _Floats) -> None:
@@ -90,22 +90,22 @@ def _change_saturation(planes: _Floats, factor: np.float32, scratch: _Floats) ->
     grey *= 1 - factor
     planes *= factor
     planes += grey
-    _cut(planes)
+    _clip(planes)
 
 
-def _turn_hue(planes: _Floats, turn: np.float32, scratch: _Floats) -> None:
-    """Turn the hue and keep the rest of HSV: value, and with it chroma, the largest less the smallest channel.
+def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None:
+    """Rotate the hue and keep value and saturation of HSV. Chroma is the largest minus the smallest channel.
 
-    Source of the hexagon: Smith, Color gamut transform pairs, SIGGRAPH 1978.
+    Source of the hue hexagon: Smith, Color gamut transform pairs, SIGGRAPH 1978.
     """
     value, chroma, hue, weight = scratch
     np.max(planes, axis=0, out=value)
     np.min(planes, axis=0, out=chroma)
     np.subtract(value, chroma, out=chroma)
     _read_hue(planes, value, chroma, hue, weight)
-    hue += 6 * turn
+    hue += 6 * rotation
     hue -= 6 * np.floor(hue / 6)
-    # How much of the chroma a channel lacks, a trapezium over the hexagon: (its middle, height there, slope).
+    # Fraction of the chroma that a channel lacks: a trapezoid over the hue hexagon (its middle, height there, slope).
     for plane, (middle, height, slope) in zip(planes, ((3, 2, -1), (2, -1, 1), (4, -1, 1)), strict=True):
         np.subtract(hue, middle, out=weight)
         np.abs(weight, out=weight)
@@ -118,7 +118,7 @@ def _turn_hue(planes: _Floats, turn: np.float32, scratch: _Floats) -> None:
 
 
 def _read_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
-    """Write the hue, -1 to 5, into `hue`: (a - b) / chroma + 0, 2 or 4, by which channel is the largest."""
+    """Write the hue, -1 to 5, to `hue`: (a - b) / chroma + 0, 2 or 4, depending on the largest channel."""
     red, green, blue = planes
     np.subtract(red, green, out=hue)
     hue += 4 * chroma
@@ -127,11 +127,12 @@ def _read_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, sc
         if sector:
             scratch += sector * chroma
         np.copyto(hue, scratch, where=largest == value)
-    hue /= np.maximum(chroma, np.finfo(np.float32).tiny)  # grey has no hue: 0
+    hue /= np.maximum(chroma, np.finfo(np.float32).tiny)  # grey has no hue; it gets 0
 
 
 def _grey(planes: _Floats, scratch: _Floats) -> _Floats:
-    """Return each pixel's grey, in `scratch`. Matrix products differ in the last bit among machines."""
+    """Return the grey of each pixel, stored in `scratch`."""
+    # No matrix product: its last bit differs between machines.
     terms = np.multiply(planes, _GREY, out=scratch[:3])
     terms[0] += terms[1]
     terms[0] += terms[2]
@@ -139,9 +140,9 @@ def _grey(planes: _Floats, scratch: _Floats) -> _Floats:
     return grey
 
 
-def _cut(planes: _Floats) -> None:
+def _clip(planes: _Floats) -> None:
     np.maximum(planes, 0, out=planes)
     np.minimum(planes, _WHITE, out=planes)
 
 
-_CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _turn_hue)  # as in `sequence`
+_CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)  # as in `sequence`

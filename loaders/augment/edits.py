@@ -1,4 +1,4 @@
-"""What is done to decoded images beside crop and flip: colours, then a transform of the user's."""
+"""Changes of decoded images beside crop and flip: colours, then the user's transform."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Edits:
     """An `Edit` of a batch.
 
     Attributes:
-        positions: of the samples in the epoch, `int64[n]`.
-        epoch: of the batch.
-        colours: factors for each image; None leaves colours alone.
-        transform: the user's; None: none.
-        random: its generator for each image.
+        positions: positions of the samples in the epoch, `int64[n]`.
+        epoch: epoch of the batch.
+        colours: colour factors of the images; None: colours do not change.
+        transform: the user's transform; None if there is none.
+        random: random generator of each image, for the transform.
     """
 
     positions: Integers
@@ -32,7 +32,7 @@ class Edits:
     random: Sequence[np.random.Generator]
 
     def __call__(self, index: int, image: Image) -> None:
-        """Change an image of the batch in place: its index there, and `uint8[size, size, 3]`."""
+        """Change image `index` of the batch, `uint8[size, size, 3]`, in place."""
         if self.colours is not None:
             augment_colour(image[None], self.colours[index : index + 1])
         if self.transform is not None:
@@ -48,14 +48,14 @@ class Edits:
 def plan_edit(
     positions: Integers, *, seed: int, epoch: int, colours: AugmentConfig | None, transform: Transform | None
 ) -> Edits | None:
-    """Return what is done to each image of a batch; None: nothing.
+    """Return the edits of a batch; None if there are none.
 
     Args:
-        positions: of the samples in the epoch, `int64[n]`.
-        seed: of the order.
-        epoch: of the order.
-        colours: how far colours go; None leaves them alone.
-        transform: the user's.
+        positions: positions of the samples in the epoch, `int64[n]`.
+        seed: seed of the order.
+        epoch: epoch of the order.
+        colours: distribution of colour changes; None: colours do not change.
+        transform: the user's transform, if any.
     """
     if colours is None and transform is None:
         return None

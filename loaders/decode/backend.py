@@ -1,4 +1,4 @@
-"""What every way to decode images has in common: how it is set, and how batches go in and come out."""
+"""Interface and settings of image decoding backends."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ if TYPE_CHECKING:
 
 Backend = Literal["cpu", "gpu-window", "gpu-whole", "pillow"]
 Framework = Literal["torch", "numpy"]
-# Returns the bytes of an image of a batch: its index there, and a buffer to put them in, or not, `uint8[size]`.
+# (index of an image in its batch, buffer `uint8[size]`) -> bytes of the image, in the buffer or elsewhere.
 Read = Callable[[int, Bytes], Bytes]
 
 
 class Edit(Protocol):
-    """What is done to the images of a batch beside crop and flip: colours first, then a transform."""
+    """Changes of a batch's images beside crop and flip: colours first, then the user's transform."""
 
     @property
     def colours(self) -> ColourFactors | None:
-        """How colours change, for who changes those of the whole batch; None: not at all."""
+        """Colour factors, for backends that change a whole batch on a GPU; None: colours do not change."""
 
     @property
     def transform(self) -> object | None:
-        """The user's, which is for the CPU; None: none."""
+        """The user's transform, which runs on the CPU; None if there is none."""
 
     def __call__(self, index: int, image: Pixels) -> None:
-        """Do all of it to one image in place: its index, and `uint8[size, size, 3]`, upright and mirrored already."""
+        """Apply all changes in place to image `index`, an upright and flipped `uint8[size, size, 3]`."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What a decoder of images is built from.
+    """Settings of a decoding backend.
 
     Attributes:
-        batch_size: most images of a batch.
-        pixels: what becomes of each image.
-        num_threads: decoding threads.
-        prefetch: batches under way at once.
-        device_id: GPU that receives the images; None for the CPU.
-        max_width: widest image of the data set, 0 if unknown: GPU memory is allocated once, for it.
-        max_height: likewise.
+        batch_size: maximum number of images in a batch.
+        pixels: format of the decoded images.
+        num_threads: number of decoding threads.
+        prefetch: number of batches in progress at the same time.
+        device_id: index of the GPU that receives the images; None: the CPU.
+        max_width: width of the widest image in the data set, for one allocation of GPU memory; 0 if unknown.
+        max_height: height of the highest image in the data set; 0 if unknown.
         changes_colours: whether batches may come with an `Edit` of colours.
-        is_pinned: whether batches lie in page-locked memory of the host.
+        is_pinned: whether batches are in page-locked host memory.
     """
 
     batch_size: int
@@ -65,12 +65,12 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class DecodedImages:
-    """What became of a batch.
+    """A decoded batch.
 
     Attributes:
-        images: `PixelFormat.shape(n)`; zeros where an image does not decode. An array from the CPU, a tensor on its
-            device from a GPU. Nobody writes to it again while it is referenced.
-        bad: why an image does not decode, by its index in the batch.
+        images: images of shape `PixelFormat.shape(n)`, zeros for images that do not decode: an array from the CPU, or
+            a tensor on a GPU. The memory is not reused while it is referenced.
+        bad: reasons why images do not decode, by index in the batch.
     """
 
     images: npt.NDArray[Any] | torch.Tensor
@@ -83,17 +83,17 @@ class ImageBackend(Protocol):
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
-        """Start on a batch.
+        """Start decoding a batch.
 
         Args:
             images: 0 to `batch_size` encoded images, which stay alive and unchanged until `take`.
-            windows: one for each.
-            edit: called for each from any thread, after scaling and before normalising.
-            read: called for each from any thread before it is decoded, where it is cheaper than to touch `images`.
+            windows: window of each image.
+            edit: changes of each image, called from any thread after scaling and before normalisation.
+            read: function that reads the bytes of an image into a buffer, called from any thread; None: use `images`.
         """
 
     def take(self) -> DecodedImages:
-        """Return what became of the oldest batch that was fed, waiting for it."""
+        """Wait for the oldest batch that was fed, and return it decoded."""
 
     def close(self) -> None:
-        """Stop, and let go of everything that was not taken."""
+        """Stop, and release all resources, including batches that were not taken."""

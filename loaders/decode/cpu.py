@@ -1,4 +1,4 @@
-"""Batches decoded on the CPU: images are spread over a few threads, which write them where the batch lies."""
+"""CPU backend: a pool of threads decodes the images of a batch directly into the batch's memory."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
     from datasvc.shards.format.mapped_file import Bytes
 
-# Images that a thread takes at once: few, so that threads finish a batch together.
-_MAX_AT_ONCE = 8
-_SHARES_OF_A_THREAD = 4
-# Besides those under way, the caller has one batch and asks for the next.
-_WITH_THE_CALLER = 2
+# A task has few images, and a thread gets several tasks per batch, so that all threads finish at the same time.
+_MAX_IMAGES_PER_TASK = 8
+_TASKS_PER_THREAD = 4
+# Besides the batches in progress, the caller holds one batch while it takes the next.
+_HELD_BY_CALLER = 2
 
 
 @dataclass(frozen=True)
 class _DecodeJob:
-    """A batch to decode: what, and where to."""
+    """A batch to decode, and its output memory."""
 
     images: Sequence[Bytes]
     starts: list[list[int]]
@@ -50,14 +50,14 @@ class _DecodeJob:
 
 @dataclass(frozen=True)
 class CpuRun:
-    """A batch under way."""
+    """A batch in progress: its output memory, and one future per task."""
 
     images: npt.NDArray[Any] | torch.Tensor
     parts: list[Future[dict[int, str]]]
 
     @property
     def is_decoded(self) -> bool:
-        """Whether `finish` returns at once, and raises nothing."""
+        """Whether `finish` returns at once without an error."""
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.parts)
 
 
@@ -69,20 +69,20 @@ def _stop_all() -> None:
         stopped.set()
 
 
-# A program that ends, by Ctrl-C perhaps, waits for its threads: what nobody will take they leave. There is no public
-# hook that runs before that wait; where this one is gone it takes as long as what was prefetched.
+# At exit, for example after Ctrl-C, Python waits for all threads. This hook runs before that wait and makes them skip
+# prefetched images. It is private; without it, the exit takes as long as decoding all prefetched batches.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_stop_all)  # noqa: SLF001
 
 
 class CpuBackend:
-    """An `ImageBackend` of `num_threads` threads in all; equal input gives equal bytes at any number of them.
+    """An `ImageBackend` with `num_threads` threads; the output bytes do not depend on the number of threads.
 
     Args:
-        config: what it is built from.
+        config: settings of the backend.
         backend: "cpu" or "pillow", see `ImageWorker`.
-        framework: whose resizer is used.
-        profiler: times what the threads do.
+        framework: framework whose resizer is used.
+        profiler: profiler of the loader.
 
     Raises:
         ConfigError: the decoder is not installed.
@@ -94,13 +94,13 @@ class CpuBackend:
         if backend == "cpu":
             import_codec()
         if framework == "torch":
-            import torch  # noqa: F401 - before the threads: imported by several at once it may be seen half made
+            import torch  # noqa: F401 - before the threads start: parallel imports may see a partial module
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
         shape = config.pixels.shape(config.batch_size)
-        self._ring = BufferRing(shape, config.pixels.dtype, keep=config.prefetch + _WITH_THE_CALLER)
+        self._ring = BufferRing(shape, config.pixels.dtype, keep=config.prefetch + _HELD_BY_CALLER)
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
-        self._own = threading.local()
+        self._thread_local = threading.local()
         self._stopped = threading.Event()
         _WORKING.add(self._stopped)
         self._in_progress: deque[CpuRun] = deque()
@@ -126,14 +126,14 @@ class CpuBackend:
         *,
         out: npt.NDArray[Any] | None = None,
     ) -> CpuRun:
-        """Start on a batch beside those that `take` returns.
+        """Start decoding a batch outside of the queue of `feed` and `take`.
 
         Args:
             images: see `feed`.
-            windows: likewise.
-            edit: likewise.
-            read: likewise.
-            out: memory of a whole batch to decode to, left alone until `finish`; None: some that nobody uses.
+            windows: see `feed`.
+            edit: see `feed`.
+            read: see `feed`.
+            out: output memory for a full batch, not used otherwise until `finish`; None: unused memory of the ring.
         """
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
@@ -147,7 +147,7 @@ class CpuBackend:
             read,
             array[:count],
         )
-        step = max(1, min(_MAX_AT_ONCE, count // (_SHARES_OF_A_THREAD * self._config.num_threads)))
+        step = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._config.num_threads)))
         parts = [
             self._pool.submit(self._decode, work, range(start, min(start + step, count)))
             for start in range(0, count, step)
@@ -155,20 +155,20 @@ class CpuBackend:
         return CpuRun(memory[:count], parts)
 
     def finish(self, run: CpuRun) -> DecodedImages:
-        """Return what became of a batch that was started, waiting for it."""
+        """Wait for a batch that was started, and return it decoded."""
         bad: dict[int, str] = {}
         for part in run.parts:
             bad |= part.result()
         return DecodedImages(self._deliver(run.images), bad)
 
     def close(self) -> None:
-        """Stop, once each thread is done with the image that it is at."""
+        """Stop after each thread's current image."""
         self._stopped.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._in_progress.clear()
 
     def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
-        """Decode some images of a batch; returns why some do not."""
+        """Decode some images of a batch; return reasons by index for those that do not decode."""
         with self._profiler.stage(Stage.DECODE):
             return self._decode_timed(work, indices)
 
@@ -193,7 +193,7 @@ class CpuBackend:
         return bad
 
     def _take_memory(self) -> npt.NDArray[Any] | torch.Tensor:
-        """Return memory of a whole batch that nobody uses."""
+        """Return unused memory for a full batch."""
         if not self._config.is_pinned:
             return self._ring.take()
         return empty_pinned(self._config.pixels.shape(self._config.batch_size), self._config.pixels.dtype)
@@ -206,7 +206,8 @@ class CpuBackend:
         return torch.as_tensor(images).view(torch.bfloat16)
 
     def _worker(self) -> ImageWorker:
-        if not hasattr(self._own, "worker"):
-            self._own.worker = ImageWorker(self._config.pixels, backend=self._backend, framework=self._framework)
-        worker: ImageWorker = self._own.worker
+        own = self._thread_local
+        if not hasattr(own, "worker"):
+            own.worker = ImageWorker(self._config.pixels, backend=self._backend, framework=self._framework)
+        worker: ImageWorker = own.worker
         return worker

@@ -1,7 +1,7 @@
-"""Decodes just a window of an encoded image, on the CPU: nvImageCodec, the decoder inside of DALI, called directly.
+"""Decoding of only a window of an image on the CPU, with nvImageCodec, the decoder inside of DALI.
 
-Image by image rather than in DALI's batches, so that one that does not decode spoils nothing beside it, and so that
-the thread that decoded a window goes on with it while it lies in that core's cache.
+It is called per image instead of through DALI's batches, so that an image that does not decode does not affect
+others, and so that one thread decodes and scales a window while it is in the core's cache.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from datasvc.loaders.decode.pixels import Pixels
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
-# How JPEG 2000 files start. Damaged ones crash the process in this decoder, and even in its parser; not in Pillow.
+# First bytes of JPEG 2000 files. Damaged ones crash the process in this decoder and in its parser, but not in Pillow.
 _JPEG_2000 = (b"\0\0\0\x0cjP", b"\xff\x4f\xff")
 
 
 def is_jpeg_2000(blob: Bytes) -> bool:
-    """Return whether only Pillow may decode a file: a damaged one would end the process elsewhere."""
+    """Return whether a file is JPEG 2000, which only Pillow may decode."""
     return blob[:8].tobytes().startswith(_JPEG_2000)
 
 
 def import_codec() -> Any:
-    """Return the module. Raises ConfigError where it is not installed."""
-    # What does not decode is named by us, and may decode with Pillow.
+    """Return the module nvimgcodec. Raises ConfigError: it is not installed."""
+    # Its own messages are silenced: images that it refuses may decode with Pillow, and others are reported by name.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec
     except ImportError as error:
         raise ConfigError(
-            f"images are decoded by nvImageCodec, which cannot be imported ({error}); install "
+            f"decode='cpu' needs nvImageCodec, which cannot be imported ({error}); install "
             "nvidia-nvimgcodec-cu13, which comes with DALI, or use decode='pillow'"
         ) from error
     return nvimgcodec
 
 
 class CropDecoder:
-    """Decodes windows in the thread that calls; each thread has its own.
+    """Decoder of windows, for use in one thread.
 
     Raises:
         ConfigError: nvImageCodec is not installed.
@@ -56,7 +56,7 @@ class CropDecoder:
             backends=[codec.Backend(codec.CPU_ONLY)],
         )
         self._params = codec.DecodeParams(apply_exif_orientation=True, color_spec=codec.SRGB)
-        self._image: Any = None  # its memory is used again
+        self._image: Any = None  # the last image, whose memory is reused
 
     def decode(self, blob: Bytes, start: Sequence[int], shape: Sequence[int]) -> Pixels | None:
         """Return a window of an image.
@@ -64,10 +64,10 @@ class CropDecoder:
         Args:
             blob: the encoded image.
             start: top and left of the window in the upright image, pixels.
-            shape: its height and width.
+            shape: height and width of the window, pixels.
 
         Returns:
-            `uint8[height, width, 3]`, RGB, valid until the next call; None where the image is not for this decoder.
+            `uint8[height, width, 3]`, RGB, valid until the next call; None if this decoder cannot decode the image.
         """
         if is_jpeg_2000(blob):
             return None

@@ -1,4 +1,4 @@
-"""What becomes of decoded pixels: flipped, normalised and laid out as the model wants them."""
+"""Format of decoded images: dtype, layout and normalisation; and writing of single images in that format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Output = Literal["uint8", "float32", "float16", "bfloat16"]
 Layout = Literal["NCHW", "NHWC"]
 Pixels = npt.NDArray[np.uint8]
 
-# NumPy has no bfloat16: its bits travel as integers.
+# NumPy has no bfloat16; its bits are stored as uint16.
 _DTYPES: Final[dict[str, Any]] = {
     "uint8": np.uint8,
     "float32": np.float32,
@@ -25,14 +25,14 @@ _DTYPES: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class PixelFormat:
-    """How the images of a batch lie in memory.
+    """Memory format of a batch of images.
 
     Attributes:
-        size: side in pixels.
-        output: "uint8", levels 0..255 as decoded; else normalised, `(level / 255 - mean) / std`.
+        size: side of an image in pixels.
+        output: "uint8": levels 0..255 as decoded; other types: normalised, `(level / 255 - mean) / std`.
         layout: "NCHW", or "NHWC" (channels last).
-        mean: of each channel, in 0..1.
-        std: likewise, above 0.
+        mean: mean of each channel, in 0..1.
+        std: standard deviation of each channel, in 0..1, above 0.
 
     Raises:
         ConfigError: a value is out of range.
@@ -45,27 +45,27 @@ class PixelFormat:
     std: tuple[float, float, float]
 
     def __post_init__(self) -> None:
-        for name, value, known in (("output", self.output, Output), ("layout", self.layout, Layout)):
-            if value not in get_args(known):
-                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(get_args(known))}")
+        for name, value, literal in (("output", self.output, Output), ("layout", self.layout, Layout)):
+            if value not in get_args(literal):
+                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(get_args(literal))}")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != 3 or not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
                 raise ConfigError(f"{name} is {values}; expected three numbers{' above 0' if name == 'std' else ''}")
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the memory; the bits of "bfloat16" are uint16."""
+        """Dtype of the memory; uint16 for the bits of "bfloat16"."""
         dtype: np.dtype[Any] = np.dtype(_DTYPES[self.output])
         return dtype
 
     @property
     def scale(self) -> npt.NDArray[np.float32]:
-        """What a level is multiplied by, `float32[3]`."""
+        """Factor of each channel in the normalisation `level * scale + shift`, `float32[3]`."""
         return np.asarray(1 / (255 * np.array(self.std)), np.float32)
 
     @property
     def shift(self) -> npt.NDArray[np.float32]:
-        """What is added then, `float32[3]`."""
+        """Summand of each channel in the normalisation, `float32[3]`."""
         return np.asarray(-np.array(self.mean) / np.array(self.std), np.float32)
 
     def shape(self, count: int) -> tuple[int, ...]:
@@ -75,10 +75,10 @@ class PixelFormat:
 
 
 class PixelWriter:
-    """Writes one image after another as a format says; each thread has its own.
+    """Writes images in a format, one after another, with scratch memory for one thread.
 
     Args:
-        pixels: the format.
+        pixels: format of the images.
     """
 
     def __init__(self, pixels: PixelFormat) -> None:
@@ -93,7 +93,7 @@ class PixelWriter:
         self._tables = _level_tables(pixels)
 
     def write(self, image: Pixels, out: npt.NDArray[Any], *, flip: bool) -> None:
-        """Write `uint8[size, size, 3]`, mirrored if asked, to `out`, of one image of the format."""
+        """Write an image, `uint8[size, size, 3]`, to `out` in the format, mirrored horizontally if `flip`."""
         if self._output == "uint8":
             if self._planar:
                 np.copyto(out, _to_planes(image, flip))
@@ -106,7 +106,7 @@ class PixelWriter:
 
     def _write_floats(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
         if self._planar:
-            # Bytes change places first: floats are four times as many.
+            # Transpose bytes before the conversion: floats are four times as large.
             np.copyto(self._planes, _to_planes(image, flip))
             for plane, target, scale, shift in zip(self._planes, out, self._scale, self._shift, strict=True):
                 np.multiply(plane, scale, out=target)
@@ -120,7 +120,7 @@ class PixelWriter:
         np.add(rows, self._row_shift, out=rows)
 
     def _write_halves(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
-        """Look every level up: NumPy takes four times as long to round floats to halves."""
+        """Write 16-bit floats with a lookup table; NumPy's rounding from float32 takes four times as long."""
         np.copyto(self._planes, _to_planes(image, flip))
         halves = out if self._planar else self._halves
         for table, plane, target in zip(self._tables, self._planes, halves, strict=True):
@@ -135,16 +135,16 @@ def _to_planes(image: Pixels, flip: bool) -> Pixels:
 
 
 def copy_pixels(image: Pixels, out: Pixels, *, flip: bool) -> None:
-    """Copy `uint8[height, width, 3]`, mirrored left and right if asked."""
+    """Copy an image, `uint8[height, width, 3]`, mirrored horizontally if `flip`."""
     if not flip:
         np.copyto(out, image)
         return
-    for channel in range(3):  # five times as fast as all at once, whose inner loop has three steps
+    for channel in range(3):  # five times as fast as one copy, whose inner loop would have three iterations
         np.copyto(out[:, :, channel], image[:, ::-1, channel])
 
 
 def _level_tables(pixels: PixelFormat) -> npt.NDArray[Any]:
-    """Return what each level becomes, `dtype[3, 256]`."""
+    """Return the normalised value of each channel and level, `dtype[3, 256]`."""
     levels = np.arange(256, dtype=np.float32)
     values = levels * pixels.scale[:, None] + pixels.shift[:, None]
     if pixels.output == "bfloat16":
@@ -153,6 +153,6 @@ def _level_tables(pixels: PixelFormat) -> npt.NDArray[Any]:
 
 
 def _to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Round to the nearest bfloat16, ties to even: the upper half of a float32's bits."""
+    """Return the bits of the nearest bfloat16, ties to even: the upper half of a rounded float32."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""One decoding thread's work: an encoded image becomes pixels of the batch, from first to last on one core."""
+"""The work of one decoding thread: decode, scale, edit and normalise an image into the batch's memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class ImageWorker:
-    """Decodes images in the thread that calls; each thread has its own.
+    """Decodes images, for use in one thread.
 
     Args:
-        pixels: what becomes of each image.
-        backend: "cpu" decodes just the window, and lets Pillow try what that decoder refuses; "pillow" has it do all.
-        framework: whose resizer is used.
+        pixels: format of the decoded images.
+        backend: "cpu": decode only the window with nvImageCodec, with Pillow if that fails; "pillow": Pillow only.
+        framework: framework whose resizer is used.
     """
 
     def __init__(self, pixels: PixelFormat, *, backend: Backend, framework: Framework) -> None:
@@ -37,7 +37,7 @@ class ImageWorker:
         self._window, self._edited = np.empty((2, pixels.size, pixels.size, 3), np.uint8)
 
     def buffer(self, size: int) -> Bytes:
-        """Return a buffer to read an encoded image into, `uint8[size]`, which the next call gives away again."""
+        """Return a buffer for an encoded image, `uint8[size]`, valid until the next call."""
         if size > len(self._encoded):
             self._encoded = np.empty(max(size, 2 * len(self._encoded)), np.uint8)
         return self._encoded[:size]
@@ -57,13 +57,13 @@ class ImageWorker:
         Args:
             blob: the encoded image.
             start: top and left of the window in the upright image, pixels.
-            shape: its height and width.
-            out: one image of the format, that is filled; with zeros where the image does not decode.
-            flip: mirror it.
-            edit: changes the scaled, mirrored `uint8[size, size, 3]` in place.
+            shape: height and width of the window, pixels.
+            out: output memory of one image in the format; filled with zeros if the image does not decode.
+            flip: whether to mirror the image horizontally.
+            edit: function that changes the scaled and mirrored `uint8[size, size, 3]` in place.
 
         Returns:
-            Why it does not decode; None where it does.
+            The reason why the image does not decode; None if it does.
         """
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:

@@ -1,1 +1,1 @@
-"""Chooses the decoding backend: by request, by the saved state, or by a trial on the data."""
+"""Choice of the decoding backend: by argument, by the saved state, or by a trial on the data."""

@@ -1,7 +1,7 @@
-"""One answer for all ranks of a job, through the store of their process group.
+"""Agreement of all ranks on one answer, through the key-value store of their process group.
 
-A store of keys and values, and no collective: ranks may ask in any thread and beside any other communication, and a
-rank that never asks keeps none of the others from their collectives.
+A store instead of a collective: ranks may call it from any thread and in parallel to other communication, and a rank
+that never calls it does not block the collectives of the others.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _TIMEOUT: Final = timedelta(minutes=20)  # longer than all trials together
 
 
 def default_store() -> Store | None:
-    """Return a connection of its own to the store of torch.distributed; None where no process group was made."""
+    """Return a separate connection to the store of torch.distributed; None if there is no process group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     from torch.distributed import distributed_c10d
 
-    store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public way to it
-    # Who waits in a store keeps all other threads out of that connection, so it gets one of its own. A store written
-    # in Python, as those of elastic jobs, has no such lock, and cannot be cloned.
+    store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public function
+    # A wait in a store locks its connection for all other threads, so this one needs a connection of its own. Stores
+    # written in Python, such as those of elastic jobs, have no such lock and cannot be cloned.
     with suppress(RuntimeError):
         store = store.clone()
-    found: Store = store
-    return found
+    default: Store = store
+    return default
 
 
 def agree(
     question: str, choose: Callable[[], str], *, is_first: bool, store: Store, timeout: timedelta = _TIMEOUT
 ) -> str:
-    """Return what `choose` gives on the first rank, on every rank that asks the same question.
+    """Return, on every rank, the result of `choose` on data rank 0.
 
     Args:
-        question: the same text on all ranks. Asked again, it has the same answer.
-        choose: called once, on one of those that are first.
-        is_first: whether this is data rank 0; its tensor- and pipeline-parallel peers are too.
-        store: of the process group.
-        timeout: for the others.
+        question: text that identifies the decision, equal on all ranks. The same question has the same answer.
+        choose: function that decides, called once, on one process of data rank 0.
+        is_first: whether this is data rank 0, which includes its tensor- and pipeline-parallel peers.
+        store: store of the process group.
+        timeout: time limit for the wait of the other ranks.
 
     Raises:
-        ConfigError: what `choose` raised, there or on the first rank.
-        UnavailableError: the first rank gave no answer.
+        ConfigError: `choose` failed on data rank 0.
+        UnavailableError: data rank 0 gave no answer in time.
     """
     key = f"datasvc/decode/{question}"
     if is_first and store.add(f"{key}/asked", 1) == 1:
@@ -64,12 +64,12 @@ def agree(
         return answer["chosen"]
     try:
         store.wait([key], timeout)
-        found = json.loads(store.get(key))
-    except RuntimeError as error:  # of the store: the time is over, or its process is gone
+        reply = json.loads(store.get(key))
+    except RuntimeError as error:  # of the store: a time-out, or its process has exited
         raise UnavailableError(
-            f"data rank 0 did not say within {timeout} which backend decodes; every rank of a job makes and iterates "
-            "the same loaders; otherwise name the backend, with decode='cpu' or another"
+            f"data rank 0 did not report within {timeout} which backend it has chosen; create and iterate the same "
+            "loaders on every rank of a job, or give the backend, with decode='cpu' or another"
         ) from error
-    if "error" in found:
-        raise ConfigError(f"data rank 0 could not choose a backend: {found['error']}")
-    return str(found["chosen"])
+    if "error" in reply:
+        raise ConfigError(f"data rank 0 could not choose a backend: {reply['error']}")
+    return str(reply["chosen"])

@@ -1,4 +1,4 @@
-"""Which backend a loader decodes with: as asked for, as its state says, or as a trial shows; once for all ranks."""
+"""The decoding backend of a loader: from its argument, its state or a trial; the same for all ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Draw = Callable[[], Sequence[TrialBatch]]
 
 
 class DecodeChoice:
-    """The backend of one loader. Once settled it stays, whatever else is faster later: pixels differ between them.
+    """The backend of one loader. Once chosen it does not change, because pixels differ between backends.
 
     Args:
-        wanted: by the user.
-        candidates: of `plan_candidates`.
-        config: of the backends.
-        ranks: that share the loader's global batches.
-        try_in_child: tries backends; `try_backends`.
-        find_store: returns the store of the process group, None without one.
+        wanted: argument of the user.
+        candidates: result of `plan_candidates`.
+        config: settings of the backends.
+        ranks: data rank of this process.
+        try_in_child: function that tries backends in a child process.
+        find_store: function that returns the store of the process group, or None.
     """
 
     def __init__(
@@ -47,32 +47,32 @@ class DecodeChoice:
         self._config, self._ranks = config, ranks
         self._try_in_child, self._find_store = try_in_child, find_store
         self._settled: Backend | None = candidates[0] if len(candidates) == 1 else None
-        self._stored: Backend | None = None
-        self._told: Backend | None = None  # by the last state, the same on all ranks
+        self._stored: Backend | None = None  # from the last state, if it is a candidate
+        self._in_state: Backend | None = None  # from the last state, candidate or not; equal on all ranks
         self._is_agreed = False
 
     @property
     def backend(self) -> Backend:
-        """What decodes; before it is settled, what is likely."""
+        """The chosen backend; before the choice, the most likely one."""
         return self._settled or self._stored or self._candidates[0]
 
     @property
     def state(self) -> Backend | None:
-        """What a state says of it; None: nothing, as it is not settled."""
+        """The backend to store in a loader state; None before the choice."""
         return self._settled or self._stored
 
     def restore(self, stored: Backend | None) -> None:
-        """Decode as a state says from here on, or say why that is not done; None: it says nothing."""
-        self._told = stored
+        """Use the backend of a state from now on, or warn if it is no candidate; None: the state has none."""
+        self._in_state = stored
         if stored is None or stored == self._settled:
             return
         self._is_agreed = False
-        # Without a GPU "auto" is the CPU's decoder, but Pillow is always there.
+        # For "auto", Pillow may be missing among the candidates, but it is always installed.
         if stored in self._candidates or (stored == "pillow" and self._wanted == "auto"):
             self._stored, self._settled = stored, None if stored in ON_GPU else stored
             return
         _LOG.warning(
-            "the state was saved by a loader that decodes with %r; decode=%r is %r here, and pixels differ from "
+            "the state was saved by a loader that decodes with %r; decode=%r uses %r here, so pixels differ from "
             "those of that run by a few levels of 255",
             stored,
             self._wanted,
@@ -80,36 +80,37 @@ class DecodeChoice:
         )
 
     def settle(self, draw: Draw, *, question: Mapping[str, Any]) -> Backend:
-        """Return what decodes, after a trial where there is something to try.
+        """Choose the backend, after a trial if several are possible, and return it.
 
         Args:
-            draw: returns batches to try backends on.
-            question: what makes this loader another than the rest of the job's, the same on all ranks.
+            draw: function that returns batches for a trial.
+            question: values that identify this loader among those of the job, equal on all ranks.
 
         Raises:
-            ConfigError: no candidate works, or this machine cannot use what data rank 0 has chosen.
-            DeviceError: what the state says does not work here.
-            UnavailableError: data rank 0 does not say what it chose.
+            ConfigError: no candidate works, or this machine cannot use the choice of data rank 0.
+            DeviceError: the backend of the state does not work here.
+            UnavailableError: data rank 0 does not report its choice.
         """
-        store = self._find_store() if self._is_asked() and not self._is_agreed else None
+        store = self._find_store() if self._needs_agreement() and not self._is_agreed else None
         if store is not None:
             self._settled, self._is_agreed = self._agree(draw, question, store), True
         if self._settled is None:
             self._settled = self._choose_alone(draw) if self._stored is None else self._prove(self._stored, draw)
         return self._settled
 
-    def _is_asked(self) -> bool:
-        """Return whether ranks ask each other: by what is equal on all of them, or some would wait for the rest."""
+    def _needs_agreement(self) -> bool:
+        """Return whether ranks must agree on the backend."""
+        # Only values that are equal on all ranks: otherwise some would wait for ranks that do not take part.
         is_open = self._wanted in {"auto", "gpu"} and self._config.device_id is not None
         return is_open and self._ranks.world_size > 1
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
-        """Ask data rank 0, which answers though it has nothing to choose: others may have."""
-        asked = repr(
-            [sorted(question.items()), self._wanted, self._told, self._ranks.world_size, self._config.pixels]
+        """Return the choice of data rank 0, which answers even if it has one candidate: other ranks may have more."""
+        identity = repr(
+            [sorted(question.items()), self._wanted, self._in_state, self._ranks.world_size, self._config.pixels]
         )
         answer = agree(
-            hashlib.sha256(asked.encode()).hexdigest(),
+            hashlib.sha256(identity.encode()).hexdigest(),
             lambda: self._settled or self._stored or self._choose_here(draw),
             is_first=self._ranks.rank == 0,
             store=store,
@@ -118,20 +119,20 @@ class DecodeChoice:
         if chosen not in self._candidates and not (chosen == "pillow" and self._wanted == "auto"):
             raise ConfigError(
                 f"decode={self._wanted!r} is {chosen!r} on data rank 0, and data rank {self._ranks.rank} has only "
-                f"{', '.join(map(repr, self._candidates))}: install the same on all machines, or give all ranks "
-                "decode='cpu' or another that all have"
+                f"{', '.join(map(repr, self._candidates))}: install the same software on all machines, or give all "
+                "ranks decode='cpu' or another backend that all have"
             )
         return self._prove(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
     def _prove(self, stored: Backend, draw: Draw) -> Backend:
-        """Try what another machine has chosen: each rank by itself, as there is nothing to choose."""
+        """Try a backend that may have been chosen on another machine; each rank tries it itself."""
         batches = draw()
         refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
         if refused:
-            other = next(each for each in ON_GPU if each != stored)
+            other = next(backend for backend in ON_GPU if backend != stored)
             raise DeviceError(
                 f"the state was saved by a loader that decodes with {stored!r}, which does not work here: "
-                f"{refused[stored]}; to go on with pixels that differ by a few levels of 255 give decode='cpu' or "
+                f"{refused[stored]}; to continue with pixels that differ by a few levels of 255 give decode='cpu' or "
                 f"decode={other!r}"
             )
         return stored
@@ -139,10 +140,10 @@ class DecodeChoice:
     def _choose_alone(self, draw: Draw) -> Backend:
         if self._ranks.world_size > 1:
             _LOG.warning(
-                "decode=%r is chosen by each of %d ranks alone, as torch.distributed has no process group: "
-                "pixels of a run that resumes may differ; give the same decode='cpu' or another to all ranks",
-                self._wanted,
+                "each of %d ranks chooses a backend for decode=%r alone, because torch.distributed has no process "
+                "group: pixels may differ after a resume; give all ranks the same backend, decode='cpu' or another",
                 self._ranks.world_size,
+                self._wanted,
             )
         return self._choose_here(draw)
 
@@ -156,7 +157,7 @@ class DecodeChoice:
         if not trials.rates:
             if self._wanted == "gpu":
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
-                raise ConfigError(f"decode='gpu' decodes nothing on this machine: {reasons}; use decode='cpu'")
+                raise ConfigError(f"decode='gpu' works with no backend of this machine: {reasons}; use decode='cpu'")
             return self._candidates[0]
         chosen = choose_fastest(trials.rates)
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
@@ -165,9 +166,9 @@ class DecodeChoice:
 
 
 def parse_backend(value: object) -> Backend:
-    """Return a backend by its name. Raises ConfigError: there is none of that name."""
+    """Return a backend by its name. Raises ConfigError: there is no backend of that name."""
     for backend in get_args(Backend):
         if value == backend:
-            found: Backend = backend
-            return found
+            parsed: Backend = backend
+            return parsed
     raise ConfigError(f"decode of a loader's state is {value!r}; expected one of {', '.join(get_args(Backend))}")

@@ -1,4 +1,4 @@
-"""Which backends may decode, from what was asked for and what this machine has; and the fastest of those measured."""
+"""Candidates for the decoding backend, from the user's argument and the installed software; choice of the fastest."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from datasvc.loaders.decode.crop import import_codec
 Decode = Literal["auto", "cpu", "gpu", "gpu-window", "gpu-whole", "pillow"]
 
 ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")
-"""Those that decode on a GPU: they are tried in a process of their own before one is used."""
+"""Backends that decode on a GPU; a loader tries them in a child process before it uses one."""
 
 
 def find_missing() -> dict[Backend, str]:
-    """Return the backends that this machine lacks the software for, and what to do about each."""
+    """Return the backends whose software is not installed, with a message for each."""
     missing: dict[Backend, str] = {}
     try:
         import_codec()
     except ConfigError as error:
         missing["cpu"] = str(error)
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
-        reason = "a GPU decodes with DALI, which is not installed; install nvidia-dali-cuda130"
+        reason = "decoding on a GPU needs DALI, which is not installed; install nvidia-dali-cuda130"
         missing |= dict.fromkeys(ON_GPU, reason)
     return missing
 
@@ -32,16 +32,16 @@ def find_missing() -> dict[Backend, str]:
 def plan_candidates(
     wanted: Decode, *, on_gpu: bool, has_transform: bool, missing: Mapping[Backend, str]
 ) -> Sequence[Backend]:
-    """Return the backends that may decode, at least one; more than one are to be tried and measured.
+    """Return the possible backends, at least one; several are to be tried and measured.
 
     Args:
-        wanted: by the user.
-        on_gpu: whether images shall lie on a GPU.
-        has_transform: whether a transform of the user's changes the images, which is done on the CPU.
-        missing: backends that cannot be used here, and why.
+        wanted: argument of the user.
+        on_gpu: whether the images are delivered on a GPU.
+        has_transform: whether the user has a transform, which runs on the CPU.
+        missing: backends that cannot be used here, with a message for each.
 
     Raises:
-        ConfigError: what is wanted cannot be had; says why.
+        ConfigError: the requested backend cannot be used; the message has the reason.
     """
     if wanted not in get_args(Decode):
         raise ConfigError(f"decode is {wanted!r}; expected one of {', '.join(get_args(Decode))}")
@@ -54,15 +54,15 @@ def plan_candidates(
         if wanted in refused:
             raise ConfigError(refused[wanted])
         return [wanted]
-    able: list[Backend] = [backend for backend in ON_GPU if backend not in refused]
+    usable: list[Backend] = [backend for backend in ON_GPU if backend not in refused]
     if wanted == "gpu":
-        if not able:
+        if not usable:
             raise ConfigError(refused[ON_GPU[0]])
-        return able
-    # One of the CPU is always among them: it is what is left where no GPU decodes.
-    return ["pillow" if "cpu" in refused else "cpu", *able]
+        return usable
+    # A CPU backend is always a candidate: it is used if all trials on the GPU fail.
+    return ["pillow" if "cpu" in refused else "cpu", *usable]
 
 
 def choose_fastest(rates: Mapping[Backend, float]) -> Backend:
-    """Return the backend with the highest rate; the first of equals."""
+    """Return the backend with the highest rate; the first one of several with equal rates."""
     return max(rates, key=lambda backend: rates[backend])

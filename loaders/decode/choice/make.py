@@ -1,4 +1,4 @@
-"""Makes a backend of the name that was chosen."""
+"""Creation of a decoding backend by name."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 def make_backend(
     config: DecodeConfig, backend: Backend, *, framework: Framework, profiler: StepProfiler
 ) -> ImageBackend:
-    """Return a backend.
+    """Return a new backend.
 
     Args:
-        config: what it is built from.
-        backend: which.
-        framework: of the batches.
-        profiler: times what the threads do.
+        config: settings of the backend.
+        backend: name of the backend.
+        framework: array type of the batches.
+        profiler: profiler of the loader.
 
     Raises:
-        ConfigError: software is missing.
+        ConfigError: the software of the backend is not installed.
         DeviceError: the GPU cannot be used.
     """
     if backend in {"gpu-window", "gpu-whole"}:

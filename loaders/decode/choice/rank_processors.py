@@ -1,4 +1,4 @@
-"""How many processors a loader may count on: those of its process, divided among the ranks of the node."""
+"""Number of processors for one rank: those of the process, divided by the number of ranks on the node."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Final
 from datasvc.errors import ConfigError
 from datasvc.processors import count_processors
 
-# Set by torchrun and datasvc-run, by horovodrun, by Open MPI. The first that is set counts.
+# Set by torchrun and datasvc-run, by horovodrun, by Open MPI. The first one that is set is used.
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def count_rank_processors(environ: Mapping[str, str] = os.environ) -> int:
-    """Return this rank's share of the processors, at least 1; all of them where no launcher started it.
+    """Return this rank's part of the processors, at least 1; all of them without a launcher.
 
-    Every rank of a node may run on the same processors: each would start a thread for all of them.
+    All ranks of a node may run on the same processors; without a division each would start a thread per processor.
 
     Raises:
-        ConfigError: the launcher's number of ranks on this node is none.
+        ConfigError: the launcher's variable for the number of ranks on this node is no positive integer.
     """
     name = next((name for name in _LOCAL_SIZES if environ.get(name)), None)
     if name is None:
         return count_processors()
-    given = environ[name]
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"{name} is {given!r}; expected the number of ranks on this node: set it so, or unset it")
-    return max(1, count_processors() // int(given))
+    value = environ[name]
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{name} is {value!r}; expected the number of ranks on this node: correct it, or unset it")
+    return max(1, count_processors() // int(value))

@@ -1,8 +1,8 @@
-"""Tries backends in a process of their own, on images of the data set: whether they decode them, and how fast.
+"""Trials of decoding backends in a child process, on images of the data set: correctness and speed.
 
-A decoder on a GPU may end the process that it runs in, with a signal that nobody can catch, or never return. So it
-runs in a child first. One child tries one backend after another; where it ends or is silent, that backend is refused,
-and another child goes on with the rest. The GPU memory of a child is released with it.
+A decoder on a GPU may crash its process, or never return, so it runs in a child process first. A child tries one
+backend after another. If it crashes or does not answer, that backend is refused, and a new child tries the remaining
+ones. The GPU memory of a child is freed when it exits.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from datasvc.shards.images.header import is_plain_jpeg
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
-_MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is another in the child
-_DEADLINE_S: Final = 180.0  # for one backend, with the start of the child: it only bounds a hang
+_MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is "__main__" in the child
+_DEADLINE_S: Final = 180.0  # for one backend, including the start of the child; only a hang takes so long
 _MEASURED_S: Final = 0.5
 _MIN_RUNS: Final = 3
-# How far two decoders may be apart, in levels of 255, in the mean of an image: beyond that it is another picture.
-_MAX_LEVELS_APART: Final = 16.0
+# Maximum mean difference of two decoders, in levels of 255; above it one of them decodes wrongly.
+_MAX_DIFFERENCE: Final = 16.0
 _NUM_COMPARED: Final = 8
 
 
@@ -54,18 +54,18 @@ class TrialBatch:
     windows: Windows
 
     def arrays(self) -> list[Bytes]:
-        """Return the images as backends take them."""
+        """Return the images as arrays, the input of backends."""
         return [np.frombuffer(image, np.uint8) for image in self.images]
 
 
 @dataclass(frozen=True)
 class TrialJob:
-    """What a child is told.
+    """The work of a child process.
 
     Attributes:
-        config: of the backends.
-        candidates: to be tried in this order.
-        batches: file with the pickled batches.
+        config: settings of the backends.
+        candidates: backends to try, in this order.
+        batches: path of a file with the pickled batches.
     """
 
     config: DecodeConfig
@@ -75,11 +75,11 @@ class TrialJob:
 
 @dataclass
 class Trials:
-    """What came of it.
+    """Results of trials.
 
     Attributes:
         rates: images per second of each backend that works.
-        refused: why each other one does not.
+        refused: reason for each backend that does not work.
     """
 
     rates: dict[Backend, float] = field(default_factory=dict)
@@ -97,34 +97,34 @@ def try_backends(
     """Try each candidate in a child process.
 
     Args:
-        config: of the backends.
-        candidates: at least one.
-        batches: distinct ones, none of them empty: the same again and again would lie in the processor's cache.
-        module: that the child runs.
-        deadline_s: after which a child that does not answer is ended.
+        config: settings of the backends.
+        candidates: backends to try, at least one.
+        batches: distinct, non-empty batches; a single one would stay in the processor's cache and distort the rates.
+        module: module that the child runs.
+        deadline_s: seconds after which a child that does not answer is killed.
     """
     trials = Trials()
     with tempfile.TemporaryDirectory(prefix="datasvc-decode-") as folder:
         path = Path(folder, "batches")
         path.write_bytes(pickle.dumps(list(batches)))
-        while left := [each for each in candidates if each not in trials.rates and each not in trials.refused]:
+        while untried := [name for name in candidates if name not in trials.rates and name not in trials.refused]:
             try:
-                child = ChildProcess(module, TrialJob(config, left, path), answers=True)
+                child = ChildProcess(module, TrialJob(config, untried, path), answers=True)
             except OSError as error:
-                trials.refused |= dict.fromkeys(left, f"no process could be started to try it: {error}")
+                trials.refused |= dict.fromkeys(untried, f"no process could be started to try it: {error}")
                 break
             with closing(child):
-                for backend in left:
-                    answer = _hear(child, deadline_s)
+                for backend in untried:
+                    answer = _receive_answer(child, deadline_s)
                     if "rate" not in answer:
                         trials.refused[backend] = answer["refused"]
-                        break  # a device that failed once is not asked again by the same process
+                        break  # after a failure the device's state in this process is unknown: start a new child
                     trials.rates[backend] = answer["rate"]
     return trials
 
 
-def _hear(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
-    """Return a child's next answer; how it ended where there is none."""
+def _receive_answer(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
+    """Return a child's next answer; if it exits or is killed first, a refusal with the reason."""
     is_late = threading.Event()
 
     def end() -> None:
@@ -156,29 +156,29 @@ def measure_rate(
     duration_s: float = _MEASURED_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Return how many images per second a backend decodes, with `prefetch` batches under way.
+    """Return how many images per second a backend decodes, with `prefetch` batches in progress.
 
     Args:
-        backend: fed nothing that was not taken.
-        batches: decoded in turn.
-        prefetch: batches under way.
-        duration_s: for about how long; at least three batches, however slow.
-        clock: seconds.
+        backend: backend without batches in progress.
+        batches: batches to decode, in turn.
+        prefetch: number of batches in progress.
+        duration_s: approximate duration; at least three batches are decoded.
+        clock: monotonic clock in seconds.
     """
     endless = itertools.cycle([(batch.arrays(), batch.windows) for batch in batches])
-    under_way: deque[Any] = deque()  # backends do not hold what they are fed
+    in_progress: deque[Any] = deque()  # keeps the images alive, as backends require
 
     def feed() -> None:
         images, windows = next(endless)
         backend.feed(images, windows)
-        under_way.append(images)
+        in_progress.append(images)
 
     for _ in range(prefetch):
         feed()
     num_runs, num_images, started = -1, 0, 0.0
     while True:
         _wait_for(backend.take().images)
-        taken = under_way.popleft()
+        taken = in_progress.popleft()
         num_runs += 1
         now = clock()
         if num_runs == 0:
@@ -188,13 +188,13 @@ def measure_rate(
             if num_runs >= _MIN_RUNS and now - started >= duration_s:
                 break
         feed()
-    for _ in under_way:
+    for _ in in_progress:
         backend.take()
     return num_images / (now - started)
 
 
 def _wait_for(images: Any) -> None:
-    """Wait until a batch is there: a GPU may still work on what was taken."""
+    """Wait until a batch is complete: a GPU may still compute it after `take` has returned."""
     if getattr(images, "is_cuda", False):
         import torch
 
@@ -202,18 +202,19 @@ def _wait_for(images: Any) -> None:
 
 
 def answer_trials(job: TrialJob, make: Callable[[DecodeConfig, Backend], ImageBackend]) -> Iterator[dict[str, Any]]:
-    """Yield the answer for each candidate, up to the first that is refused. Runs in the child."""
+    """Yield the answer for each candidate, up to the first refused one. Runs in the child."""
     batches = pickle.loads(job.batches.read_bytes())  # noqa: S301 - from our own parent process
     for candidate in job.candidates:
         try:
             with closing(make(job.config, candidate)) as backend:
                 compare_with_pillow(backend, batches[0], job.config)
                 if not any(map(is_plain_jpeg, batches[0].images)):
-                    # Only JPEGs reach a GPU: where these come later they must not be the first that do.
+                    # Only JPEGs are decoded on a GPU. Without one in the trial, the first one would come later,
+                    # outside of the child process.
                     compare_with_pillow(backend, _make_jpeg(), job.config)
                 rate = measure_rate(backend, batches, prefetch=job.config.prefetch)
-            yield {"rate": rate}  # closed before: some decoders fail when they are
-        except Exception as error:  # noqa: BLE001 - handed to the parent, which says why
+            yield {"rate": rate}  # after `close`, because some decoders fail in it
+        except Exception as error:  # noqa: BLE001 - the parent reports it
             yield {"refused": f"{type(error).__name__}: {str(error)[:1000]}"}
             return
 
@@ -226,10 +227,10 @@ def _make_jpeg() -> TrialBatch:
 
 
 def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: DecodeConfig) -> None:
-    """Refuse a backend that decodes to other pictures than Pillow: some fail without an error, with zeros.
+    """Compare a backend's images with Pillow's, because some decoders fail without an error and return zeros.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: an image differs by more than a decoder's rounding.
     """
     from datasvc.loaders.decode.worker import ImageWorker
 
@@ -243,15 +244,15 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Decode
         reason = worker.decode(images[index], starts, shapes, out[0], flip=bool(batch.windows.flips[index]))
         if reason is not None or index in decoded.bad:
             continue
-        apart = float(np.abs(_to_levels(decoded.images[index], config) - _to_levels(out[0], config)).mean())
-        if not apart <= _MAX_LEVELS_APART:  # nor is it where it is no number
+        difference = float(np.abs(_to_levels(decoded.images[index], config) - _to_levels(out[0], config)).mean())
+        if not difference <= _MAX_DIFFERENCE:  # written so that NaN is refused too
             raise RuntimeError(
-                f"image {index} of the trial is {apart:.0f} levels of 255 off what Pillow decodes, in the mean"
+                f"image {index} of the trial differs from Pillow's by {difference:.0f} levels of 255 in the mean"
             )
 
 
 def _to_levels(image: Any, config: DecodeConfig) -> Any:
-    """Return an image as levels of 255, `float64[...]`, whatever its format."""
+    """Return an image of any format as levels of 255, `float64[...]`."""
     import torch
 
     tensor = torch.as_tensor(image)
@@ -272,17 +273,17 @@ def _make(config: DecodeConfig, backend: Backend) -> ImageBackend:
 
 
 def _end_with_stdin() -> None:
-    """End this process where its parent has gone or has ended the trial: even where a decoder does not return."""
+    """Exit when stdin is closed, because the parent has exited or has ended the trial, even if a decoder hangs."""
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def main() -> None:
-    """Run in the child: read a job, write one line of JSON for each candidate."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected here, and its memory is large
+    """Run in the child: read a `TrialJob` from stdin, write one line of JSON for each candidate."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: crashes are expected, and the memory is large
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has answers only
     job: TrialJob = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     for answer in answer_trials(job, _make):

@@ -1,1 +1,1 @@
-"""Decodes on a GPU, or uploads to it what the CPU decoded."""
+"""Backends with a GPU: decoding on the GPU, or on the CPU with an upload."""

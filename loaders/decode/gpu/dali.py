@@ -1,10 +1,10 @@
-"""The DALI graphs: decode a window of each image, scale it, flip it, normalise it. For GPUs; they run on the CPU too.
+"""DALI pipelines that decode, scale, flip and normalise a window of each image, on a GPU or on the CPU.
 
-There are two. "window" decodes just the window (`decoders.image_slice`); "whole" decodes the image and then cuts the
-window out (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows. Both give the same pixels.
+There are two graphs with equal pixels. "window" decodes only the window (`decoders.image_slice`). "whole" decodes the
+image and then cuts the window (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows.
 
-Batches are fed by hand, one per run, so that epochs, prefetch and resume are ours: DALI keeps no position. Inputs are
-not copied; they are kept until the device is done with their run. Outputs own their memory.
+Each batch is fed separately as one run, so DALI has no position, and epochs, prefetch and resume are those of the
+loader. Inputs are not copied; they are kept alive until the device has finished their run. Outputs own their memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 Graph = Literal["window", "whole"]
 _BACKENDS: Final[Mapping[Graph, Backend]] = {"window": "gpu-window", "whole": "gpu-whole"}
 
-# What DALI, nvImageCodec, torch and the driver say of the device. Numbers are those of `nvimgcodecStatus_t`: a failed
-# allocation, a wrong architecture. Its internal error (8) is also that of a damaged image, so it is not among them.
+# Messages of DALI, nvImageCodec, torch and the driver about device failures. Numbers are `nvimgcodecStatus_t`: a
+# failed allocation (5), a wrong architecture (7). The internal error (8) also occurs for damaged images, so it is
+# left out.
 _DEVICE_FAILURE: Final = re.compile(
     r"cudaError|CUDA_ERROR|CUDA (?:runtime|driver|error|failure)|CUDA out of|\bnvml\b|illegal memory access"
     r"|device-side assert|out[ -]of[ -]memory|bad_alloc|(?:nvImageCodec|nvjpeg) (?:failure|error):? '?#?[57]\b",
@@ -43,26 +44,26 @@ _MEMORY: Final = re.compile(r"memory ?allocation|out[ -]of[ -]memory|bad_alloc|f
 
 @contextmanager
 def device_errors(backend: Backend) -> Iterator[None]:
-    """Raise DeviceError for a RuntimeError or MemoryError that is about the device or its memory, not an image."""
+    """Convert a RuntimeError or MemoryError about the device or its memory, not about an image, to DeviceError."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        said = str(error)
-        is_memory = isinstance(error, MemoryError) or _MEMORY.search(said) is not None
-        if not is_memory and not _DEVICE_FAILURE.search(said):
+        message = str(error)
+        is_memory = isinstance(error, MemoryError) or _MEMORY.search(message) is not None
+        if not is_memory and not _DEVICE_FAILURE.search(message):
             raise
         smaller = "there is no memory left: use a smaller batch_size or prefetch"
         restart = "the device or its driver failed: start the process again"
         if backend in {"gpu-window", "gpu-whole"}:
             smaller, restart = f"{smaller}, or decode='cpu'", f"{restart}, with decode='cpu' if it fails again"
         raise DeviceError(
-            f"a batch of images was made on a GPU, with decode={backend!r}; {smaller if is_memory else restart}; "
-            f"the error was: {said}"
+            f"cannot make a batch of images on a GPU with decode={backend!r}; {smaller if is_memory else restart}; "
+            f"the error was: {message}"
         ) from error
 
 
 def decoder_arguments(config: DecodeConfig) -> dict[str, Any]:
-    """Return how the decoder is called. Without a GPU no `mixed` operator may be in a graph."""
+    """Return the arguments of DALI's decoder. Without a GPU, a graph cannot have `mixed` operators."""
     if config.device_id is None:
         return {"device": "cpu"}
     hints = {"preallocate_width_hint": config.max_width, "preallocate_height_hint": config.max_height}
@@ -70,7 +71,7 @@ def decoder_arguments(config: DecodeConfig) -> dict[str, Any]:
 
 
 def output_arguments(pixels: PixelFormat) -> dict[str, Any]:
-    """Return how pixels are normalised; DALI has no bfloat16, which is made of its floats."""
+    """Return the arguments of DALI's normalisation; bfloat16, which DALI lacks, is converted from float32 later."""
     from nvidia.dali import types
 
     if pixels.output == "uint8":
@@ -85,11 +86,11 @@ def output_arguments(pixels: PixelFormat) -> dict[str, Any]:
 
 
 class DaliPipeline:
-    """A built DALI pipeline with `prefetch` runs under way.
+    """A DALI pipeline with up to `prefetch` runs in progress.
 
     Args:
-        config: what it is built from.
-        graph: which one.
+        config: settings of the backend.
+        graph: "window" or "whole".
 
     Raises:
         ConfigError: DALI is not installed.
@@ -102,14 +103,16 @@ class DaliPipeline:
             self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else _make_stream(config.device_id)
         self._fed: deque[_Inputs] = deque()
-        self._read: deque[tuple[StreamEvent, _Inputs]] = deque()  # taken, but the device may still work on them
+        self._read: deque[tuple[StreamEvent, _Inputs]] = (
+            deque()
+        )  # inputs of taken runs that the device may still read
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
-        """Start a run. The arrays must not change until its output is there; they are kept as long.
+        """Start a run. The arrays are kept alive and must not change until its output is complete.
 
         Args:
-            images: encoded images, 1 to `batch_size`.
-            windows: one for each.
+            images: 1 to `batch_size` encoded images.
+            windows: window of each image.
         """
         while self._read and self._read[0][0].query():
             self._read.popleft()
@@ -121,9 +124,9 @@ class DaliPipeline:
         self._pipe.schedule_run()
 
     def take(self) -> torch.Tensor:
-        """Return the oldest run's output, as the format says; the caller owns it.
+        """Return the output of the oldest run in the pixel format; the caller owns its memory.
 
-        On a GPU it is ready in the order of the current stream: the host does not wait for it.
+        On a GPU the output is valid for work on the current stream; the host does not wait for it.
 
         Raises:
             RuntimeError: an image of the run does not decode, or the device failed; see `device_errors`. The pipeline
@@ -132,18 +135,18 @@ class DaliPipeline:
         return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
 
     def close(self) -> None:
-        """Wait for the runs under way, which read what was fed; nothing can be fed or taken any more."""
-        # Dropping it is not enough: the traceback of an exception in flight may refer to it, and DALI would go on
-        # reading what was fed, and keep its memory.
+        """Wait for the runs in progress, which read their inputs; the pipeline cannot be used afterwards."""
+        # To drop the reference is not enough: the traceback of a pending exception may refer to the pipeline, and
+        # DALI would continue to read the inputs and keep its memory.
         if hasattr(self._pipe, "_shutdown"):
-            self._pipe._shutdown()  # noqa: SLF001 - there is no public way to it; it waits
+            self._pipe._shutdown()  # noqa: SLF001 - there is no public function that waits
         self._pipe = None
         self._fed.clear()
         self._read.clear()
 
     def _take_on_cpu(self) -> torch.Tensor:
         (output,) = self._pipe.share_outputs()
-        # The default executor counts references, so the memory is not used again while the tensor lives.
+        # DALI's default executor counts references, so it does not reuse the memory while the tensor exists.
         shared = _to_torch(output)
         self._pipe.release_outputs()
         self._fed.popleft()
@@ -153,17 +156,18 @@ class DaliPipeline:
         from torch import cuda
 
         current = cuda.current_stream(self.config.device_id)
-        # A batch may be dropped while kernels that read it still wait on the caller's stream. torch's allocator knows
-        # of them, DALI does not. On a stream of its own the copy does not wait for these kernels.
+        # The caller may drop a batch while kernels on its stream still have to read it. torch's allocator tracks
+        # these kernels, DALI does not, so the output is copied to torch's memory, on a separate stream that does not
+        # wait for the caller's kernels.
         with cuda.stream(copies):
-            # Bound to that stream, DALI's memory is used again after the copy, in its order.
+            # DALI reuses the memory in the order of this stream, which is after the copy.
             (output,) = self._pipe.share_outputs(cuda_stream=copies)
             shared = _to_torch(output)
             owned = shared.to(self._dtype(shared), copy=True)
             self._pipe.release_outputs()
-            # The host does not wait, so the run may not even have begun to read what was fed.
+            # The host does not wait, so the device may not have read the inputs of this run yet.
             self._read.append((copies.record_event(), self._fed.popleft()))
-        current.wait_stream(copies)  # on the device
+        current.wait_stream(copies)  # the device waits, not the host
         owned.record_stream(current)
         return owned
 
@@ -174,7 +178,7 @@ class DaliPipeline:
 
 
 def _to_torch(output: Any) -> torch.Tensor:
-    """Return a `TensorList` of DALI as a tensor over the same memory."""
+    """Return a `TensorList` of DALI as a tensor of the same memory."""
     from torch.utils import dlpack
 
     shared: torch.Tensor = dlpack.from_dlpack(output.as_tensor())
@@ -184,7 +188,7 @@ def _to_torch(output: Any) -> torch.Tensor:
 def _make_stream(device_id: int) -> torch.cuda.Stream:
     from torch import cuda
 
-    make: Any = cuda.Stream  # which has no types
+    make: Any = cuda.Stream  # without type annotations
     stream: torch.cuda.Stream = make(device_id)
     return stream
 
@@ -194,7 +198,7 @@ def _build(config: DecodeConfig, graph: Graph) -> Any:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
         raise ConfigError(
-            f"a GPU decodes with DALI, which cannot be imported ({error}); install nvidia-dali-cuda130, or use "
+            f"decoding on a GPU needs DALI, which cannot be imported ({error}); install nvidia-dali-cuda130, or use "
             "decode='cpu'"
         ) from error
     pipe = Pipeline(
@@ -215,11 +219,11 @@ def _build(config: DecodeConfig, graph: Graph) -> Any:
             decoded = fn.decoders.image_slice(images, **window, **how)
         else:
             decoded = fn.slice(fn.decoders.image(images, **how), **window)
-        # DALI's own kernel: a fifth of a level off Pillow's in the mean; torch has none for bytes on a GPU.
+        # DALI's kernel differs from Pillow's by a fifth of a level in the mean; torch has no GPU kernel for bytes.
         scaled = fn.resize(decoded, resize_x=size, resize_y=size, interp_type=types.INTERP_LINEAR, antialias=True)
         pipe.set_outputs(fn.crop_mirror_normalize(scaled, mirror=flips, **output_arguments(config.pixels)))
     pipe.build()
-    # Its first call would schedule `prefetch` runs at once, for which inputs may not be there: a batch without a JPEG
-    # gives it none. DALI has no public way to schedule one.
+    # The first call would schedule `prefetch` runs at once, but inputs may be missing: a batch without a JPEG feeds
+    # none. DALI has no public function to schedule a single run.
     pipe._first_iter = False  # noqa: SLF001
     return pipe

@@ -1,7 +1,7 @@
-"""A stream of a GPU beside the caller's: copies and kernels on it run while those of the caller do.
+"""A separate GPU stream, whose copies and kernels run in parallel to those of the caller's stream.
 
-Law: what is made here is handed over. The caller's stream waits for it, and torch's allocator gives its memory out
-again only when the caller's stream is done with it too.
+Invariant: every tensor made on it is handed over. The caller's stream waits for the tensor, and torch's allocator
+reuses its memory only after the caller's stream has finished with it.
 """
 
 from __future__ import annotations
@@ -21,48 +21,48 @@ Levels = npt.NDArray[np.uint8]
 
 
 class StreamEvent(Protocol):
-    """A moment on a stream; that of torch is `torch.cuda.Event`."""
+    """An event on a stream, such as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether it is past."""
+        """Return whether all work before the event is done."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait until all work before the event is done."""
 
 
 class DeviceStream(Protocol):
-    """What an upload needs of a GPU."""
+    """The GPU operations that an upload needs."""
 
     def allocate(self, shape: tuple[int, ...]) -> Levels:
-        """Return page-locked memory of the host with arbitrary values."""
+        """Return page-locked host memory with arbitrary values."""
 
     def active(self) -> AbstractContextManager[object]:
-        """Queue the work inside on this stream."""
+        """Return a context manager whose block queues its work on this stream."""
 
     def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Begin to copy an array, inside `active`; it must not change until a moment recorded afterwards is past."""
+        """Start a copy, inside `active`; the array must not change until an event recorded afterwards is done."""
 
     def record(self) -> StreamEvent:
-        """Return the moment when all that was queued so far is done."""
+        """Return an event that is done when all work queued so far is done."""
 
     def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
-        """Let the caller's stream wait for `done`, and keep the tensor's memory until that stream is through."""
+        """Make the caller's stream wait for `done`, and keep the tensor's memory until that stream has used it."""
 
 
 def current_gpu() -> int:
-    """Return the number of torch's current GPU. Raises ConfigError: torch finds none."""
+    """Return the index of torch's current GPU. Raises ConfigError: torch finds no GPU."""
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', and torch finds no GPU here; give device='cpu'")
+        raise ConfigError("device is 'cuda', but torch finds no GPU here; give device='cpu'")
     return torch.cuda.current_device()
 
 
 class CudaStream:
-    """A `DeviceStream` of CUDA.
+    """A `DeviceStream` on a CUDA device.
 
     Args:
-        device: "cuda:1".
+        device: name of the device, such as "cuda:1".
 
     Raises:
         ConfigError: torch has no such GPU.
@@ -78,12 +78,12 @@ class CudaStream:
             raise ConfigError(
                 f"device is {device!r}, and torch finds {count} GPUs here; give device='cpu' or another"
             )
-        make: Any = torch.cuda.Stream  # which has no types
+        make: Any = torch.cuda.Stream  # without type annotations
         self._stream: torch.cuda.Stream = make(self._device)
 
     def allocate(self, shape: tuple[int, ...]) -> Levels:
         """See `DeviceStream`."""
-        with self._torch.cuda.device(self._device):  # else page-locking opens a context on another GPU
+        with self._torch.cuda.device(self._device):  # otherwise page-locking creates a context on another GPU
             memory: Levels = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True).numpy()
         return memory
 
@@ -103,22 +103,22 @@ class CudaStream:
 
     def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
         """See `DeviceStream`."""
-        # Of the thread that calls: where the batch is used.
+        # The current stream of the calling thread, which uses the batch.
         current: Any = self._torch.cuda.current_stream(self._device)
         current.wait_event(done)
         tensor.record_stream(current)
 
 
 def place(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
-    """Return a small array on a device, copied in the order of the current stream; the host does not wait.
+    """Return a small array as a tensor on a device, copied on the current stream; the host does not wait.
 
     Args:
-        array: may be used again once this returns, unless the device is the CPU, which shares its memory.
-        device: "cpu", "cuda:1".
+        array: the array. It may be changed after the call, unless the device is the CPU: then it is not copied.
+        device: name of the device, such as "cpu" or "cuda:1".
     """
     import torch
 
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()  # a copy, which torch's allocator keeps until it was read
+        tensor = tensor.pin_memory()  # a copy, which torch's allocator keeps until the device has read it
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The last steps of a batch on its device: colours, then levels are normalised and laid out as the format says."""
+"""The last steps of a batch on its device: colour changes, normalisation, and conversion to the output layout."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class DeviceFinish:
-    """Finishes batches of levels; scale and shift stay on the device.
+    """Converts batches of levels to the pixel format; keeps scale and shift on the device.
 
     Args:
-        pixels: the format.
-        device: of the batches, "cuda:1".
+        pixels: output format.
+        device: device of the batches, such as "cuda:1".
     """
 
     def __init__(self, pixels: PixelFormat, device: str | torch.device) -> None:
@@ -29,7 +29,7 @@ class DeviceFinish:
         self._pixels = pixels
         self._dtype: torch.dtype = getattr(torch, pixels.output)
         self._place = partial(place, device=device)
-        # Copied with a wait of the host, once: any stream may read them.
+        # Copied once, synchronously, so that any stream may read them.
         self._scale, self._shift = (
             torch.from_numpy(values).to(device).reshape(3, 1, 1) for values in (pixels.scale, pixels.shift)
         )
@@ -37,15 +37,15 @@ class DeviceFinish:
     def finish(
         self, levels: torch.Tensor, colours: ColourFactors | None = None, bad: Iterable[int] = ()
     ) -> torch.Tensor:
-        """Return a batch as the format says; the work is queued on the current stream.
+        """Return a batch in the output format; the work is queued on the current stream.
 
         Args:
-            levels: `uint8[n, size, size, 3]` on the device; returned itself where nothing changes.
-            colours: of the images; None leaves them alone.
-            bad: indices of images that become zeros.
+            levels: `uint8[n, size, size, 3]` on the device; returned itself if nothing changes.
+            colours: colour factors of the images; None: colours do not change.
+            bad: indices of images to replace by zeros.
 
         Raises:
-            RuntimeError: the device failed, or has no memory left: backends translate it by `device_errors`.
+            RuntimeError: the device failed or has no memory left; backends convert it with `device_errors`.
         """
         import torch
 
@@ -59,6 +59,6 @@ class DeviceFinish:
         if self._pixels.output != "uint8":
             images.mul_(self._scale).add_(self._shift)
         images = images.to(self._dtype, memory_format=layout)
-        for index in bad:  # one by one: a list of them would have to be copied to the device
+        for index in bad:  # a loop, because a list of indices would have to be copied to the device
             images[index].zero_()
         return images if self._pixels.layout == "NCHW" else images.permute(0, 2, 3, 1)

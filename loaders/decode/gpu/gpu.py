@@ -1,8 +1,8 @@
-"""Batches decoded by DALI on a GPU, and by threads of the CPU what is not for it.
+"""GPU backend: DALI decodes JPEGs on the GPU, and CPU threads decode other formats.
 
-nvJPEG decodes JPEG alone, so all other formats go to the CPU as soon as a batch is fed, beside the JPEGs on the GPU.
-An image on which DALI fails ends its pipeline: the JPEGs of that batch go to the CPU too, which says what is bad, and
-another pipeline is built.
+nvJPEG decodes only JPEG, so images of other formats go to the CPU when a batch is fed, in parallel to the JPEGs. An
+image on which DALI fails makes its pipeline unusable: the CPU then decodes the JPEGs of that batch too and reports
+the bad ones, and a new pipeline is built.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _LOG = logging.getLogger(__name__)
-# Batches in a row on which DALI fails though each image of them decodes: from then on it is not the images.
+# After so many batches in a row on which DALI fails although the CPU decodes all images, the cause is not the images.
 _MAX_UNEXPLAINED: Final = 3
 
 
 @dataclass(frozen=True)
 class _SubBatch:
-    """Some images of a batch, by their indices in it; they stay alive until the batch is taken."""
+    """Some images of a batch, with their indices in it; keeps them alive until the batch is taken."""
 
     indices: Sequence[int]
     images: Sequence[Bytes]
@@ -46,18 +46,17 @@ class _SubBatch:
     def of(cls, indices: Sequence[int], images: Sequence[Bytes], windows: Windows, read: Read | None) -> _SubBatch:
         if len(indices) == len(images):
             return cls(indices, images, windows, read)
-        own = Windows(windows.starts[indices], windows.shapes[indices], windows.flips[indices])
         return cls(
             indices,
             [images[index] for index in indices],
-            own,
+            Windows(windows.starts[indices], windows.shapes[indices], windows.flips[indices]),
             None if read is None else partial(_read_of_part, read, indices),
         )
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch under way: what DALI decodes, what the CPU does, and its run there."""
+    """A batch in progress: the images for DALI, the images for the CPU, and the CPU's run."""
 
     by_dali: _SubBatch
     by_cpu: _SubBatch
@@ -65,12 +64,12 @@ class _Batch:
 
 
 class GpuBackend:
-    """An `ImageBackend` whose images never leave the GPU; with `device_id` None the same graph runs on the CPU.
+    """An `ImageBackend` that decodes on the GPU; with `device_id` None the same graph runs on the CPU.
 
     Args:
-        config: what it is built from.
-        graph: of DALI, see there.
-        profiler: times what the threads of the CPU do; None: nobody's.
+        config: settings of the backend.
+        graph: graph of the DALI pipeline, see `datasvc.loaders.decode.gpu.dali`.
+        profiler: profiler of the loader; None: times are discarded.
 
     Raises:
         ConfigError: DALI is not installed.
@@ -84,14 +83,14 @@ class GpuBackend:
         self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
         self._profiler = profiler or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
-        self._threads: CpuBackend | None = None  # made for the first image that is not for DALI
+        self._threads: CpuBackend | None = None  # created for the first image that is not for DALI
         self._in_progress: deque[_Batch] = deque()
         self._num_unexplained = 0
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
-        """See `ImageBackend`; `edit` is not for GPUs, and DALI has no use for `read`: it reads the mapping."""
+        """See `ImageBackend`; `edit` must be None, and `read` is used on the CPU only: DALI reads mapped memory."""
         assert edit is None, "colours and transforms are planned for the CPU"
         plain = [is_plain_jpeg(image.data) for image in images]
         by_dali = _SubBatch.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
@@ -100,7 +99,7 @@ class GpuBackend:
         self._feed(by_dali)
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left; no sample is bad."""
+        """See `ImageBackend`. Raises DeviceError: the GPU failed or has no memory left; the samples are not bad."""
         batch, failed = self._in_progress[0], False
         try:
             with device_errors(self._name):
@@ -109,8 +108,8 @@ class GpuBackend:
             by_dali, failed = self._decode_after_failure(batch.by_dali, error), True
         else:
             self._num_unexplained = 0
-        if failed:  # behind the handler, whose traceback refers to what the pipeline holds
-            self._build_again()
+        if failed:  # after the handler, whose traceback refers to the pipeline's memory
+            self._rebuild_pipeline()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):
             decoded = self._join(batch, by_dali, by_cpu)
@@ -119,15 +118,15 @@ class GpuBackend:
 
     def close(self) -> None:
         """See `ImageBackend`."""
-        # First: DALI's threads read the images where they lie, and must be done before these go.
+        # First, because DALI's threads read the images' memory and must finish before it is released.
         self._pipeline.close()
         if self._threads is not None:
             self._threads.close()
         self._in_progress.clear()
 
-    def _build_again(self) -> None:
-        """Replace the pipeline, and feed it all batches but the one that failed."""
-        self._pipeline.close()  # before the next one takes its memory
+    def _rebuild_pipeline(self) -> None:
+        """Replace the pipeline, and feed it all batches in progress except the failed one."""
+        self._pipeline.close()  # frees its memory before the next one allocates
         self._pipeline = DaliPipeline(self._config, self._graph)
         for batch in list(self._in_progress)[1:]:
             self._feed(batch.by_dali)
@@ -141,7 +140,7 @@ class GpuBackend:
         return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
 
     def _decode_after_failure(self, part: _SubBatch, error: RuntimeError) -> DecodedImages:
-        """Decode on the CPU what DALI failed on, in all threads; it says what is bad, and decodes the rest."""
+        """Decode images on which DALI failed with all CPU threads, which find the bad ones."""
         run = self._start_on_cpu(part)
         assert run is not None
         decoded = self._cpu().finish(run)
@@ -152,14 +151,14 @@ class GpuBackend:
         if self._num_unexplained >= _MAX_UNEXPLAINED:
             other = "gpu-whole" if self._graph == "window" else "gpu-window"
             raise DeviceError(
-                f"DALI failed on {self._num_unexplained} batches in a row, of which every image decodes on the CPU; "
-                f"use decode={other!r} or decode='cpu'; DALI said: {error}"
+                f"DALI failed on {self._num_unexplained} batches in a row, although every image decodes on the CPU; "
+                f"use decode={other!r} or decode='cpu'; the error of DALI was: {error}"
             ) from error
-        _LOG.warning("DALI failed on a batch that the CPU decodes, which is slower: %s", error)
+        _LOG.warning("DALI failed on a batch, which the CPU decodes more slowly: %s", error)
         return decoded
 
     def _join(self, batch: _Batch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None) -> DecodedImages:
-        """Return the two parts of a batch as one, on the device."""
+        """Return the two parts of a batch as one batch on the device."""
         import torch
 
         count = len(batch.by_dali.images) + len(batch.by_cpu.images)
@@ -201,5 +200,5 @@ def _cpu_decoder() -> Backend:
 
 
 def _read_of_part(read: Read, indices: Sequence[int], index: int, buffer: Bytes) -> Bytes:
-    """A `Read` of some images of a batch."""
+    """Read an image of a sub-batch with the `Read` of its batch."""
     return read(indices[index], buffer)

@@ -1,4 +1,4 @@
-"""Colours of batches that a GPU decodes: the decoder gives levels, torch does the rest where they are."""
+"""Colour changes of batches that a GPU decodes: the decoder returns levels, torch changes them on the device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class ColourBackend:
-    """An `ImageBackend` that changes the colours of what another one leaves on its device.
+    """An `ImageBackend` that changes the colours of another backend's images on their device.
 
     Args:
-        config: what it is built from.
-        make: builds the other one, which has no `Edit`.
-        name: of the other one, for errors.
+        config: settings of the backend.
+        make: function that creates the inner backend, which gets no `Edit`.
+        name: name of the inner backend, for error messages.
 
     Raises:
         DeviceError: the GPU cannot be used, or has too little memory.
@@ -35,7 +35,7 @@ class ColourBackend:
         device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
         with device_errors(name):
             self._finish = DeviceFinish(config.pixels, device)
-        # Last: it has threads and memory of its own, which nobody would close if the rest failed.
+        # Last, because it starts threads and allocates memory that would not be released if a later step failed.
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
         self._in_progress: deque[ColourFactors | None] = deque()
@@ -43,16 +43,16 @@ class ColourBackend:
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
-        """See `ImageBackend`; the transform of `edit` is not for GPUs."""
+        """See `ImageBackend`; `edit` must not have a transform."""
         assert edit is None or edit.transform is None, "transforms are planned for the CPU"
         self._inner.feed(images, windows, None, read)
         self._in_progress.append(None if edit is None else edit.colours)
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`. Raises DeviceError: the GPU failed, or it has no memory left."""
+        """See `ImageBackend`. Raises DeviceError: the GPU failed or has no memory left."""
         decoded = self._inner.take()
         colours = self._in_progress.popleft()
-        # The batch is valid on the caller's stream, and is finished there.
+        # The batch is valid on the caller's stream, so the work is queued there.
         with device_errors(self._name):
             images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
         return DecodedImages(images, decoded.bad)

@@ -1,7 +1,7 @@
-"""Batches decoded on the CPU for a GPU: bytes are copied there, a quarter of the floats that they become.
+"""Backend that decodes on the CPU and uploads bytes to a GPU, which are a quarter of the size of float32.
 
-Threads decode to page-locked memory. While the caller uses a batch the next one is copied and normalised on a stream
-of its own. Invariant: memory that a copy reads is decoded to again only when that copy is done.
+Threads decode to page-locked memory. While the caller uses a batch, the next one is copied and normalised on a
+separate stream. Invariant: memory that a copy reads is reused for decoding only after that copy is done.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from datasvc.shards.format.mapped_file import Bytes
 
-# Beside those under way: what the caller's batch and the next one were copied from.
+# Besides the batches in progress, copies of the caller's batch and of the next one may still read their slots.
 _COPYING: Final = 2
 
 
 @dataclass(frozen=True)
 class _Fed:
-    """A batch that threads decode: where to, and what colours it gets on the device."""
+    """A batch that threads decode: its output slot, its run, and its colour factors for the device."""
 
     slot: Levels
     run: CpuRun
@@ -43,7 +43,7 @@ class _Fed:
 
 @dataclass(frozen=True)
 class _Uploaded:
-    """A batch on its way to the device: it is there when `done` is past."""
+    """A batch in transfer to the device, complete when `done` is done."""
 
     images: torch.Tensor
     done: StreamEvent
@@ -51,11 +51,11 @@ class _Uploaded:
 
 
 class PinnedRing:
-    """Memory of batches, in turn: a slot that is released is taken again once the copy from it is done.
+    """Slots of page-locked memory; a released slot is reused after the copy from it is done.
 
     Args:
-        allocate: returns a new slot.
-        keep: slots at most, unless more are in use at once.
+        allocate: function that returns a new slot.
+        keep: maximum number of slots, unless more are in use at the same time.
     """
 
     def __init__(self, allocate: Callable[[], Levels], *, keep: int) -> None:
@@ -65,7 +65,7 @@ class PinnedRing:
         self._num_slots = 0
 
     def take(self) -> Levels:
-        """Return a slot that nothing reads; waits for the oldest copy where all are in use."""
+        """Return an unused slot; wait for the oldest copy if all slots are in use."""
         while self._copying and self._copying[0][0].query():
             self._free.append(self._copying.popleft()[1])
         if self._free:
@@ -79,7 +79,7 @@ class PinnedRing:
         return self._allocate()
 
     def release(self, slot: Levels, done: StreamEvent) -> None:
-        """Give a slot back: it is read until `done` is past."""
+        """Release a slot, which a copy reads until `done` is done."""
         self._copying.append((done, slot))
 
     def close(self) -> None:
@@ -94,14 +94,14 @@ class PinnedRing:
 class UploadBackend:
     """An `ImageBackend` that decodes on the CPU and normalises on a device.
 
-    Colours change on the device too, unless a transform of the user's comes after them.
+    Colours change on the device too, unless the user has a transform, which comes after them.
 
     Args:
-        config: what it is built from.
+        config: settings of the backend.
         backend: "cpu" or "pillow".
-        device: "cuda:1".
-        profiler: times what the threads do, and the copies.
-        stream: copies; None makes one of `device`.
+        device: name of the device, such as "cuda:1".
+        profiler: profiler of the loader.
+        stream: stream for the copies; None: a new stream of `device`.
 
     Raises:
         ConfigError: the decoder is not installed; torch has no such GPU.
@@ -134,7 +134,7 @@ class UploadBackend:
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
-        if not self._uploaded:  # threads were not ahead at the last `take`
+        if not self._uploaded:  # the next batch was not decoded at the last `take`
             self._upload_ahead()
         colours = None
         if edit is not None and edit.transform is None:
@@ -142,7 +142,7 @@ class UploadBackend:
         with (
             self._profiler.stage(Stage.TRANSFER),
             device_errors(self._name),
-        ):  # where the device is so far behind that every slot is read
+        ):  # `take` of the ring waits for the device if all slots are in use
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
         self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
 
@@ -150,7 +150,7 @@ class UploadBackend:
         """See `ImageBackend`; the caller's current stream waits for the batch, the host does not.
 
         Raises:
-            DeviceError: the GPU failed, or it has no memory left.
+            DeviceError: the GPU failed or has no memory left.
         """
         if not self._uploaded:
             self._upload()
@@ -168,13 +168,13 @@ class UploadBackend:
         self._ring.close()
 
     def _upload_ahead(self) -> None:
-        """Begin to copy the next batch while the caller uses the last one, if threads have decoded it."""
-        # What failed to decode is raised in its own turn.
+        """Start to copy the next batch while the caller uses the last one, if it is decoded."""
+        # `is_decoded` is False after an error, which `take` raises when it reaches that batch.
         if self._fed and self._fed[0].run.is_decoded:
             self._upload()
 
     def _upload(self) -> None:
-        """Wait until the oldest batch is decoded, and begin to bring it to the device."""
+        """Wait until the oldest batch is decoded, and start to copy it to the device."""
         fed = self._fed[0]
         decoded = self._inner.finish(fed.run)
         self._fed.popleft()

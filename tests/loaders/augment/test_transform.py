@@ -39,7 +39,7 @@ def test_its_random_numbers_depend_on_the_position():
 @pytest.mark.parametrize(
     ("transform", "message"),
     [
-        (lambda pixels, _: pixels / 255.0, r"returned float64\[5, 4, 3\]; expected uint8\[5, 4, 3\]"),
+        (lambda pixels, _: pixels / 255.0, r"returned float64\[5, 4, 3\]; expected a NumPy array, uint8\[5, 4, 3\]"),
         (lambda pixels, _: pixels[:, :2], r"returned uint8\[5, 2, 3\]"),
         (lambda pixels, _: None, "returned NoneType"),
     ],

@@ -61,7 +61,7 @@ def test_a_state_of_a_gpu_goes_on_without_one_and_says_that_pixels_differ(digits
     resumed = make(digits["val"])
     with caplog.at_level(logging.WARNING):
         resumed.load_state_dict(loader.state_dict() | {"decode": "gpu-window"})
-    assert "decodes with 'gpu-window'; decode='auto' is 'cpu' here, and pixels differ" in caplog.text
+    assert "decodes with 'gpu-window'; decode='auto' uses 'cpu' here, so pixels differ" in caplog.text
     assert np.array_equal(first(resumed).positions, first(loader).positions)
 
 

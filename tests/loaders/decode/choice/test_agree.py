@@ -46,7 +46,8 @@ def test_an_error_of_the_first_rank_is_raised_on_all():
 
 
 def test_where_the_first_rank_never_asks_the_others_say_so():
-    with pytest.raises(UnavailableError, match=r"data rank 0 did not say .* every rank of a job makes and iterates"):
+    said = r"data rank 0 did not report .* create and iterate the same loaders on every rank of a job"
+    with pytest.raises(UnavailableError, match=said):
         agree("q", never, is_first=False, store=HashStore(), timeout=SHORT)
 
 

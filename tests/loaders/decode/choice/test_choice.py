@@ -130,7 +130,7 @@ def test_where_the_backend_of_a_state_cannot_be_had_the_run_goes_on_and_says_tha
     choice = make(Machine(), wanted, candidates)
     choice.restore(stored)
     assert settle(choice) == choice.state == expected
-    assert f"decodes with {stored!r}; decode={wanted!r} is {expected!r} here, and pixels differ" in caplog.text
+    assert f"decodes with {stored!r}; decode={wanted!r} uses {expected!r} here, so pixels differ" in caplog.text
 
 
 def test_pillow_of_a_state_is_used_where_auto_would_be_the_cpu(caplog):
@@ -194,7 +194,7 @@ def test_nobody_is_asked_where_no_gpu_or_a_named_backend_decodes(wanted, device_
 
 def test_ranks_of_no_process_group_choose_alone_and_say_so(caplog):
     assert settle(make(Machine(cpu=1), rank=1, world_size=2)) == "cpu"
-    assert "chosen by each of 2 ranks alone" in caplog.text
+    assert "each of 2 ranks chooses a backend" in caplog.text
 
 
 def test_what_is_no_backend_is_no_state():

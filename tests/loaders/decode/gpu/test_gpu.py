@@ -85,7 +85,7 @@ def test_closed_while_an_exception_refers_to_it_dali_is_done_with_the_images_too
 def test_another_pipeline_is_built_after_the_exception_of_the_first_is_gone(monkeypatch):
     images, seen = photos(2), []
     backend = GpuBackend(config(prefetch=1))
-    monkeypatch.setattr(backend, "_build_again", lambda: seen.append(sys.exception()))
+    monkeypatch.setattr(backend, "_rebuild_pipeline", lambda: seen.append(sys.exception()))
     images[1] = broken(images[1])
     assert list(decode(backend, images, windows(2)).bad) == [1]
     assert seen == [None]
