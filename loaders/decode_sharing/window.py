@@ -1,8 +1,8 @@
 """The window of decoded steps: decides which step is decoded next and which consumers get it. Pure state, no I/O.
 
 Steps are numbered along the run. The window holds consecutive steps. It moves forward with the fastest consumer and
-never waits for the slowest; a consumer that falls out of it learns so from the answer to its next request. The window
-moves back only for a consumer that is a little behind, and only while the group's patience lasts.
+never waits for the slowest; the next request of a consumer that has fallen out of it is refused. The window moves
+back only for a consumer that is a little behind, and only as far as the group's `patience` allows.
 """
 
 from __future__ import annotations

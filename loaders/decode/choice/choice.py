@@ -25,7 +25,7 @@ class DecodeChoice:
     """The backend of one loader. Once chosen it does not change, because pixels differ between backends.
 
     Args:
-        wanted: argument of the user.
+        requested: argument of the user.
         candidates: result of `plan_candidates`.
         config: settings of the backends.
         ranks: data rank of this process.
@@ -35,7 +35,7 @@ class DecodeChoice:
 
     def __init__(
         self,
-        wanted: Decode,
+        requested: Decode,
         candidates: Sequence[Backend],
         *,
         config: DecodeConfig,
@@ -43,7 +43,7 @@ class DecodeChoice:
         try_in_child: Callable[[DecodeConfig, Sequence[Backend], Sequence[TrialBatch]], Trials] = try_backends,
         find_store: Callable[[], Store | None] = default_store,
     ) -> None:
-        self._wanted, self._candidates = wanted, candidates
+        self._requested, self._candidates = requested, candidates
         self._config, self._ranks = config, ranks
         self._try_in_child, self._find_store = try_in_child, find_store
         self._settled: Backend | None = candidates[0] if len(candidates) == 1 else None
@@ -68,14 +68,14 @@ class DecodeChoice:
             return
         self._is_agreed = False
         # For "auto", Pillow may be missing among the candidates, but it is always installed.
-        if stored in self._candidates or (stored == "pillow" and self._wanted == "auto"):
+        if stored in self._candidates or (stored == "pillow" and self._requested == "auto"):
             self._stored, self._settled = stored, None if stored in ON_GPU else stored
             return
         _LOG.warning(
             "the state was saved by a loader that decodes with %r; decode=%r uses %r here, so pixels differ from "
             "those of that run by a few levels of 255",
             stored,
-            self._wanted,
+            self._requested,
             self.backend,
         )
 
@@ -101,13 +101,13 @@ class DecodeChoice:
     def _needs_agreement(self) -> bool:
         """Return whether ranks must agree on the backend."""
         # Only values that are equal on all ranks: otherwise some would wait for ranks that do not take part.
-        is_open = self._wanted in {"auto", "gpu"} and self._config.device_id is not None
+        is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
         return is_open and self._ranks.world_size > 1
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
         """Return the choice of data rank 0, which answers even if it has one candidate: other ranks may have more."""
         identity = repr(
-            [sorted(question.items()), self._wanted, self._in_state, self._ranks.world_size, self._config.pixels]
+            [sorted(question.items()), self._requested, self._in_state, self._ranks.world_size, self._config.pixels]
         )
         answer = agree(
             hashlib.sha256(identity.encode()).hexdigest(),
@@ -116,9 +116,9 @@ class DecodeChoice:
             store=store,
         )
         chosen = parse_backend(answer)
-        if chosen not in self._candidates and not (chosen == "pillow" and self._wanted == "auto"):
+        if chosen not in self._candidates and not (chosen == "pillow" and self._requested == "auto"):
             raise ConfigError(
-                f"decode={self._wanted!r} is {chosen!r} on data rank 0, and data rank {self._ranks.rank} has only "
+                f"decode={self._requested!r} is {chosen!r} on data rank 0, and data rank {self._ranks.rank} has only "
                 f"{', '.join(map(repr, self._candidates))}: install the same software on all machines, or give all "
                 "ranks decode='cpu' or another backend that all have"
             )
@@ -143,7 +143,7 @@ class DecodeChoice:
                 "each of %d ranks chooses a backend for decode=%r alone, because torch.distributed has no process "
                 "group: pixels may differ after a resume; give all ranks the same backend, decode='cpu' or another",
                 self._ranks.world_size,
-                self._wanted,
+                self._requested,
             )
         return self._choose_here(draw)
 
@@ -155,13 +155,13 @@ class DecodeChoice:
         for backend, reason in trials.refused.items():
             _LOG.warning("decode=%r cannot be used on this machine: %s", backend, reason)
         if not trials.rates:
-            if self._wanted == "gpu":
+            if self._requested == "gpu":
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
                 raise ConfigError(f"decode='gpu' works with no backend of this machine: {reasons}; use decode='cpu'")
             return self._candidates[0]
         chosen = choose_fastest(trials.rates)
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
-        _LOG.info("decode=%r is %r here: %s", self._wanted, chosen, measured)
+        _LOG.info("decode=%r is %r here: %s", self._requested, chosen, measured)
         return chosen
 
 

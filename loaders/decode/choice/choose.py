@@ -30,12 +30,12 @@ def find_missing() -> dict[Backend, str]:
 
 
 def plan_candidates(
-    wanted: Decode, *, on_gpu: bool, has_transform: bool, missing: Mapping[Backend, str]
+    requested: Decode, *, on_gpu: bool, has_transform: bool, missing: Mapping[Backend, str]
 ) -> Sequence[Backend]:
     """Return the possible backends, at least one; several are to be tried and measured.
 
     Args:
-        wanted: argument of the user.
+        requested: argument of the user.
         on_gpu: whether the images are delivered on a GPU.
         has_transform: whether the user has a transform, which runs on the CPU.
         missing: backends that cannot be used here, with a message for each.
@@ -43,19 +43,19 @@ def plan_candidates(
     Raises:
         ConfigError: the requested backend cannot be used; the message has the reason.
     """
-    if wanted not in get_args(Decode):
-        raise ConfigError(f"decode is {wanted!r}; expected one of {', '.join(get_args(Decode))}")
+    if requested not in get_args(Decode):
+        raise ConfigError(f"decode is {requested!r}; expected one of {', '.join(get_args(Decode))}")
     refused = dict(missing)
     if has_transform:
         refused |= dict.fromkeys(ON_GPU, "a transform changes images on the CPU; use decode='cpu', or no transform")
     if not on_gpu:
-        refused |= dict.fromkeys(ON_GPU, f"decode={wanted!r} leaves the images on a GPU; give device='cuda' too")
-    if wanted != "auto" and wanted != "gpu":  # noqa: PLR1714 - a set would not narrow the type
-        if wanted in refused:
-            raise ConfigError(refused[wanted])
-        return [wanted]
+        refused |= dict.fromkeys(ON_GPU, f"decode={requested!r} leaves the images on a GPU; give device='cuda' too")
+    if requested != "auto" and requested != "gpu":  # noqa: PLR1714 - a set would not narrow the type
+        if requested in refused:
+            raise ConfigError(refused[requested])
+        return [requested]
     usable: list[Backend] = [backend for backend in ON_GPU if backend not in refused]
-    if wanted == "gpu":
+    if requested == "gpu":
         if not usable:
             raise ConfigError(refused[ON_GPU[0]])
         return usable

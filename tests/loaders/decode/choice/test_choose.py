@@ -10,8 +10,8 @@ NO_CODEC = {"cpu": "install nvImageCodec"}
 NO_DALI = dict.fromkeys(ON_GPU, "install DALI")
 
 
-def plan(wanted, *, on_gpu=False, has_transform=False, missing=NOTHING_MISSING):
-    return list(plan_candidates(wanted, on_gpu=on_gpu, has_transform=has_transform, missing=missing))
+def plan(requested, *, on_gpu=False, has_transform=False, missing=NOTHING_MISSING):
+    return list(plan_candidates(requested, on_gpu=on_gpu, has_transform=has_transform, missing=missing))
 
 
 def test_auto_is_the_cpu_without_a_gpu_and_pillow_where_that_decoder_is_missing():
@@ -37,13 +37,13 @@ def test_what_is_asked_for_is_used_or_refused_with_what_to_do():
     for wanted in ("cpu", "pillow"):
         assert plan(wanted) == plan(wanted, on_gpu=True, has_transform=True) == [wanted]
     for options, message in (
-        ({"wanted": "cpu", "missing": NO_CODEC}, "install nvImageCodec"),
-        ({"wanted": "gpu", "missing": NO_DALI, "on_gpu": True}, "install DALI"),
-        ({"wanted": "gpu-whole", "missing": NO_DALI, "on_gpu": True}, "install DALI"),
-        ({"wanted": "gpu"}, "decode='gpu' leaves the images on a GPU; give device='cuda'"),
-        ({"wanted": "gpu-window"}, "decode='gpu-window' leaves the images on a GPU; give device='cuda'"),
-        ({"wanted": "gpu", "on_gpu": True, "has_transform": True}, "use decode='cpu'"),
-        ({"wanted": "opencv"}, "expected one of auto, cpu, gpu, gpu-window, gpu-whole, pillow"),
+        ({"requested": "cpu", "missing": NO_CODEC}, "install nvImageCodec"),
+        ({"requested": "gpu", "missing": NO_DALI, "on_gpu": True}, "install DALI"),
+        ({"requested": "gpu-whole", "missing": NO_DALI, "on_gpu": True}, "install DALI"),
+        ({"requested": "gpu"}, "decode='gpu' leaves the images on a GPU; give device='cuda'"),
+        ({"requested": "gpu-window"}, "decode='gpu-window' leaves the images on a GPU; give device='cuda'"),
+        ({"requested": "gpu", "on_gpu": True, "has_transform": True}, "use decode='cpu'"),
+        ({"requested": "opencv"}, "expected one of auto, cpu, gpu, gpu-window, gpu-whole, pillow"),
     ):
         with pytest.raises(ConfigError, match=message):
             plan(**options)
