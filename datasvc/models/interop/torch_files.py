@@ -31,7 +31,7 @@ _SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(mode
 _HASH_BYTES: Final = 1 << 20
 # Tied tensors share one storage under several names. All tensors together may have this multiple of the file's bytes.
 _MAX_SHARED: Final = 16
-# A tensor, or all together, may take this many bytes even if the file has fewer.
+# Up to this size, a tensor may repeat its values freely.
 _MAX_REPEATED_BYTES: Final = 1 << 20
 MAX_NODES: Final = 1 << 20
 """Maximum number of values in an untrusted state: a small file can contain the same list very often."""

@@ -126,6 +126,7 @@ def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapp
     step = use.spans[0].step if use.spans else None
     if not step or HISTORY in version.entry or (version.gaps and not version.parents):
         return True  # the run started from nothing, or its parents are unknown, which is a gap of its own
+    # If an ancestor is of the same run, its record joins that of this version.
     if any(run == use.run for run, _ in earlier if run is not None):
         return True
     steps = {ancestry.versions[parent].step for parent in version.parents}

@@ -1,6 +1,6 @@
 """Derive from the name of a metric whether a high or a low value is better; an unclear name is an error.
 
-The last word of the name must have a known direction, such as `loss`. Neutral words may stand around it: `val/loss`,
+The name must end with a word of known direction, such as `loss`; only neutral words may follow it: `val/loss`,
 `error_rate`. Any other word after it makes another quantity (`loss_scale`), and so may a negation or a number before
 it (`neg_loss`, `1-accuracy`). For such a name the user must give the mode.
 """

@@ -34,7 +34,7 @@ class FieldColumn:
         rows: `int32[n]`, row of each value, ascending.
         numbers: `float64[n]`, the values that are numbers; NaN for a text.
         codes: `int32[n]`, index into `texts` for each value that is a text; -1 for a number.
-        texts: `string[m]`, the distinct texts.
+        texts: `string[m]`, the texts; a joined column may have duplicates.
     """
 
     rows: npt.NDArray[np.int32]
@@ -87,7 +87,7 @@ class FieldColumn:
         return self.rows[(self.codes < 0) & test(self.numbers)]
 
     def rows_of_texts(self, test: Callable[[pa.Array], pa.Array]) -> npt.NDArray[np.int32]:
-        """Return the rows with a text that passes `test`, which is called once with all distinct texts."""
+        """Return the rows with a text that passes `test`, which is called once with all of `texts`."""
         if not len(self.texts):
             return self.rows[:0]
         passed = np.asarray(test(self.texts).to_numpy(zero_copy_only=False), bool)

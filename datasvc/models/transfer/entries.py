@@ -128,27 +128,27 @@ class TargetLogs:
     def _rewrite(self, version: Resolved) -> dict[str, Any]:
         """Return the content of the version's entry at the target."""
         content = self.content(version)
-        moved = {field: value for field, value in content.items() if field not in _LOG_FIELDS}
+        rewritten = {field: value for field, value in content.items() if field not in _LOG_FIELDS}
         # A version that is copied again keeps its first origin.
-        moved["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
+        rewritten["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
         if version.kind == "datasets" and VAL_FRACTION not in content:
             # In old entries the fraction follows from the ancestors, which are removed or may not be at the target.
             with suppress(NotFoundError):
-                moved[VAL_FRACTION] = read_val_fraction(self.source, version)
+                rewritten[VAL_FRACTION] = read_val_fraction(self.source, version)
         if isinstance(content.get("parent"), str):
-            moved["parent"] = self._target_name(version.kind, content["parent"])
+            rewritten["parent"] = self._target_name(version.kind, content["parent"])
         if isinstance(content.get("merged"), list):
             names = (self._target_name(version.kind, str(parent)) for parent in content["merged"])
-            moved["merged"] = [name for name in names if name]
-        loses_parents = version.kind == "models" and _num_parents(moved) < _num_parents(content)
-        if loses_parents and HISTORY not in moved:
+            rewritten["merged"] = [name for name in names if name]
+        loses_parents = version.kind == "models" and _num_parents(rewritten) < _num_parents(content)
+        if loses_parents and HISTORY not in rewritten:
             # The version has also consumed what its ancestors did; `find_consumers` cannot read them at the target.
-            moved[HISTORY] = history_of(self.source, str(version), entries=self._entries)
-        if isinstance(moved.get(HISTORY), list):
-            moved[HISTORY] = [self._rewrite_use(use) for use in moved[HISTORY]]
+            rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
+        if isinstance(rewritten.get(HISTORY), list):
+            rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
         if isinstance(content.get("data"), list):
-            moved["data"] = [self._rewrite_use(use) for use in content["data"]]
-        return moved
+            rewritten["data"] = [self._rewrite_use(use) for use in content["data"]]
+        return rewritten
 
     def _origin(self, version: Resolved, content: Mapping[str, Any]) -> dict[str, Any]:
         merged = content.get("merged")
@@ -166,13 +166,13 @@ class TargetLogs:
             return use
         # A mixture lists the versions of all its splits, and lists them again in its state.
         names = [self._target_name("datasets", ref) or ref for ref in use["dataset"].split(", ")]
-        moved = {**use, "dataset": ", ".join(names)}
+        rewritten = {**use, "dataset": ", ".join(names)}
         state = use.get("state")
         mixture = state.get("mixture") if isinstance(state, Mapping) else None
         splits = mixture.get("splits") if isinstance(mixture, Mapping) else None
         if isinstance(state, Mapping) and isinstance(mixture, Mapping) and isinstance(splits, list):
-            moved["state"] = {**state, "mixture": {**mixture, "splits": list(map(self._rewrite_split, splits))}}
-        return moved
+            rewritten["state"] = {**state, "mixture": {**mixture, "splits": list(map(self._rewrite_split, splits))}}
+        return rewritten
 
     def _rewrite_split(self, split: Any) -> Any:
         if not isinstance(split, Mapping) or not isinstance(split.get("name"), str):
