@@ -114,7 +114,7 @@ def test_the_settings_are_shown_without_data_and_nothing_runs(capsys):
         (["--steps", "0"], "steps is 0"),
         (["--nodes", "8", "--bandwidth", "fast"], "'fast' is no bandwidth"),
         (["--trace", "/nowhere/trace.json"], "its folder does not exist"),
-        (["--profile", "trace.json"], "here --trace FILE writes a step"),
+        (["--profile", "trace.json"], "use --trace FILE to write a trace of one step"),
     ],
 )
 def test_what_cannot_be_profiled_is_refused_before_anything_runs(repository, options, says):

@@ -56,7 +56,7 @@ def test_one_split_may_be_staged_alone(node):
         ({"ref": "pets@7"}, 404, "no version 7; it has 1"),
         ({"ref": "pets", "split": "test"}, 404, "train"),
         ({"ref": "pets", "repo": "s3://elsewhere/x"}, 404, "--repo"),
-        ({"ref": "../x"}, 400, "cannot name"),
+        ({"ref": "../x"}, 400, "is not a valid name of a data set"),
         ({}, 400, "ref"),
         ({"ref": "pets", "budget": "1TB"}, 400, "budget"),
         ({"ref": 7}, 400, "strings"),

@@ -177,7 +177,7 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         "moved": ([use], {"parent": "silent"}, "a parent without a version number is ambiguous"),
         "stateless": ([{**use, "state": {"epoch": 1, "position": 2}}], {}, "reading big@1/train is not valid"),
         "far": ([far], {}, "exceeds epochs of 40 samples"),
-        "spanless": ([{**use, "spans": [{"start": [1, 0], "stop": [0, 0]}]}], {}, "no span"),
+        "spanless": ([{**use, "spans": [{"start": [1, 0], "stop": [0, 0]}]}], {}, "not a valid span"),
         "circle": ([use], {"parent": "circle@1"}, "which continues it"),
         "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and has"),
         "odd": ([], {"data": "data"}, "does not record the data"),

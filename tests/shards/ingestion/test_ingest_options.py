@@ -173,7 +173,7 @@ def test_large_lists_are_cut_into_batches_and_shards_like_blobs(repository):
 
 @pytest.mark.parametrize("split", ["../x", "a/b", "", ".hidden", "a@b", "Train", "x" * 300])
 def test_a_split_that_could_not_be_named_is_refused(split):
-    with pytest.raises(ConfigError, match="cannot name a split"):
+    with pytest.raises(ConfigError, match="is not a valid name of a split"):
         SourceOptions(split=split)
 
 

@@ -29,7 +29,9 @@ def test_without_patience_it_never_ends_early_and_needs_no_metric():
 
 
 def test_a_metric_whose_better_end_its_name_does_not_tell_needs_a_mode():
-    with pytest.raises(ConfigError, match=r"'reward' does not tell.*--stop-mode"):
+    with pytest.raises(
+        ConfigError, match=r"'reward' does not show whether a high or a low value is better.*--stop-mode"
+    ):
         EarlyStop("reward", 1)
     assert not EarlyStop("reward", None).is_reached
     for mode, is_reached in (("min", False), ("max", True)):
