@@ -184,7 +184,7 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         "cut": ([ReadSpan((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, but no version"),
         "torn": ([use], {"history": "all"}, "record of what ancestors in another repository consumed is not valid"),
         "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "another repository consumed is not valid"),
-        "unnamed": ([{**use, "run": ["a"]}], {}, "does not say which data was used"),
+        "unnamed": ([{**use, "run": ["a"]}], {}, "not a valid data use: TypeError"),
     }  # fmt: skip
     for name, (uses, fields, message) in cases.items():
         said = [{**use, "spans": [each.to_dict()]} if isinstance(each, ReadSpan) else each for each in uses]
