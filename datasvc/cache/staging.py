@@ -1,4 +1,4 @@
-"""Staging: make many objects resident, several at once, and each one once."""
+"""Staging: make many objects resident, several at a time, without repeated requests for the same object."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def stage_objects(
     objects = {info.digest: (info, repository) for info, repository in requests}
     needed = sum(footprint(info.size_bytes) for info, _ in objects.values())
     account = folder.catalogue.account()
-    # Before the first fetch: a set that does not fit would evict other data for nothing.
+    # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
+    # A smaller one may fail later, because pinned objects and objects in use are not subtracted here.
     if needed > account.available(tenant):
         raise CacheFullError(
             f"staging needs {needed} bytes, and {account.available(tenant)} of the budget of {folder.files.folder} "
@@ -92,7 +93,8 @@ def stage_objects(
                 for future in futures:
                     future.result()
             except BaseException:
-                # The first failure ends staging: fetches that have not started are cancelled.
+                # An error is noticed when all earlier requests of the list have ended. Fetches that have not
+                # started are cancelled; the end of the outer block waits for those in progress.
                 for future in futures:
                     future.cancel()
                 raise

@@ -1,6 +1,7 @@
 """Named ranges around the stages of a loader, for torch's profiler and for NVTX tools such as Nsight Systems.
 
-A range is opened only while a profiler records. Otherwise a stage costs two flag checks, and torch is not imported.
+Ranges are opened while torch's profiler records, and always in a process that an NVTX tool started or that has
+`DATASVC_NVTX=1`. Otherwise a stage costs two flag checks. No range is opened before torch is imported elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ BATCH: Final = "batch"
 WAIT: Final = "wait"
 """Name of the range of a call's wait for other threads."""
 
-# The stage of an opened shard is found out after its range began, so the three stages have one range name.
+# Whether a shard comes from the origin, a peer or the cache is known only after its range was opened, and the name of
+# a range cannot change. So these three stages share one name.
 _OPENING: Final = frozenset({Stage.ORIGIN, Stage.PEER, Stage.CACHE})
 _NAMES: Final[Mapping[str, str]] = {
     **{stage: f"datasvc.loader.{'shard' if stage in _OPENING else stage}" for stage in Stage},
@@ -40,7 +42,8 @@ def open_range(kind: str) -> Callable[[], object] | None:
     """Open the range of a stage, `BATCH` or `WAIT` in this thread.
 
     Returns:
-        A function that closes the range; None if no profiler records.
+        A function that closes the range. None if no range was opened: neither torch's profiler nor NVTX ranges are
+        on, or NVTX ranges are on but torch is not imported or was built without CUDA.
     """
     if _IS_UNDER_NVTX_TOOL:
         return _open_nvtx(kind)

@@ -150,7 +150,10 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
 
 
 def choose_place(config: TrainConfig) -> DataPlacement:
-    """Return this process's data rank, device and decoding threads; ranks of a node divide its processors."""
+    """Return this process's data rank and device, and its number of decoding threads.
+
+    That is the number of processors that this process may use, divided by the number of ranks on the node.
+    """
     return DataPlacement(
         rank=hvd.rank(),
         world_size=hvd.size(),
@@ -160,7 +163,11 @@ def choose_place(config: TrainConfig) -> DataPlacement:
 
 
 def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
-    """Return this node's cache with the configured peers, and the servers started for it; None where not set."""
+    """Return this node's cache with the configured peers, and the servers that were started for the peers.
+
+    The cache is None if none is configured. The servers are None without a cache, or if `config.peers`
+    is not "ranks".
+    """
     if config.cache is None:
         return None, None
     if config.peers == "ranks":

@@ -53,7 +53,10 @@ class Listener(Protocol):
     """A receiver of changes of hosts, such as an elastic state."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Handle a change of hosts; see `State`. It must not block, because the next notice waits for it."""
+        """Handle a change of hosts; see `State`.
+
+        It must not block: the thread that calls it also receives later notices, or begins the next round.
+        """
 
 
 class Rendezvous:
@@ -86,7 +89,7 @@ class Rendezvous:
             RuntimeError: the driver cannot be reached.
         """
         self._num_requests += 1
-        # From the first request on, an exit with status 0 counts as an early end until the training is complete.
+        # While this key exists, the driver counts an exit with status 0 as a failure. `end_training` deletes it.
         if self._num_requests == 1:
             self._store.set(training_key(self._worker), "")
         self._send(RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
@@ -166,7 +169,7 @@ class Rendezvous:
         self._store.set(training_key(self._worker), "")
 
     def end_training(self) -> None:
-        """Report to the driver that the training function has returned; the driver's store is updated on return."""
+        """Report to the driver that the training function has returned; do nothing if it cannot be reached."""
         self._is_training = False
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(training_key(self._worker))
@@ -178,7 +181,7 @@ class Rendezvous:
 
     def _notify(self) -> None:
         with self._lock:
-            # The round may include a late notice already: reporting it would end the round without need.
+            # A notice may arrive after the round that already includes its change began; it must not end that round.
             if self.assignment is None or self._notice.number <= self.assignment.notice:
                 return
             notice, listeners = self._notice, tuple(self._listeners)
@@ -226,7 +229,7 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     with _lock:
         if _rendezvous is None and WORKER_VARIABLE in environ:
             store, notice_store = _connect(environ), _connect(environ)
-            # The queue may stay empty for days.
+            # A wait that times out would end the thread that receives the notices, and hosts may not change for days.
             notice_store.set_timeout(dt.timedelta(days=1000))
             _rendezvous = Rendezvous(environ[WORKER_VARIABLE], store)
             report_uncaught_errors(_rendezvous)

@@ -60,7 +60,7 @@ MAPPED: Final = "mapped"
 SUPERSEDED: Final = "superseded"
 
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
-# A floor, because the disk may refuse the last few bytes only: every call of `shrink` must evict something.
+# A minimum, because the disk may lack only a few bytes: every call of `shrink` must free some space, or raise.
 _MIN_SHRINK_BYTES: Final = 64 << 10
 
 
@@ -156,7 +156,7 @@ class Catalogue:
     def is_ready(self, info: ObjectInfo) -> bool:
         """Return whether an object, on which the caller has a hold, is resident and verified.
 
-        This is all that a cache hit costs.
+        A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
         try:
             with self.env.begin() as txn:
@@ -270,7 +270,10 @@ class Catalogue:
     def release(
         self, digest: Digest, job_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
     ) -> None:
-        """Record the next use of an object whose hold the caller is about to release."""
+        """Record the next use of an object whose hold the caller is about to release.
+
+        An object that another running job needs at the same distance or sooner stays assigned to that job.
+        """
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is not None and record.state == RESIDENT:
@@ -279,7 +282,9 @@ class Catalogue:
             tables.count(counts)
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
-        """Record when the caller needs objects that are resident already, and assign them to the caller.
+        """Record when the caller needs objects whose files exist already, and assign them to the caller.
+
+        An object that another running job needs at the same distance or sooner stays assigned to that job.
 
         Args:
             next_uses: next use of each object, on the caller's clock. Bytes.
@@ -486,9 +491,9 @@ def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
 
 
 def _claim(tables: CatalogueTables, space: SpaceAllocator, digest: Digest, claim: ObjectRecord) -> None:
-    """Write the record `claim` unless another running job needs the object as soon.
+    """Write the record `claim`, unless another running job needs the object at the same distance or sooner.
 
-    A claim of the caller's own process is always replaced: it was made before the access order was known.
+    A record of the same job or of its process is always replaced; the process made it before it knew the order.
     """
     record, claimant = tables.get(digest), tables.job(claim.job_id)
     assert record is not None

@@ -1,6 +1,6 @@
 """Object locks: each process locks the objects that it uses; the kernel releases the locks when the process exits.
 
-Each object has one lock of one byte, at an offset computed from its digest, in one of a few files. So a hold (shared
+Each object has a lock of one byte, at an offset computed from its digest, in one of 64 files. So a hold (shared
 lock) writes nothing, and needs no clean-up and no timeout. An eviction takes the lock exclusively, which fails while
 any process has a hold. The locks belong to the open file description (`F_OFD_SETLK`): two descriptors of one process
 exclude each other as two processes do, so evictions use descriptors of their own, and never evict an object that
@@ -23,13 +23,16 @@ from typing import Final
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Digest
 
-# The kernel searches the locks of a file linearly: many files keep each list short.
+# The kernel searches the locks of a file linearly; the locks are spread over several files to keep each list short.
 _NUM_FILES: Final = 64
 _FLOCK: Final = struct.Struct("@hhqqi4x")  # fcntl.h: type, whence, start, len, pid
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # fcntl.h: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
 
 
 _TOO_MANY_FILES: Final = (errno.EMFILE, errno.ENFILE)
+# Errors of file systems without locks, and (EINVAL) of kernels without F_OFD_SETLK.
+_NOT_SUPPORTED: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_MORE_FILES: Final = "; raise the limit of open files (ulimit -n)"
 
 
 class ObjectLocks:
@@ -41,7 +44,7 @@ class ObjectLocks:
         folder: folder of the lock files.
 
     Raises:
-        ConfigError: the file system or the operating system does not support these locks.
+        ConfigError: the file system or the kernel does not support these locks, or a lock file cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,9 +61,7 @@ class ObjectLocks:
             self._apply(self._descriptor(self._exclusive_files, 0), _SETLK, fcntl.F_UNLCK, 0)
         except OSError as error:
             self.close()
-            raise ConfigError(
-                f"cannot lock files in {folder}: {error}; put the cache on a local disk of a Linux machine"
-            ) from error
+            raise ConfigError(f"cannot lock files in {folder}: {error}{_advice(error)}") from error
 
     def acquire(self, digest: Digest) -> None:
         """Add one hold on an object; wait while another process is about to evict it.
@@ -108,7 +109,7 @@ class ObjectLocks:
 
     def is_held(self, digest: Digest) -> bool:
         """Return whether any process has a hold on an object."""
-        # By the descriptor for exclusive locks, with which the holds of this process conflict too.
+        # The descriptor for exclusive locks: the holds of this process are on another one, so they count too.
         descriptor, offset = self._locate(self._exclusive_files, digest)
         answer = fcntl.fcntl(descriptor, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
@@ -125,7 +126,7 @@ class ObjectLocks:
         try:
             self._set(self._hold_files, _SETLKW, fcntl.F_RDLCK, digest)
         except OSError as error:
-            advice = "; raise the limit of open files (ulimit -n)" if error.errno in _TOO_MANY_FILES else ""
+            advice = _MORE_FILES if error.errno in _TOO_MANY_FILES else ""
             raise UnavailableError(
                 f"cannot lock object {digest[:12]}... in {self._folder}: {error}{advice}"
             ) from error
@@ -137,7 +138,7 @@ class ObjectLocks:
             self._set(self._hold_files, _SETLK, fcntl.F_UNLCK, digest)
 
     def _release_abandoned(self) -> None:
-        # The thread that has the lock, perhaps this one, repeats the check after it has released the lock.
+        # Where the lock is taken, perhaps by this thread, its owner makes this check again after it releases it.
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._abandoned:
@@ -151,7 +152,8 @@ class ObjectLocks:
 
     def _locate(self, descriptors: dict[int, int], digest: Digest) -> tuple[int, int]:
         number = int(digest[:2], 16) % _NUM_FILES
-        # 60 bits of the digest: two objects that share a byte would only be locked and unlocked together.
+        # 66 bits of the digest choose file and offset, so a collision of two objects is improbable. In a collision,
+        # releasing one object would unlock the other too, because holds are counted per digest.
         return self._descriptor(descriptors, number), int(digest[2:17], 16)
 
     def _descriptor(self, descriptors: dict[int, int], number: int) -> int:
@@ -167,6 +169,14 @@ class ObjectLocks:
     @staticmethod
     def _apply(descriptor: int, call: int, kind: int, offset: int) -> None:
         fcntl.fcntl(descriptor, call, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in _TOO_MANY_FILES:
+        return _MORE_FILES
+    if error.errno in _NOT_SUPPORTED:
+        return "; put the cache on a local disk of a Linux machine"
+    return "; check the permissions and the disk of this folder"
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Quotas of tenants on one cache, and the account of what each tenant uses. Pure.
 
-The guaranteed bytes of a tenant are reserved for it, used or not, so it never waits for them. Any tenant may use the
-remaining space up to its maximum. The invariant: the sum over tenants of max(used, guaranteed) never exceeds the
-budget.
+The guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
+maximum. Invariant: no reservation takes the quarantined bytes plus the sum over tenants of max(used, guaranteed)
+above the budget. While a full disk limits the cache, the sum has used bytes only: unused guarantees reserve nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Quota:
         maximum_bytes: most bytes that the tenant may use; None: no limit but the budget.
 
     Raises:
-        ConfigError: a guarantee is negative, or above the maximum.
+        ConfigError: the guarantee is negative or above the maximum, or the maximum is less than 1.
     """
 
     guaranteed_bytes: int = 0
@@ -55,14 +55,15 @@ def check_quotas(quotas: Mapping[str, Quota], budget_bytes: int) -> None:
 
 @dataclass
 class Account:
-    """Disk space in use, by tenant, compared with budget and quotas; evictions are tried out on a copy.
+    """Disk space that each tenant uses, and the limits on it. `evict` changes only this object, not the catalogue.
 
     Attributes:
         budget_bytes: budget of the cache, or the lower limit that a full disk has imposed.
         quotas: quotas of the tenants that have one.
         used_bytes: reserved and resident bytes by tenant.
         quarantined_bytes: bytes of quarantined files, which count for no tenant.
-        is_limited_by_disk: whether the disk was full below the budget; then unused guarantees reserve nothing.
+        is_limited_by_disk: whether the disk was full below the budget. Then `missing` and `helps` do not reserve
+            unused guarantees; `available` still subtracts the guarantees of other tenants.
     """
 
     budget_bytes: int
@@ -81,7 +82,10 @@ class Account:
         return self.used_bytes.get(tenant, 0)
 
     def available(self, tenant: str) -> int:
-        """Return the most bytes that a tenant may use, if everything above the guarantees of others is evicted."""
+        """Return the most bytes that a tenant may use: the budget without the guarantees of others, or its maximum.
+
+        Quarantined bytes are not subtracted.
+        """
         guaranteed_to_others = sum(quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant)
         unreserved_bytes = self.budget_bytes - guaranteed_to_others
         maximum = self.quota(tenant).maximum_bytes
@@ -89,9 +93,16 @@ class Account:
 
     def missing(self, tenant: str, size_bytes: int) -> int:
         """Return how many bytes must be evicted before `tenant` may use `size_bytes` more; 0 or less: none."""
+        return max(self.above_maximum(tenant, size_bytes), self.above_budget(tenant, size_bytes))
+
+    def above_maximum(self, tenant: str, size_bytes: int) -> int:
+        """Return by how many bytes `size_bytes` more would exceed the tenant's maximum; 0 or less: they fit."""
         maximum = self.quota(tenant).maximum_bytes
-        above = 0 if maximum is None else self.used(tenant) + size_bytes - maximum
-        return max(above, self._charged(tenant, size_bytes) - self.budget_bytes)
+        return 0 if maximum is None else self.used(tenant) + size_bytes - maximum
+
+    def above_budget(self, tenant: str, size_bytes: int) -> int:
+        """Return by how many bytes `size_bytes` more of a tenant would exceed the budget; 0 or less: they fit."""
+        return self._charged(tenant, size_bytes) - self.budget_bytes
 
     def helps(self, victim: str, tenant: str, freed_bytes: int, size_bytes: int) -> bool:
         """Return whether evicting `freed_bytes` of the tenant `victim` is allowed, and helps `tenant`.
@@ -105,8 +116,7 @@ class Account:
         if victim == tenant:
             # Below its guarantee, evicting its own objects frees nothing: the guarantee stays reserved.
             return self.is_limited_by_disk or self.used(tenant) + size_bytes > self.quota(tenant).guaranteed_bytes
-        maximum = self.quota(tenant).maximum_bytes
-        if maximum is not None and self.used(tenant) + size_bytes > maximum:
+        if self.above_maximum(tenant, size_bytes) > 0:
             return False  # above its own maximum, only its own objects can be evicted
         return self.used(victim) - freed_bytes >= self.quota(victim).guaranteed_bytes
 

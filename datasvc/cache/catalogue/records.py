@@ -28,9 +28,10 @@ class ObjectRecord(NamedTuple):
     Attributes:
         state: RESERVED, RESIDENT or UNVERIFIED.
         size_bytes: size of the content.
-        next_use: next use on the clock of the job, see `eviction`. Bytes.
+        next_use: next use on the clock of the job, in bytes; from `eviction.UNKNOWN` on, a number of a release;
+            0 while RESERVED.
         job_id: job that fetches the object, or that last declared a next use of it.
-        tenant: tenant whose quota is charged: that of the job that fetched the object.
+        tenant: tenant whose quota is charged: the one that fetched the object, as far as a scan can tell.
     """
 
     state: int
@@ -77,7 +78,7 @@ def order_key(job_id: str, next_use: int, digest: Digest) -> bytes:
 
 
 def parse_order_key(key: bytes) -> tuple[str, int, Digest]:
-    """Return job id, next use and object of a key that `order_key` wrote."""
+    """Return the job id, next use and digest of a key that `order_key` returned."""
     return key[:-41].decode(), _ORDER.unpack_from(key, len(key) - 40)[0], Digest(key[-32:].hex())
 
 
@@ -87,5 +88,5 @@ def order_value(record: ObjectRecord) -> bytes:
 
 
 def parse_order_value(value: bytes) -> tuple[int, str]:
-    """Return the freed bytes and the tenant that `order_value` wrote."""
+    """Return the disk space and the tenant of a value that `order_value` returned."""
     return _FREED.unpack_from(value)[0], value[_FREED.size :].decode()

@@ -30,7 +30,7 @@ SPARE_NOTHING: Final = -NEVER
 SPARE_NEEDED: Final = NEVER // 2
 """Distance that spares every object that a running job may need again, at a known time or not."""
 
-_NO_TENANT: Final = ""  # owns no object: what is evicted for it is above the guarantee of every tenant
+_NO_TENANT: Final = ""  # owns no object, so an eviction for it leaves every tenant its guarantee
 _MAPPED: Final = ".mapped"  # name suffix of a quarantined file that was in use when it was moved
 
 
@@ -55,12 +55,14 @@ class SpaceAllocator:
         self._is_running: dict[str, bool] = {}  # by lease
 
     def make_space(self, tenant: str, size_bytes: int, nearest_bytes: int = SPARE_NOTHING) -> bool:
-        """Evict until a tenant may use `size_bytes` more; return False, and evict nothing, where that is impossible.
+        """Free space until a tenant may use `size_bytes` more; return False if that is impossible.
+
+        Leftovers are removed in either case, and may be enough. Objects are evicted only if the result is True.
 
         Args:
             tenant: tenant that needs the space.
             size_bytes: disk space to free.
-            nearest_bytes: distance up to which objects are spared.
+            nearest_bytes: objects whose next use is at most this distance away are not evicted.
         """
         if self._tables.account().missing(tenant, size_bytes) <= 0:
             return True
@@ -125,12 +127,17 @@ class SpaceAllocator:
         tenant_limit = (
             f"; tenant {tenant!r} may use {account.available(tenant)} of these bytes" if account.quotas else ""
         )
-        missing = account.missing(tenant, footprint(info.size_bytes))
+        above_budget = account.above_budget(tenant, footprint(info.size_bytes))
+        above_maximum = account.above_maximum(tenant, footprint(info.size_bytes))
+        # Each limit that is exceeded must be raised: a higher budget does not help a tenant at its maximum.
+        raises = [f"raise the budget by at most {above_budget} bytes"] if above_budget > 0 else []
+        if above_maximum > 0:
+            raises.append(f"raise the maximum of tenant {tenant!r} by at most {above_maximum} bytes")
         return CacheFullError(
             f"not enough space for {info.size_bytes} bytes: the budget is {budget} bytes{disk_limit}{tenant_limit}; "
-            f"{account.total_bytes} are taken, and evicting every unused object would not free enough: the others "
-            "are in use by running jobs, being fetched, pinned, or guaranteed to other tenants; raise the budget by "
-            f"at most {missing} bytes, unpin objects, or wait until a job has ended"
+            f"{account.total_bytes} are taken, and evicting every object that may be evicted for this tenant would "
+            "not free enough: the others are in use by running jobs, being fetched, pinned, or kept for other "
+            f"tenants; {' and '.join(raises)}, unpin objects, or wait until a job has ended"
         )
 
     def sweep(self) -> None:

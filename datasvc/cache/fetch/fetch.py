@@ -1,4 +1,9 @@
-"""Fetch one object onto the node: reserve, transfer, verify, publish. Concurrent fetches of an object share one."""
+"""Fetch one object onto the node: reserve space, transfer, verify, publish.
+
+At most one call per node transfers an object at a time. Other calls for the object wait, then find it resident or
+transfer it themselves; a prefetch returns instead. Objects of a repository are verified by their digest. The content
+digest of a remote file is unknown, so the state that its store reports is compared before and after the transfer.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +133,7 @@ class Fetcher:
             if reservation == BUSY:
                 self._files.wait_for_incoming(info.digest)
             elif isinstance(reservation, NoSpaceYet):
-                # Every fetch ends, successful or not, and each turn waits for another one: the loop makes progress.
+                # A fetch always ends, successful or not. Then the reservation may succeed, or name another fetch.
                 self._files.wait_for_incoming(reservation.digest)
             else:
                 break
@@ -140,7 +145,7 @@ class Fetcher:
             return "resident"
         report = self._transfer(info, repository, progress)
         if isinstance(repository, RemoteFile):
-            # The ranges may be of two states of the file; the object is named by the first.
+            # The file may have changed between two ranges. The digest names its state at the first request.
             repository.check_unchanged()
             FileLink(self._files.folder, info.digest).record_content(report.content)
         counts = {f"{kind}_bytes": count for kind, count in report.bytes_by_kind.items()}
@@ -183,14 +188,15 @@ class Fetcher:
             except OSError as error:
                 if error.errno not in _DISK_FULL:
                     raise
-                # Each turn evicts at least one object, or raises: the loop ends.
+                # Each call frees space, by evictions or by removing leftovers, or raises: the loop ends.
                 self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)
 
     def _sources(self, info: ObjectInfo, repository: Store) -> list[ObjectSource]:
         origin = OriginSource(repository.objects, info.digest, self._requests)
         if self._peers is None or isinstance(repository, RemoteFile):
             return [origin]  # no peers: the digest of a remote file is unknown, so their bytes cannot be verified
-        # Peers of higher rank first, so that an object leaves the origin once; those of lower rank after its failure.
+        # First nodes that rank higher for this object: the highest one reads it from the origin, the others from it.
+        # Nodes that rank lower receive a request only after the origin has failed.
         return [*self._peers.sources(info, repository.url), origin, *self._peers.fallback_sources(info)]
 
 

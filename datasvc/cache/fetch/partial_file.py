@@ -1,8 +1,8 @@
 """The incoming file of an object during a transfer: received ranges, bytes per source, and an incremental hash.
 
-Each byte is written once between two calls of `reset`, and hashed as soon as all bytes before it are there: usually
-from the buffer in which it arrived, otherwise from the page cache. So a correct digest proves the very bytes in the
-file, without a second pass over data that is no longer in memory.
+Each byte is written once between two calls of `reset`, and hashed after all bytes before it have arrived: from the
+receive buffer if possible, otherwise from the file. So bytes of an earlier process are verified as they are in the
+file, but most bytes of this process as they were received: a fault while they are written is not detected.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ TransferProgress = Callable[[Kind, int], None]
 """Called with the kind of source and the number of bytes that have arrived since the last call."""
 
 _READ_BACK_BYTES = 1 << 20
-# Limit per received buffer: a thread that hashes does not receive, and its connection waits.
+# Most bytes to read back per received buffer: while a thread hashes, it does not read from its connection.
 _MAX_READ_BACK_BYTES = 8 << 20
 
 
 class PartialFile:
-    """An incoming file that sources fill. They write from several threads; no other method may run at that time.
+    """An incoming file that sources fill.
+
+    A source may write from several threads during `fill_from`; no other method may be called during that time.
 
     Args:
         size_bytes: size of the object.
         descriptor: the file, open for reading and writing.
-        parts: parts of the object that are in the file.
-        progress: called with each buffer that arrives, from any thread, but by one at a time.
+        parts: parts of the object that are completely in the file, some perhaps from an earlier process.
+        progress: called after each received buffer was written, from any thread, by one thread at a time.
 
     Attributes:
-        is_continued: whether the file contains bytes that another process wrote.
+        is_continued: whether the file contains parts that were received before this object was created.
         bytes_by_kind: bytes that arrived in this process by kind of source, wrong ones included.
     """
 

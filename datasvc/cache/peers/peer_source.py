@@ -102,7 +102,7 @@ class PeerSource:
     ) -> None:
         self.name = url
         self._digest = digest
-        # Without credentials: the peer reads the origin with its own.
+        # Credentials are removed from the URL: the peer uses its own to read from the origin.
         self._origin = {} if origin_url is None else {"origin": redact_url(origin_url)}
         self._settings = settings
         self._health = health
@@ -120,13 +120,13 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, the peer is paused, and told to verify its copy of the object."""
+        """See `ObjectSource`. After wrong bytes, requests to the peer pause, and it is told to verify its copy."""
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()
 
     def _request_check(self) -> None:
-        """Tell the peer to verify its copy of the object. The answer is ignored: a faulty peer may send any."""
+        """Send the peer a request to verify its copy of the object; ignore the answer, which may be false."""
         with suppress(OSError, http.client.HTTPException), closing(self._connect()) as connection:
             connection.request("POST", f"/objects/{self._digest}/check", headers=self._headers())
             connection.getresponse().close()
@@ -186,7 +186,10 @@ class PeerSource:
             raise ConnectionError(f"it sends {response.getheader('Content-Range')!r}, expected {content_range!r}")
 
     def _wait_for_answer(self, connected_socket: socket.socket) -> None:
-        """Wait until an answer begins, while the peer is alive: it may be fetching the object."""
+        """Wait until an answer begins, for as long as health checks succeed: the peer may be fetching the object.
+
+        Raises TimeoutError.
+        """
         deadline = time.monotonic() + self._settings.answer_timeout_s
         poll = select.poll()
         poll.register(connected_socket, select.POLLIN)
@@ -194,7 +197,10 @@ class PeerSource:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"it sent no answer within {self._settings.answer_timeout_s} s")
             if not self._is_alive():
-                raise TimeoutError(f"it does not respond to health checks after {self._settings.stall_timeout_s} s")
+                raise TimeoutError(
+                    f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
+                    f"health check (limit {self._settings.connect_timeout_s} s)"
+                )
         if self._tls is not None:  # the received bytes may be a TLS message instead of the answer
             connected_socket.settimeout(max(deadline - time.monotonic(), self._settings.stall_timeout_s))
 

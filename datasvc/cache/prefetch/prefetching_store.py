@@ -93,7 +93,7 @@ class PrefetchingShardStore:
         self._shards.release_shard(info, reuse, job_id=self._job_id)
 
     def advance(self, epoch: int, position: int) -> None:
-        """Record that all samples before a position were served; the stager goes on from there."""
+        """Record the position before which all samples were served, and send it to the stager if one runs."""
         self._cursor = (epoch, position)
         if self._stager is not None:
             self._stager.advance(epoch, position)
@@ -119,7 +119,7 @@ class PrefetchingShardStore:
             finally:
                 self._fetching.discard(info.digest)
 
-        # More shards wait for the stager, which fetches in the order of need, or until they are opened.
+        # Shards above this limit are fetched by the stager, in the order of need, or when they are opened.
         if info.digest in self._fetching or len(self._fetching) >= _MAX_FETCHES:
             return
         if self._threads is None:

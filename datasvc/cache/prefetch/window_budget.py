@@ -1,4 +1,4 @@
-"""Cache space that an access order needs: the window in use at once, and how far to fetch ahead. Pure."""
+"""Cache space of an access order: shards in use at the same time, and the distance to fetch ahead. Pure."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ _MIN_SHARDS_AHEAD = 4
 
 
 def window_bytes(samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int) -> int:
-    """Return the disk space of the shards that any `run` consecutive positions of an epoch use. Bytes."""
+    """Return an upper bound, in bytes, of the disk space of the shards that `run` consecutive positions use."""
     live = max_live_shards(samples_per_shard, config, run)
-    # The largest shards: an upper bound for every epoch.
+    # Which shards these are depends on the epoch; the largest ones are an upper bound.
     used: Integers = footprint(np.sort(bytes_per_shard)[::-1][:live])
     return int(used.sum())
 
 
 def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
-    """Return how far ahead of a job, in bytes of its clock, a shard may be fetched if that evicts others.
+    """Return the most bytes between a job's clock and a shard's next use at which fetching it may evict others.
 
-    Every byte fetched ahead displaces one that was kept for the next epoch, so this is a small share of the budget.
-    It is at least one shard, and some more if shards are small, to keep enough requests in progress.
+    A shard fetched ahead may displace one that is kept for the next epoch, so this is 1/32 of the budget. It is
+    raised to the size of four of the largest shards, to keep enough requests in progress, but to 1/16 of the
+    budget at most. It is never less than the largest shard.
     """
     largest = int(bytes_per_shard.max(initial=0))
     # The clock counts bytes of shards, and the budget counts disk blocks.
@@ -33,12 +34,12 @@ def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
 
 
 def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:
-    """Check at the start of a run that its window fits, because it would deadlock later.
+    """Check that the shards in use at the same time fit, before a run starts: it would fail in the middle otherwise.
 
     Args:
-        needed_bytes: bytes that must be resident at once.
-        budget_bytes: bytes available.
-        what: what needs them, for the message.
+        needed_bytes: bytes that must be resident at the same time.
+        budget_bytes: bytes of the cache that the run may use.
+        what: name of the access order, for the message.
 
     Raises:
         CacheFullError: the window does not fit into the budget.

@@ -1,6 +1,8 @@
 """Holds are locks of the kernel: they end with their holder, and nobody seizes what is held."""
 
+import errno
 import os
+import re
 import resource
 import signal
 import threading
@@ -77,8 +79,27 @@ def test_what_is_abandoned_while_the_locks_are_busy_is_released_after(holds):
 
 def test_a_folder_that_cannot_hold_locks_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot lock files in"):
+    with pytest.raises(ConfigError, match=r"cannot lock files in .*File exists.*check the permissions") as refused:
         ObjectLocks(tmp_path / "file")
+    assert "local disk" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOLCK, "put the cache on a local disk"),
+        (errno.EINVAL, "put the cache on a local disk"),
+        (errno.EMFILE, "raise the limit of open files"),
+        (errno.EACCES, "check the permissions and the disk"),
+    ],
+)
+def test_the_advice_fits_the_error(tmp_path, monkeypatch, number, advice):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ObjectLocks, "_apply", staticmethod(fail))
+    with pytest.raises(ConfigError, match=rf"{re.escape(os.strerror(number))}; {advice}"):
+        ObjectLocks(tmp_path / "holds")
 
 
 def test_many_files_share_few_descriptors(holds):

@@ -181,8 +181,11 @@ def test_only_what_would_help_is_seized(tmp_path, origin, monkeypatch):
         monkeypatch.setattr(
             cache._opened.locks, "try_lock_exclusive", lambda digest: (seized.append(digest), real(digest))[1]
         )
-        with pytest.raises(CacheFullError):
+        with pytest.raises(
+            CacheFullError, match="raise the maximum of tenant 'team' by at most 4096 bytes"
+        ) as refused:
             team.acquire(infos[7], repository)
+        assert "raise the budget" not in str(refused.value)  # which would not help
         assert seized == [infos[6].digest]
 
 

@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a worker; `placement` is its placement if all expected workers join."""
+    """Start the process of a worker; `placement` is the placement that it gets if all expected workers join."""
 
     worker: str
     host: str
@@ -18,15 +18,15 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Stop:
+class TerminateWorker:
     """Terminate the process of a worker."""
 
     worker: str
 
 
 @dataclass(frozen=True)
-class StopWorker:
-    """Answer a worker's request: there is no rank for it, and it exits."""
+class DenyRank:
+    """Answer a worker's request for a rank: there is none for it, and it must exit."""
 
     worker: str
     number: int
@@ -82,4 +82,4 @@ class Finish:
     others: tuple[str, ...] = ()
 
 
-Action = Start | Stop | StopWorker | AssignRank | Break | Announce | PrintMessage | Finish
+Action = Start | TerminateWorker | DenyRank | AssignRank | Break | Announce | PrintMessage | Finish

@@ -23,11 +23,11 @@ from datasvc.trainer.elastic.driver.actions import (
     Announce,
     AssignRank,
     Break,
+    DenyRank,
     Finish,
     PrintMessage,
     Start,
-    Stop,
-    StopWorker,
+    TerminateWorker,
 )
 from datasvc.trainer.elastic.driver.discovery import Discovery
 from datasvc.trainer.elastic.driver.limits import plan_limits, read_discovery_interval_s
@@ -185,12 +185,12 @@ class _Driver:
         match action:
             case Start():
                 self._start(action)
-            case Stop(worker):
+            case TerminateWorker(worker):
                 self._stop(worker)
             case AssignRank(worker, number, assignment):
                 self._ranks[worker] = assignment.placement.rank
                 self._set(answer_key(worker, number), encode(assignment))
-            case StopWorker(worker, number, reason):
+            case DenyRank(worker, number, reason):
                 self._set(answer_key(worker, number), encode(Leave(reason)))
             case Break(round_number, reason):
                 self._set(broken_key(round_number), reason)

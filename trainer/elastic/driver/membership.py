@@ -18,11 +18,11 @@ from datasvc.trainer.elastic.driver.actions import (
     Announce,
     AssignRank,
     Break,
+    DenyRank,
     Finish,
     PrintMessage,
     Start,
-    Stop,
-    StopWorker,
+    TerminateWorker,
 )
 from datasvc.trainer.elastic.driver.blacklist import Blacklist
 from datasvc.trainer.elastic.driver.deaths import Death, Deaths
@@ -205,7 +205,7 @@ class JobMembership:
                 worker.slot_lost_s = now_s
             if worker.has_lost_slot and worker.phase is Phase.STARTING:
                 worker.stop(now_s)
-                actions.append(Stop(worker.name))
+                actions.append(TerminateWorker(worker.name))
         return actions
 
     def _start_workers(self, now_s: float) -> list[Action]:
@@ -254,7 +254,7 @@ class JobMembership:
             else:
                 actions += self._add_death(Death(worker, 1, trouble, has_started=False), now_s)
             worker.stop(now_s)
-            actions.append(Stop(worker.name))
+            actions.append(TerminateWorker(worker.name))
             if was_member:
                 # Ranks that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} does not respond"))
@@ -294,7 +294,7 @@ class JobMembership:
         if self._round and self._resets_left() <= 0:
             reason = f"the reset limit of {self._limits.reset_limit} is reached"
             return [Finish(RESET_LIMIT_STATUS, reason, others=self._deaths.list_others())]
-        stopped: list[Action] = [self._stop_worker(worker, now_s) for worker in waiting if worker not in chosen]
+        stopped: list[Action] = [self._deny_rank(worker, now_s) for worker in waiting if worker not in chosen]
         return [*stopped, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
@@ -352,10 +352,10 @@ class JobMembership:
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
-    def _stop_worker(self, worker: Worker, now_s: float) -> StopWorker:
+    def _deny_rank(self, worker: Worker, now_s: float) -> DenyRank:
         assert worker.request is not None
         worker.enter(Phase.LEAVING, now_s)
-        return StopWorker(worker.name, worker.request.number, f"its slot on {worker.host} was removed")
+        return DenyRank(worker.name, worker.request.number, f"its slot on {worker.host} was removed")
 
     def _begin_round(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
         self._round += 1

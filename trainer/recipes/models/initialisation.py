@@ -1,4 +1,4 @@
-"""How the weights of the convolutional models begin."""
+"""Initial weights of the convolutional models."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import nn
 
 
 def initialise(model: nn.Module) -> None:
-    """Draw the weights of every layer, in place.
+    """Initialise the 2-D convolutions, fully connected layers and 2-D batch normalisations of a model, in place.
 
-    Convolutions as He et al. 2015 (arXiv:1502.01852, equation 14) derive it for rectifiers: Gaussian with variance
-    2 / fan-out. Fully connected layers: Gaussian with deviation 0.01 (Krizhevsky et al. 2012, section 5; Goyal et al.
-    2017, section 5.1). Batch normalisation begins as the identity. All biases are 0.
+    Convolutions: zero-mean Gaussian with variance 2 / fan-out (He et al. 2015, arXiv:1502.01852, equation 14).
+    Fully connected layers: zero-mean Gaussian with standard deviation 0.01 (Krizhevsky et al. 2012, section 5; Goyal
+    et al. 2017, section 5.1). Batch normalisation: scale 1. All biases of these layers: 0. Other layers: unchanged.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

@@ -6,11 +6,11 @@ from datasvc.trainer.elastic.driver.actions import (
     Announce,
     AssignRank,
     Break,
+    DenyRank,
     Finish,
     PrintMessage,
     Start,
-    Stop,
-    StopWorker,
+    TerminateWorker,
 )
 from datasvc.trainer.elastic.driver.limits import Limits, plan_limits
 from datasvc.trainer.elastic.driver.membership import JobMembership
@@ -168,7 +168,7 @@ def test_the_workers_of_a_host_that_goes_leave_at_the_next_commit_and_no_sync_is
     (announced,) = world.hosts(a=1)
     assert announced.notice.result == 1
     world.ask("a:0:0", "b:0:1", serial=3, wants_sync=False)
-    assert [(d.worker, d.number) for d in world.kinds(StopWorker)] == [("b:0:1", 2)]
+    assert [(d.worker, d.number) for d in world.kinds(DenyRank)] == [("b:0:1", 2)]
     assert world.ranks() == ["a:0:0"]
     assert not world.seats["a:0:0"].needs_sync
     world.end("b:0:1", 0)
@@ -267,7 +267,7 @@ def test_a_worker_is_not_started_with_the_local_rank_of_one_that_is_still_being_
     world = running(3, {"a": 2, "b": 1}, cooldown_range_s=(1.0, 1.0))
     world.take(world.membership.script_failed(ScriptError("a:0:0", "MemoryError: full"), world.now_s))
     world.wait(30.0)
-    assert world.kinds(Stop) == [Stop("a:0:0")]
+    assert world.kinds(TerminateWorker) == [TerminateWorker("a:0:0")]
     world.end("a:1:1")
     world.wait(1.0)
     assert world.started[-1] == "a:1:3"
@@ -373,7 +373,7 @@ def test_a_rank_that_raises_and_does_not_end_is_ended_so_that_the_others_can_go_
     world.wait(29.0)
     assert not world.last
     world.wait(1.0)
-    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.kinds(TerminateWorker) == [TerminateWorker("b:0:1")]
     assert world.kinds(Break)
     assert "did not exit in time and is terminated: MemoryError: full; host b gets no new ranks" in world.said[-1]
     world.ask("a:0:0", serial=2)
@@ -395,7 +395,7 @@ def test_an_error_after_which_the_rank_asks_again_is_forgotten():
     world.take(world.membership.script_failed(error, world.now_s))
     world.ask("b:0:1", "a:0:0", serial=2)
     world.wait(30.0)
-    assert not world.kinds(Stop)
+    assert not world.kinds(TerminateWorker)
     world.end("b:0:1", 1)
     assert world.finish is None
     assert "worker b:0:1 exited with status 1; host b gets no new ranks" in world.said[-1]
@@ -479,7 +479,7 @@ def test_a_member_that_does_not_ask_while_the_others_do_is_ended_and_left_out():
     world.wait(TIMEOUT_S / 2)
     world.ask("c:0:2", serial=2)
     world.wait(TIMEOUT_S / 2)
-    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.kinds(TerminateWorker) == [TerminateWorker("b:0:1")]
     assert world.ranks() == ["a:0:0", "c:0:2"]
     world.end("b:0:1")
     assert world.finish is None
@@ -492,7 +492,7 @@ def test_a_member_that_is_busy_for_longer_than_a_collective_may_take_stays():
     world.end("c:0:2")
     world.ask("a:0:0", serial=2)
     world.wait(60.0)
-    assert not world.kinds(Stop)
+    assert not world.kinds(TerminateWorker)
     world.ask("b:0:1", serial=2)
     assert world.ranks() == ["a:0:0", "b:0:1"]
 
@@ -529,11 +529,11 @@ def test_the_start_timeout_ends_one_that_does_not_come_or_keeps_the_others_waiti
     world.hosts(a=1, b=1, c=1)
     world.come("a:0:0", "b:0:1")
     world.wait(TIMEOUT_S)
-    assert world.kinds(Stop) == [Stop("c:0:2")]
+    assert world.kinds(TerminateWorker) == [TerminateWorker("c:0:2")]
     assert "worker c:0:2 did not start in time and is terminated; host c gets no new ranks" in world.said[-1]
     world.ask("a:0:0")
     world.wait(TIMEOUT_S)
-    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.kinds(TerminateWorker) == [TerminateWorker("b:0:1")]
     assert "worker b:0:1 did not call hvd.init() in time and is terminated" in world.said[-1]
     world.end("c:0:2", -15)
     world.end("b:0:1", -15)
@@ -568,9 +568,9 @@ def test_one_that_was_told_to_leave_and_does_not_is_ended_once():
     world.hosts(a=1)
     world.ask("a:0:0", "b:0:1", serial=3, wants_sync=False)
     world.wait(30.0)
-    assert world.kinds(Stop) == [Stop("b:0:1")]
+    assert world.kinds(TerminateWorker) == [TerminateWorker("b:0:1")]
     world.wait(30.0)
-    assert not world.kinds(Stop)
+    assert not world.kinds(TerminateWorker)
 
 
 def test_ranks_that_finish_end_the_growth_and_the_rest_may_go_on_below_the_minimum():
@@ -601,7 +601,7 @@ def test_nothing_is_said_of_a_rank_that_was_told_to_leave_nor_of_one_whose_train
     world = running(3, {"a": 1, "b": 1, "c": 1}, min_num_ranks=1, hosts_can_change=True)
     world.hosts(b=1, c=1)
     world.ask("a:0:0", "b:0:1", "c:0:2", serial=1)
-    assert world.kinds(StopWorker)
+    assert world.kinds(DenyRank)
     world.end("a:0:0", 0, is_training=True)
     world.end("b:0:1", 0)
     world.end("c:0:2", 0)

@@ -5,7 +5,7 @@ import math
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule  # noqa: F401
 
-from datasvc.trainer.elastic.driver.actions import AssignRank, Finish, PrintMessage, Start, Stop, StopWorker
+from datasvc.trainer.elastic.driver.actions import AssignRank, DenyRank, Finish, PrintMessage, Start, TerminateWorker
 from datasvc.trainer.elastic.driver.limits import Limits
 from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.launch.ranks.job import Host
@@ -71,9 +71,9 @@ class MembershipLaws(RuleBasedStateMachine):
                     assert self.now_s >= self.barred_until_s.get(host, -math.inf), "a barred host got a worker"
                     process = self.alive[worker] = Process(worker, host)
                     assert place.local_rank == process.slot, "another process may have that GPU"
-                case Stop(worker):
+                case TerminateWorker(worker):
                     self.alive[worker].is_told_to_end = True
-                case StopWorker(worker, number, _):
+                case DenyRank(worker, number, _):
                     process = self.alive[worker]
                     assert process.is_asking
                     assert number == process.num_asks
