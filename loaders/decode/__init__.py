@@ -1,4 +1,4 @@
-"""Decoding of image windows to batches of pixels, in CPU threads or with DALI on a GPU."""
+"""Decode windows of images into batches of pixels, in CPU threads or with DALI on a GPU."""
 
 from datasvc.loaders.decode.backend import DecodeConfig, DecodedImages, ImageBackend
 from datasvc.loaders.decode.pixels import PixelFormat

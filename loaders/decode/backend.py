@@ -1,4 +1,4 @@
-"""Interface and settings of image decoding backends."""
+"""Interface and settings of the backends that decode images."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 
 Backend = Literal["cpu", "gpu-window", "gpu-whole", "pillow"]
 Framework = Literal["torch", "numpy"]
-# (index of an image in its batch, buffer `uint8[size]`) -> bytes of the image, in the buffer or elsewhere.
+# Reads an encoded image: (index in the batch, buffer `uint8[size]`) -> the bytes, in that buffer or in other memory.
 Read = Callable[[int, Bytes], Bytes]
 
 
 class Edit(Protocol):
-    """Changes of a batch's images beside crop and flip: colours first, then the user's transform."""
+    """Changes of the images of a batch in addition to crop and flip: colours first, then the user's transform."""
 
     @property
     def colours(self) -> ColourFactors | None:
-        """Colour factors, for backends that change a whole batch on a GPU; None: colours do not change."""
+        """Colour factors of the batch, for backends that apply them on a GPU; None: colours do not change."""
 
     @property
     def transform(self) -> object | None:
         """The user's transform, which runs on the CPU; None if there is none."""
 
     def __call__(self, index: int, image: Pixels) -> None:
-        """Apply all changes in place to image `index`, an upright and flipped `uint8[size, size, 3]`."""
+        """Change image `index` of the batch in place: `uint8[size, size, 3]`, upright, after the flip."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DecodeConfig:
         prefetch: number of batches in progress at the same time.
         device_id: index of the GPU that receives the images; None: the CPU.
         max_width: width of the widest image in the data set, for one allocation of GPU memory; 0 if unknown.
-        max_height: height of the highest image in the data set; 0 if unknown.
+        max_height: height of the tallest image in the data set; 0 if unknown.
         changes_colours: whether batches may come with an `Edit` of colours.
         is_pinned: whether batches are in page-locked host memory.
     """
@@ -68,9 +68,9 @@ class DecodedImages:
     """A decoded batch.
 
     Attributes:
-        images: images of shape `PixelFormat.shape(n)`, zeros for images that do not decode: an array from the CPU, or
-            a tensor on a GPU. The memory is not reused while it is referenced.
-        bad: reasons why images do not decode, by index in the batch.
+        images: images of shape `PixelFormat.shape(n)`: an array from the CPU, or a tensor on a GPU. An image that
+            cannot be decoded is all zeros. The memory is not reused while a reference to it exists.
+        bad: reasons why images could not be decoded, by index in the batch.
     """
 
     images: npt.NDArray[Any] | torch.Tensor
@@ -78,7 +78,7 @@ class DecodedImages:
 
 
 class ImageBackend(Protocol):
-    """Decodes several batches at a time, first in, first out."""
+    """Decodes batches, several at the same time; `take` returns them in the order of `feed`."""
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
@@ -86,14 +86,14 @@ class ImageBackend(Protocol):
         """Start decoding a batch.
 
         Args:
-            images: 0 to `batch_size` encoded images, which stay alive and unchanged until `take`.
+            images: 0 to `batch_size` encoded images; the caller keeps and does not change them until `take`.
             windows: window of each image.
-            edit: changes of each image, called from any thread after scaling and before normalisation.
+            edit: changes of the images, called from any thread after scaling and before normalisation.
             read: function that reads the bytes of an image into a buffer, called from any thread; None: use `images`.
         """
 
     def take(self) -> DecodedImages:
-        """Wait for the oldest batch that was fed, and return it decoded."""
+        """Wait until the oldest batch is decoded, and return it."""
 
     def close(self) -> None:
         """Stop, and release all resources, including batches that were not taken."""

@@ -1,4 +1,4 @@
-"""CPU backend: a pool of threads decodes the images of a batch directly into the batch's memory."""
+"""CPU backend: a pool of threads decodes images directly into the memory of their batch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from datasvc.shards.format.mapped_file import Bytes
 
-# A task has few images, and a thread gets several tasks per batch, so that all threads finish at the same time.
+# Small tasks, several per thread and batch, so that all threads finish a batch at nearly the same time.
 _MAX_IMAGES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
-# Besides the batches in progress, the caller holds one batch while it takes the next.
+# Slots in addition to those of batches in progress: the caller's batch, and the next one, which it takes meanwhile.
 _HELD_BY_CALLER = 2
 
 
@@ -69,8 +69,8 @@ def _stop_all() -> None:
         stopped.set()
 
 
-# At exit, for example after Ctrl-C, Python waits for all threads. This hook runs before that wait and makes them skip
-# prefetched images. It is private; without it, the exit takes as long as decoding all prefetched batches.
+# At exit, for example after Ctrl-C, Python waits for all threads. This hook runs before that wait and makes the
+# threads skip prefetched images; without it, they decode all of them first. The function for hooks is private.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_stop_all)  # noqa: SLF001
 
@@ -81,7 +81,7 @@ class CpuBackend:
     Args:
         config: settings of the backend.
         backend: "cpu" or "pillow", see `ImageWorker`.
-        framework: framework whose resizer is used.
+        framework: selects the resizer, see `make_resizer`.
         profiler: profiler of the loader.
 
     Raises:
@@ -94,7 +94,7 @@ class CpuBackend:
         if backend == "cpu":
             import_codec()
         if framework == "torch":
-            import torch  # noqa: F401 - before the threads start: parallel imports may see a partial module
+            import torch  # noqa: F401 - before the threads start: parallel imports may get a module that is not complete
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
         shape = config.pixels.shape(config.batch_size)
@@ -133,7 +133,7 @@ class CpuBackend:
             windows: see `feed`.
             edit: see `feed`.
             read: see `feed`.
-            out: output memory for a full batch, not used otherwise until `finish`; None: unused memory of the ring.
+            out: output memory for a full batch, used only by this batch until `finish`; None: the backend's own.
         """
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
@@ -155,20 +155,20 @@ class CpuBackend:
         return CpuRun(memory[:count], parts)
 
     def finish(self, run: CpuRun) -> DecodedImages:
-        """Wait for a batch that was started, and return it decoded."""
+        """Wait until a batch of `start` is decoded, and return it."""
         bad: dict[int, str] = {}
         for part in run.parts:
             bad |= part.result()
         return DecodedImages(self._deliver(run.images), bad)
 
     def close(self) -> None:
-        """Stop after each thread's current image."""
+        """Stop each thread after its current image, and wait for all threads."""
         self._stopped.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._in_progress.clear()
 
     def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
-        """Decode some images of a batch; return reasons by index for those that do not decode."""
+        """Decode some images of a batch; return the reasons of those that cannot be decoded, by index."""
         with self._profiler.stage(Stage.DECODE):
             return self._decode_timed(work, indices)
 

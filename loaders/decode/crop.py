@@ -1,7 +1,7 @@
-"""Decoding of only a window of an image on the CPU, with nvImageCodec, the decoder inside of DALI.
+"""Decode only a window of an image on the CPU, with nvImageCodec, the decoder that DALI uses.
 
-It is called per image instead of through DALI's batches, so that an image that does not decode does not affect
-others, and so that one thread decodes and scales a window while it is in the core's cache.
+It is called for each image, not for a batch as in DALI. So an image that cannot be decoded does not affect others,
+and one thread decodes and scales a window while its pixels are in the cache of the processor core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasvc.loaders.decode.pixels import Pixels
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
-# First bytes of JPEG 2000 files. Damaged ones crash the process in this decoder and in its parser, but not in Pillow.
+# First bytes of JPEG 2000 files. A damaged one crashes the process in this decoder or its parser, but not in Pillow.
 _JPEG_2000 = (b"\0\0\0\x0cjP", b"\xff\x4f\xff")
 
 
@@ -29,7 +29,7 @@ def is_jpeg_2000(blob: Bytes) -> bool:
 
 def import_codec() -> Any:
     """Return the module nvimgcodec. Raises ConfigError: it is not installed."""
-    # Its own messages are silenced: images that it refuses may decode with Pillow, and others are reported by name.
+    # Its log messages are off: Pillow may decode an image that it refuses, and other bad images are reported by us.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec
@@ -42,7 +42,7 @@ def import_codec() -> Any:
 
 
 class CropDecoder:
-    """Decoder of windows, for use in one thread.
+    """Decodes windows of images, for use in one thread.
 
     Raises:
         ConfigError: nvImageCodec is not installed.
@@ -56,10 +56,10 @@ class CropDecoder:
             backends=[codec.Backend(codec.CPU_ONLY)],
         )
         self._params = codec.DecodeParams(apply_exif_orientation=True, color_spec=codec.SRGB)
-        self._image: Any = None  # the last image, whose memory is reused
+        self._image: Any = None  # last decoded image; its memory is reused for the next one
 
     def decode(self, blob: Bytes, start: Sequence[int], shape: Sequence[int]) -> Pixels | None:
-        """Return a window of an image.
+        """Decode a window of an image.
 
         Args:
             blob: the encoded image.

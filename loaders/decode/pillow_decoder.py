@@ -1,6 +1,6 @@
-"""Decoding of image windows with Pillow: without nvImageCodec, and for images that it does not decode.
+"""Decode windows of images with Pillow, where nvImageCodec is not installed or cannot decode an image.
 
-Windows and pixel conversions are equal to those of the other decoders, so that either may decode a sample.
+Windows and pixel conversions are those of the other decoders, so any of them may decode a sample.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def decode_window(
 ) -> Pixels:
     """Decode an image upright, crop a window, and scale it with Pillow's anti-aliased BILINEAR filter.
 
-    Pixels outside the window do not affect the result, as in decoders that decode only the window; a
-    `resize(box=window)` of the complete image would mix them into the border. All images become 8-bit RGB: grey is
-    repeated, CMYK and YCCK are converted without a colour profile, 16-bit values are rounded to 8 bits, floats are in
-    0..1, palettes are resolved, and an alpha channel is dropped. Of an animation, the first frame is used.
+    Pixels outside the window do not affect the result, as in decoders that decode only the window;
+    `resize(box=window)` of the complete image would mix them into the border. Every image becomes 8-bit RGB: grey
+    values are repeated, CMYK and YCCK are converted without a colour profile, 16-bit values are rounded to 8 bits,
+    floats 0..1 become 0..255, palettes are resolved, an alpha channel is dropped. Of an animation, the first frame is
+    used.
 
     Args:
         blob: the complete encoded image.
@@ -52,7 +53,7 @@ def decode_window(
         `uint8[size, size, 3]`; `out` if it was given.
 
     Raises:
-        BadSampleError: the blob is no image, is truncated or too large, has 32-bit pixels, has another size than
+        BadSampleError: the blob is not an image, is truncated or too large, has 32-bit pixels, has another size than
             `image_size`, or is too small for the window; the message has the reason.
     """
     content = blob.data if isinstance(blob, np.ndarray) else blob
@@ -97,7 +98,7 @@ def to_rgb(image: Image.Image, kind: str) -> Image.Image:
 
 
 def _check_sizes(actual: tuple[int, int], expected: tuple[int, int] | None, box: tuple[int, int, int, int]) -> None:
-    """Raise BadSampleError, before decoding, if the window was computed for an image of another size."""
+    """Raise BadSampleError, before decoding, if the image does not have the expected size or is too small."""
     width, height = actual
     if expected is not None and actual != tuple(expected):
         raise BadSampleError(

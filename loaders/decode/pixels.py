@@ -1,4 +1,4 @@
-"""Format of decoded images: dtype, layout and normalisation; and writing of single images in that format."""
+"""Format of decoded images (dtype, layout, normalisation), and conversion of single images to that format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Output = Literal["uint8", "float32", "float16", "bfloat16"]
 Layout = Literal["NCHW", "NHWC"]
 Pixels = npt.NDArray[np.uint8]
 
-# NumPy has no bfloat16; its bits are stored as uint16.
+# NumPy has no bfloat16, so its bits are stored as uint16.
 _DTYPES: Final[dict[str, Any]] = {
     "uint8": np.uint8,
     "float32": np.float32,
@@ -75,7 +75,7 @@ class PixelFormat:
 
 
 class PixelWriter:
-    """Writes images in a format, one after another, with scratch memory for one thread.
+    """Converts images to a format, one at a time. It reuses its buffers, so each thread needs its own writer.
 
     Args:
         pixels: format of the images.
@@ -120,7 +120,7 @@ class PixelWriter:
         np.add(rows, self._row_shift, out=rows)
 
     def _write_halves(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
-        """Write 16-bit floats with a lookup table; NumPy's rounding from float32 takes four times as long."""
+        """Write 16-bit floats with a lookup table; rounding of float32 in NumPy takes four times as long."""
         np.copyto(self._planes, _to_planes(image, flip))
         halves = out if self._planar else self._halves
         for table, plane, target in zip(self._tables, self._planes, halves, strict=True):
@@ -135,7 +135,7 @@ def _to_planes(image: Pixels, flip: bool) -> Pixels:
 
 
 def copy_pixels(image: Pixels, out: Pixels, *, flip: bool) -> None:
-    """Copy an image, `uint8[height, width, 3]`, mirrored horizontally if `flip`."""
+    """Copy an image, `uint8[height, width, 3]`, to `out`, mirrored horizontally if `flip`."""
     if not flip:
         np.copyto(out, image)
         return

@@ -1,4 +1,4 @@
-"""Scaling of windows with an anti-aliased bilinear filter: Pillow's, or torch's, which is six times as fast.
+"""Scale windows with the anti-aliased bilinear filter of Pillow or of torch, which is six times as fast.
 
 Their results differ by at most one level of 255.
 """
@@ -22,7 +22,7 @@ class Resizer(Protocol):
 
 
 class TorchResizer:
-    """A `Resizer` with torch's anti-aliased kernel for bytes, which takes channels-last pixels and starts no threads.
+    """A `Resizer` with torch's anti-aliased kernel for bytes, which reads channels-last pixels and starts no threads.
 
     Args:
         size: side of the output in pixels.
@@ -62,5 +62,5 @@ class PillowResizer:
 
 
 def make_resizer(framework: Framework, size: int) -> Resizer:
-    """Return the fastest resizer that does not import another framework than `framework`."""
+    """Return torch's resizer for "torch"; for "numpy", Pillow's, which does not import torch."""
     return TorchResizer(size) if framework == "torch" else PillowResizer(size)

@@ -1,4 +1,4 @@
-"""The work of one decoding thread: decode, scale, edit and normalise an image into the batch's memory."""
+"""Decode one image into its slot in the batch: decode, scale, change colours and normalise, all in one thread."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class ImageWorker:
 
     Args:
         pixels: format of the decoded images.
-        backend: "cpu": decode only the window with nvImageCodec, with Pillow if that fails; "pillow": Pillow only.
-        framework: framework whose resizer is used.
+        backend: "cpu": decode only the window with nvImageCodec, or with Pillow if that fails; "pillow": Pillow only.
+        framework: selects the resizer, see `make_resizer`.
     """
 
     def __init__(self, pixels: PixelFormat, *, backend: Backend, framework: Framework) -> None:
@@ -58,12 +58,12 @@ class ImageWorker:
             blob: the encoded image.
             start: top and left of the window in the upright image, pixels.
             shape: height and width of the window, pixels.
-            out: output memory of one image in the format; filled with zeros if the image does not decode.
+            out: slot of the image in the batch, in the pixel format; zeros if the image cannot be decoded.
             flip: whether to mirror the image horizontally.
-            edit: function that changes the scaled and mirrored `uint8[size, size, 3]` in place.
+            edit: function that changes the image in place after scaling and mirroring, `uint8[size, size, 3]`.
 
         Returns:
-            The reason why the image does not decode; None if it does.
+            The reason why the image cannot be decoded; None after success.
         """
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:

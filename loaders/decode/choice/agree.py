@@ -1,7 +1,7 @@
-"""Agreement of all ranks on one answer, through the key-value store of their process group.
+"""Distribution of a decision of data rank 0 to all ranks, through the key-value store of their process group.
 
-A store instead of a collective: ranks may call it from any thread and in parallel to other communication, and a rank
-that never calls it does not block the collectives of the others.
+A store is used instead of a collective, because ranks may call it from any thread and in parallel to other
+communication, and a rank that never calls it does not block the collectives of the others.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def agree(
     """Return, on every rank, the result of `choose` on data rank 0.
 
     Args:
-        question: text that identifies the decision, equal on all ranks. The same question has the same answer.
+        question: text that identifies the decision, equal on all ranks. The first answer to a question is kept.
         choose: function that decides, called once, on one process of data rank 0.
-        is_first: whether this is data rank 0, which includes its tensor- and pipeline-parallel peers.
+        is_first: whether this is a process of data rank 0; with tensor or pipeline parallelism there are several.
         store: store of the process group.
-        timeout: time limit for the wait of the other ranks.
+        timeout: most time that other processes wait for the answer.
 
     Raises:
         ConfigError: `choose` failed on data rank 0.
@@ -65,7 +65,7 @@ def agree(
     try:
         store.wait([key], timeout)
         reply = json.loads(store.get(key))
-    except RuntimeError as error:  # of the store: a time-out, or its process has exited
+    except RuntimeError as error:  # raised by the store: a timeout, or its process has exited
         raise UnavailableError(
             f"data rank 0 did not report within {timeout} which backend it has chosen; create and iterate the same "
             "loaders on every rank of a job, or give the backend, with decode='cpu' or another"

@@ -1,4 +1,4 @@
-"""The decoding backend of a loader: from its argument, its state or a trial; the same for all ranks."""
+"""Choose the decoding backend of a loader from its argument, its state or a trial, equally on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Draw = Callable[[], Sequence[TrialBatch]]
 
 
 class DecodeChoice:
-    """The backend of one loader. Once chosen it does not change, because pixels differ between backends.
+    """The decoding backend of one loader.
+
+    Only a restored state changes the choice afterwards, because pixels differ between backends.
 
     Args:
         requested: argument of the user.
@@ -62,12 +64,12 @@ class DecodeChoice:
         return self._settled or self._stored
 
     def restore(self, stored: Backend | None) -> None:
-        """Use the backend of a state from now on, or warn if it is no candidate; None: the state has none."""
+        """Use the backend of a loader state; warn instead if it is not a candidate. None: the state has none."""
         self._in_state = stored
         if stored is None or stored == self._settled:
             return
         self._is_agreed = False
-        # For "auto", Pillow may be missing among the candidates, but it is always installed.
+        # For "auto", Pillow may not be a candidate, but it is always installed, so it can be used.
         if stored in self._candidates or (stored == "pillow" and self._requested == "auto"):
             self._stored, self._settled = stored, None if stored in ON_GPU else stored
             return
@@ -100,12 +102,12 @@ class DecodeChoice:
 
     def _needs_agreement(self) -> bool:
         """Return whether ranks must agree on the backend."""
-        # Only values that are equal on all ranks: otherwise some would wait for ranks that do not take part.
+        # These values are equal on all ranks. Otherwise some ranks would wait for others that do not take part.
         is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
         return is_open and self._ranks.world_size > 1
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
-        """Return the choice of data rank 0, which answers even if it has one candidate: other ranks may have more."""
+        """Return the choice of data rank 0. It reports a single candidate too: other ranks may have several."""
         identity = repr(
             [sorted(question.items()), self._requested, self._in_state, self._ranks.world_size, self._config.pixels]
         )
@@ -125,7 +127,7 @@ class DecodeChoice:
         return self._prove(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
     def _prove(self, stored: Backend, draw: Draw) -> Backend:
-        """Try a backend that may have been chosen on another machine; each rank tries it itself."""
+        """Try the backend of the state, which may be of another machine, on this rank; return it if it works."""
         batches = draw()
         refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
         if refused:

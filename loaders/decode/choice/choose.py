@@ -13,7 +13,7 @@ from datasvc.loaders.decode.crop import import_codec
 Decode = Literal["auto", "cpu", "gpu", "gpu-window", "gpu-whole", "pillow"]
 
 ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")
-"""Backends that decode on a GPU; a loader tries them in a child process before it uses one."""
+"""Backends that decode on a GPU."""
 
 
 def find_missing() -> dict[Backend, str]:
@@ -32,7 +32,7 @@ def find_missing() -> dict[Backend, str]:
 def plan_candidates(
     requested: Decode, *, on_gpu: bool, has_transform: bool, missing: Mapping[Backend, str]
 ) -> Sequence[Backend]:
-    """Return the possible backends, at least one; several are to be tried and measured.
+    """Return the possible backends, at least one; if there are several, trials measure which is fastest.
 
     Args:
         requested: argument of the user.

@@ -1,4 +1,4 @@
-"""Creation of a decoding backend by name."""
+"""Create a decoding backend by its name."""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORL
 def count_rank_processors(environ: Mapping[str, str] = os.environ) -> int:
     """Return this rank's part of the processors, at least 1; all of them without a launcher.
 
-    All ranks of a node may run on the same processors; without a division each would start a thread per processor.
+    The ranks of a node may share its processors; without the division, each rank would start a thread per processor.
 
     Raises:
-        ConfigError: the launcher's variable for the number of ranks on this node is no positive integer.
+        ConfigError: the launcher's variable for the number of ranks on this node is not a positive integer.
     """
     name = next((name for name in _LOCAL_SIZES if environ.get(name)), None)
     if name is None:

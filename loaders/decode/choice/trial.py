@@ -38,17 +38,19 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is "__main__" in the child
-_DEADLINE_S: Final = 180.0  # for one backend, including the start of the child; only a hang takes so long
+_DEADLINE_S: Final = (
+    180.0  # for one backend, including the start of the child; only a decoder that hangs takes longer
+)
 _MEASURED_S: Final = 0.5
 _MIN_RUNS: Final = 3
-# Maximum mean difference of two decoders, in levels of 255; above it one of them decodes wrongly.
+# Maximum mean difference of two decoders, in levels of 255; above it, one of them returns wrong pixels.
 _MAX_DIFFERENCE: Final = 16.0
 _NUM_COMPARED: Final = 8
 
 
 @dataclass(frozen=True)
 class TrialBatch:
-    """Encoded images and their windows."""
+    """A batch for a trial: encoded images and their windows."""
 
     images: Sequence[bytes]
     windows: Windows
@@ -99,7 +101,7 @@ def try_backends(
     Args:
         config: settings of the backends.
         candidates: backends to try, at least one.
-        batches: distinct, non-empty batches; a single one would stay in the processor's cache and distort the rates.
+        batches: distinct, non-empty batches; a single one would stay in the processor's cache and raise the rates.
         module: module that the child runs.
         deadline_s: seconds after which a child that does not answer is killed.
     """
@@ -160,7 +162,7 @@ def measure_rate(
 
     Args:
         backend: backend without batches in progress.
-        batches: batches to decode, in turn.
+        batches: batches to decode, one after another, repeatedly.
         prefetch: number of batches in progress.
         duration_s: approximate duration; at least three batches are decoded.
         clock: monotonic clock in seconds.
@@ -182,7 +184,7 @@ def measure_rate(
         num_runs += 1
         now = clock()
         if num_runs == 0:
-            started = now  # the first run also starts threads and takes memory
+            started = now  # the first run, which also starts threads, is not measured
         else:
             num_images += len(taken)
             if num_runs >= _MIN_RUNS and now - started >= duration_s:
@@ -209,8 +211,8 @@ def answer_trials(job: TrialJob, make: Callable[[DecodeConfig, Backend], ImageBa
             with closing(make(job.config, candidate)) as backend:
                 compare_with_pillow(backend, batches[0], job.config)
                 if not any(map(is_plain_jpeg, batches[0].images)):
-                    # Only JPEGs are decoded on a GPU. Without one in the trial, the first one would come later,
-                    # outside of the child process.
+                    # A GPU decodes only JPEGs. Without this trial, the first JPEG would be decoded in the
+                    # loader's process, which a faulty decoder could crash.
                     compare_with_pillow(backend, _make_jpeg(), job.config)
                 rate = measure_rate(backend, batches, prefetch=job.config.prefetch)
             yield {"rate": rate}  # after `close`, because some decoders fail in it
@@ -245,7 +247,7 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Decode
         if reason is not None or index in decoded.bad:
             continue
         difference = float(np.abs(_to_levels(decoded.images[index], config) - _to_levels(out[0], config)).mean())
-        if not difference <= _MAX_DIFFERENCE:  # written so that NaN is refused too
+        if not difference <= _MAX_DIFFERENCE:  # not `>`, so that NaN is refused too
             raise RuntimeError(
                 f"image {index} of the trial differs from Pillow's by {difference:.0f} levels of 255 in the mean"
             )
@@ -280,7 +282,7 @@ def _end_with_stdin() -> None:
 
 
 def main() -> None:
-    """Run in the child: read a `TrialJob` from stdin, write one line of JSON for each candidate."""
+    """Run the child process: read a `TrialJob` from stdin, and write one line of JSON for each candidate."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: crashes are expected, and the memory is large
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has answers only

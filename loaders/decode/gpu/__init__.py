@@ -1,1 +1,1 @@
-"""Backends with a GPU: decoding on the GPU, or on the CPU with an upload."""
+"""Backends that deliver images on a GPU: decoded there, or decoded on the CPU and copied."""

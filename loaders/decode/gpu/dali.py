@@ -1,10 +1,10 @@
 """DALI pipelines that decode, scale, flip and normalise a window of each image, on a GPU or on the CPU.
 
 There are two graphs with equal pixels. "window" decodes only the window (`decoders.image_slice`). "whole" decodes the
-image and then cuts the window (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows.
+complete image and then cuts the window (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows.
 
-Each batch is fed separately as one run, so DALI has no position, and epochs, prefetch and resume are those of the
-loader. Inputs are not copied; they are kept alive until the device has finished their run. Outputs own their memory.
+Each batch is fed as one run. DALI keeps no position in the data; the loader controls epochs, prefetch and resume.
+Inputs are not copied, so they are referenced until the device has finished their run. Outputs own their memory.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class DaliPipeline:
         )  # inputs of taken runs that the device may still read
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
-        """Start a run. The arrays are kept alive and must not change until its output is complete.
+        """Start a run. Its arrays are referenced until its output is complete, and must not change until then.
 
         Args:
             images: 1 to `batch_size` encoded images.
@@ -135,8 +135,8 @@ class DaliPipeline:
         return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
 
     def close(self) -> None:
-        """Wait for the runs in progress, which read their inputs; the pipeline cannot be used afterwards."""
-        # To drop the reference is not enough: the traceback of a pending exception may refer to the pipeline, and
+        """Wait for the runs in progress, which still read their inputs. The pipeline cannot be used afterwards."""
+        # Deleting the reference is not enough: the traceback of a pending exception may refer to the pipeline, and
         # DALI would continue to read the inputs and keep its memory.
         if hasattr(self._pipe, "_shutdown"):
             self._pipe._shutdown()  # noqa: SLF001 - there is no public function that waits

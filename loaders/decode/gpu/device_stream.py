@@ -1,7 +1,7 @@
 """A separate GPU stream, whose copies and kernels run in parallel to those of the caller's stream.
 
-Invariant: every tensor made on it is handed over. The caller's stream waits for the tensor, and torch's allocator
-reuses its memory only after the caller's stream has finished with it.
+Invariant: every tensor that is made on it is passed to `hand_over`: the caller's stream waits for the tensor, and
+torch's allocator reuses its memory only after the caller's stream has finished with it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DeviceStream(Protocol):
         """Start a copy, inside `active`; the array must not change until an event recorded afterwards is done."""
 
     def record(self) -> StreamEvent:
-        """Return an event that is done when all work queued so far is done."""
+        """Return an event that is done when all work that was queued on this stream before is done."""
 
     def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
         """Make the caller's stream wait for `done`, and keep the tensor's memory until that stream has used it."""

@@ -2,7 +2,7 @@
 
 nvJPEG decodes only JPEG, so images of other formats go to the CPU when a batch is fed, in parallel to the JPEGs. An
 image on which DALI fails makes its pipeline unusable: the CPU then decodes the JPEGs of that batch too and reports
-the bad ones, and a new pipeline is built.
+the bad images, and a new pipeline is built.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _LOG = logging.getLogger(__name__)
-# After so many batches in a row on which DALI fails although the CPU decodes all images, the cause is not the images.
+# If DALI fails on so many batches in a row although the CPU decodes all their images, the images are not the cause.
 _MAX_UNEXPLAINED: Final = 3
 
 
 @dataclass(frozen=True)
 class _SubBatch:
-    """Some images of a batch, with their indices in it; keeps them alive until the batch is taken."""
+    """Some images of a batch and their indices in it. It refers to the images until the batch is taken."""
 
     indices: Sequence[int]
     images: Sequence[Bytes]
@@ -83,7 +83,7 @@ class GpuBackend:
         self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
         self._profiler = profiler or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
-        self._threads: CpuBackend | None = None  # created for the first image that is not for DALI
+        self._threads: CpuBackend | None = None  # created for the first image that DALI cannot decode
         self._in_progress: deque[_Batch] = deque()
         self._num_unexplained = 0
 
@@ -99,7 +99,7 @@ class GpuBackend:
         self._feed(by_dali)
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`. Raises DeviceError: the GPU failed or has no memory left; the samples are not bad."""
+        """See `ImageBackend`. Raises DeviceError: the GPU, not an image, failed, or it has no memory left."""
         batch, failed = self._in_progress[0], False
         try:
             with device_errors(self._name):
@@ -140,7 +140,7 @@ class GpuBackend:
         return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
 
     def _decode_after_failure(self, part: _SubBatch, error: RuntimeError) -> DecodedImages:
-        """Decode images on which DALI failed with all CPU threads, which find the bad ones."""
+        """Decode images on which DALI failed on the CPU, which finds the bad ones."""
         run = self._start_on_cpu(part)
         assert run is not None
         decoded = self._cpu().finish(run)

@@ -1,4 +1,4 @@
-"""Colour changes of batches that a GPU decodes: the decoder returns levels, torch changes them on the device."""
+"""Colour changes of batches that a GPU decodes: DALI returns `uint8` levels, and torch changes them on the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ColourBackend:
         device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
         with device_errors(name):
             self._finish = DeviceFinish(config.pixels, device)
-        # Last, because it starts threads and allocates memory that would not be released if a later step failed.
+        # Last, because it starts threads and allocates memory, which would not be released if a later step failed.
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
         self._in_progress: deque[ColourFactors | None] = deque()

@@ -1,4 +1,4 @@
-"""Backend that decodes on the CPU and uploads bytes to a GPU, which are a quarter of the size of float32.
+"""Backend that decodes on the CPU and copies `uint8` pixels, a quarter of the size of float32, to a GPU.
 
 Threads decode to page-locked memory. While the caller uses a batch, the next one is copied and normalised on a
 separate stream. Invariant: memory that a copy reads is reused for decoding only after that copy is done.
@@ -134,7 +134,7 @@ class UploadBackend:
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
-        if not self._uploaded:  # the next batch was not decoded at the last `take`
+        if not self._uploaded:  # the next batch was not decoded yet at the last `take`
             self._upload_ahead()
         colours = None
         if edit is not None and edit.transform is None:
@@ -142,7 +142,7 @@ class UploadBackend:
         with (
             self._profiler.stage(Stage.TRANSFER),
             device_errors(self._name),
-        ):  # `take` of the ring waits for the device if all slots are in use
+        ):  # `PinnedRing.take` waits for the device if all slots are in use
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
         self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
 
