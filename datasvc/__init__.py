@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 from datasvc.errors import DatasvcError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from datasvc.api import DataRepository
-    from datasvc.shards.ingestion.ingest import IngestReport
-    from datasvc.shards.sources import Source
+    from datasvc.shards.ingestion.ingest import AnySource, IngestReport
 
 __version__ = "0.1.0"
 __all__ = ["DatasvcError", "__version__", "ingest", "open"]
@@ -37,9 +34,7 @@ def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - r
     return DataRepository.open(url, create=create)
 
 
-def ingest(
-    source: str | Source | Iterable[Mapping[str, Any]], name: str, *, repo: str, **options: Any
-) -> IngestReport:
+def ingest(source: AnySource, name: str, *, repo: str, **options: Any) -> IngestReport:
     """Ingest `source` as the next version of data set `name`.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +31,8 @@ from datasvc.models.transfer import TransferReport, transfer
 from datasvc.repository import Kind, Repository, Resolved
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.export import ExportReport, export
-from datasvc.shards.ingestion.ingest import IngestReport, ingest
+from datasvc.shards.ingestion.ingest import AnySource, IngestReport, ingest
 from datasvc.shards.query.query import query
-from datasvc.shards.sources import Source
 from datasvc.shards.versions.class_names import name_classes
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.shards.versions.delete import DeleteReport, delete
@@ -83,7 +82,7 @@ class DataRepository:
         """Return a data-set version, a mapping from split names to splits; for errors, see `open_dataset`."""
         return open_dataset(self.repository, ref)
 
-    def ingest(self, source: str | Source | Iterable[Mapping[str, Any]], name: str, **options: Any) -> IngestReport:
+    def ingest(self, source: AnySource, name: str, **options: Any) -> IngestReport:
         """Ingest a source as the next version of data set `name`; for options and errors, see `shards.ingest`."""
         return ingest(self.repository, source, name, **options)
 

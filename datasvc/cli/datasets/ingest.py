@@ -106,7 +106,9 @@ def ingest(
             "the newest version."
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Maximum number of samples per split.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Number of samples to read of each split, bad ones included.")
+    ] = None,
     on_bad: Annotated[
         OnBad, typer.Option(help="If samples do not decode: commit nothing, or skip them.")
     ] = OnBad.fail,

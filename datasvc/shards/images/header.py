@@ -1,8 +1,8 @@
 """Encoded images: read headers without decoding, check that files are complete, and re-encode to smaller images.
 
 The header of a plain JPEG is parsed here, about twenty times faster than by Pillow; all other files go to Pillow,
-which supports every common format. Pillow accepts files with a missing end, but decoders on the way to a GPU do not,
-so the end of a file is checked here. If the end does not show that the file is complete, the image is decoded.
+which supports every common format. Pillow accepts some files whose end is missing, but the decoders of the GPU path
+do not, so the end of a file is checked here. If it does not show that the file is complete, the image is decoded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff
 REENCODE_QUALITY: Final = 90
 
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
-_PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended, progressive
-_APP1, _APP2 = 0xE1, 0xE2
+_PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
+_APP1, _APP2, _APP14 = 0xE1, 0xE2, 0xEE
 _MAX_SEGMENTS = 64
 # Markers of segments that do not affect the size: tables, application data, comments.
-_IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2}
+_IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2, _APP14}
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS plugin, for one, starts a program.
@@ -93,7 +93,11 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
 
 
 def is_plain_jpeg(content: bytes | memoryview) -> bool:
-    """Return whether the file is a complete JPEG of one picture, baseline or progressive, 8 bits, grey or YCbCr."""
+    """Return whether the file is a complete JPEG of one picture with 8 bits per component, in grey or YCbCr.
+
+    Its frame is baseline (0xC0), extended sequential (0xC1) or progressive (0xC2). Three components count as YCbCr
+    unless an Adobe segment marks them as RGB.
+    """
     return _read_plain_jpeg(memoryview(content)) is not None
 
 
@@ -143,11 +147,12 @@ def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
 
 
 def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
-    """Return the header of a complete, plain JPEG; None for any file that Pillow has to read."""
+    """Return the header of a complete, plain JPEG (`is_plain_jpeg`); None for any file that Pillow has to read."""
     stop = len(raw)
     if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
         return None
     offset, size, is_rotated = 2, None, False
+    components, has_rgb_mark = 0, False
     for _ in range(_MAX_SEGMENTS):
         if offset + 10 > stop:
             return None
@@ -155,6 +160,8 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         if start != 0xFF:
             return None
         if marker == _START_OF_SCAN:
+            if components == 3 and has_rgb_mark:
+                return None
             return ImageHeader("JPEG", *(size[::-1] if is_rotated else size)) if size is not None else None
         if length < 2:
             return None
@@ -173,6 +180,11 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         elif marker == _APP2:
             if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
                 return None  # MPO: several pictures in one file
+        elif marker == _APP14:
+            # The last byte of Adobe's segment is the colour transform: 0 means none, so three components are RGB.
+            transform = offset + 15
+            if bytes(raw[offset + 4 : offset + 9]) == b"Adobe" and bytes(raw[transform : transform + 1]) == b"\0":
+                has_rgb_mark = True
         elif marker not in _IGNORED_MARKERS:
             return None  # another coding process, or an unknown segment
         offset += 2 + length
@@ -194,7 +206,7 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
 
 
 def _is_complete(kind: str, content: bytes | memoryview) -> bool:
-    """Return whether the end of the file proves that the file is complete; if not, it may still be."""
+    """Return whether the end of the file shows that the file is complete. After False, only decoding can tell."""
     raw = bytes(content)
     if kind == "JPEG":
         return raw.rfind(_END_OF_IMAGE, _scan_offset(raw)) > 0

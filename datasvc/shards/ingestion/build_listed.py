@@ -186,12 +186,14 @@ def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
     try:
         descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Of the open file, so that the check and the read see the same file.
+            # Check the open descriptor, not the path: another file may take the path before the read.
             status = os.fstat(descriptor)
-            if status.st_size != file.size_bytes or (file.stamp and str(status.st_mtime_ns) != file.stamp):
+            if status.st_size != file.size_bytes:
                 raise _changed(
                     file, f"it had {file.size_bytes} bytes when it was listed and now has {status.st_size}"
                 )
+            if file.stamp and str(status.st_mtime_ns) != file.stamp:
+                raise _changed(file, "its modification time changed after it was listed")
             count = os.readv(descriptor, [target])
             while count < file.size_bytes:
                 read = os.readv(descriptor, [target[count:]])

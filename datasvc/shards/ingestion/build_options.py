@@ -22,7 +22,7 @@ class BuildOptions:
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         seed: seed of that permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key.
-        limit: number of samples to ingest of each split, the first ones of the source, bad ones included; None: all.
+        limit: number of samples to read of each split, the first ones of the source, bad ones included; None: all.
 
     Raises:
         ConfigError: a value is out of range.

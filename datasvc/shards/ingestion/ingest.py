@@ -50,8 +50,10 @@ from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fractio
 
 OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
+AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
-PLAN_FORMAT = 1  # part of the journal's name: an ingest never continues shards that other rules produced
+# Part of the journal's name. Increase it when planning changes: an ingest must not continue shards of another plan.
+PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class IngestReport:
 @lean_arrow()
 def ingest(
     repository: Repository,
-    source: str | Source | Iterable[Mapping[str, Any]],
+    source: AnySource,
     name: str,
     *,
     source_options: SourceOptions | None = None,
@@ -118,8 +120,8 @@ def ingest(
 
     Args:
         repository: the repository to store it in.
-        source: a folder, file or fsspec URL; an opened source; or an iterable of samples, which are dicts of Python
-            values by column. An iterable is read once, by this process.
+        source: path of a folder or file, or an fsspec URL; an opened source; or an iterable of samples, which are
+            dicts of Python values by column. An iterable is read once, by this process.
         name: name of the data set, which is created if it does not exist.
         source_options: format of the source and options for reading it.
         classes: class names for a source whose labels are integers without names, label 0 first.
@@ -133,7 +135,7 @@ def ingest(
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key, so that a sample keeps
             its split when data is added. None: that of the data set for an append, otherwise 0.
-        limit: number of samples to ingest of each split, the first ones of the source.
+        limit: number of samples to read of each split, the first ones of the source, bad ones included. None: all.
         seed: seed of the permutation that assigns samples to shards.
         append: add the samples to those of the newest version.
         on_common: with `append`, rule for keys that the newest version has in any split; see `combine.append_table`,
@@ -176,7 +178,7 @@ def ingest(
     plan = _make_plan(repository, name, opened, options, source_classes)
     with ExitStack() as cleanup:
         results, num_resumed = _build(plan, engine, num_workers, report or _discard_progress, cleanup)
-        if isinstance(source, str) or source_options is not None:
+        if isinstance(source, (str, os.PathLike)) or source_options is not None:
             _check_unchanged(plan, source_options)
         tables = _tables(plan, results)
         if classes is not None:
@@ -230,9 +232,7 @@ def ingest(
     )
 
 
-def open_any_source(
-    source: str | Source | Iterable[Mapping[str, Any]], options: SourceOptions | None = None
-) -> Source:
+def open_any_source(source: AnySource, options: SourceOptions | None = None) -> Source:
     """Return an opened source for any `source` that `ingest` accepts. Raise as `open_source`."""
     if isinstance(source, Source):
         return source
@@ -272,7 +272,7 @@ def _make_plan(
     work = IngestWork(
         repository.url, plan, fingerprint, attempt, source_for_workers, schema, options, classes, labels
     )
-    # Two iterables have nothing in common: another fingerprint does not mean that a source changed.
+    # An iterable has no identity between runs: another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(name, repository, work, units, journal, attempt, has_changed)
 
@@ -367,10 +367,10 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
 
 
 def choose_val_fraction(repository: Repository, name: str, given: float | None, *, append: bool) -> float:
-    """Return the fraction of `train` that a data set holds out as `val`: `given`, or that of the appended one.
+    """Return the fraction of "train" to hold out as "val": `given`, or that of the data set appended to.
 
     Raises:
-        ConfigError: `given` differs from the fraction of the data set that is appended to.
+        ConfigError: `given` differs from the fraction of the data set appended to.
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
     head = repository.versions("datasets", name).head() if append else 0
@@ -380,14 +380,17 @@ def choose_val_fraction(repository: Repository, name: str, given: float | None, 
     recorded = read_val_fraction(repository, newest)
     if given is not None and given != recorded:
         raise ConfigError(
-            f"{newest} holds out {recorded:g} of its samples as {HELD_OUT_SPLIT!r}, and an append must hold out the "
-            f"same fraction: got --val-fraction {given:g}; leave out --val-fraction"
+            f"{newest} holds out {recorded:g} of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}, and an append must hold "
+            f"out the same fraction: got --val-fraction {given:g}; leave out --val-fraction"
         )
     return recorded
 
 
 def held_out_of(source: Source, fraction: float, *, is_given: bool) -> float:
-    """Return the fraction to hold out of a source: 0 if it has its own splits, unless a fraction `is_given`."""
+    """Return the fraction to hold out of a source: `fraction`, or 0 if the source has "val" or has no "train".
+
+    If the user gave the fraction (`is_given`), it is returned for every source.
+    """
     if isinstance(source, ListedSource):
         splits = set(source.splits)
     else:

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from datasvc.errors import BadSampleError
-from datasvc.shards.images.header import read_header
+from datasvc.shards.images.header import is_plain_jpeg, read_header
 from tests.samples import jpeg
 
 
@@ -15,10 +15,40 @@ def encoded(kind, mode="RGB", **options):
     return buffer.getvalue()
 
 
+def without_letters(content):
+    """Number the components of an RGB JPEG from 1, as files of other encoders do."""
+    frame, numbered_frame = b"R\x11\0G\x11\0B\x11\0", b"\1\x11\0\2\x11\0\3\x11\0"
+    scan, numbered_scan = b"R\0G\0B\0", b"\1\0\2\0\3\0"
+    assert frame in content
+    assert scan in content
+    return content.replace(frame, numbered_frame).replace(scan, numbered_scan)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "TIFF"])
 def test_headers_of_common_formats_are_read(kind):
     header = read_header(encoded(kind), decode=True)
     assert (header.kind, header.width, header.height) == (kind, 30, 20)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_jpegs_in_grey_and_ycbcr_are_plain(mode, progressive):
+    assert is_plain_jpeg(encoded("JPEG", mode, progressive=progressive))
+
+
+@pytest.mark.parametrize("change", [bytes, without_letters])
+def test_a_jpeg_that_an_adobe_segment_marks_as_rgb_is_not_plain(change):
+    content = change(encoded("JPEG", keep_rgb=True))
+    assert b"Adobe" in content
+    assert not is_plain_jpeg(content)
+    assert read_header(content, decode=True) == read_header(content) == ("JPEG", 30, 20)
+
+
+def test_an_adobe_segment_that_marks_ycbcr_leaves_a_jpeg_plain():
+    content = without_letters(encoded("JPEG", keep_rgb=True))
+    transform = content.index(b"Adobe") + 11
+    assert content[transform] == 0
+    assert is_plain_jpeg(content[:transform] + b"\1" + content[transform + 1 :])
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])

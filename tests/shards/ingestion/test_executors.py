@@ -198,6 +198,15 @@ def test_a_table_that_changes_while_it_is_ingested_is_noticed(repository, tmp_pa
     assert repository.names("datasets") == []
 
 
+@pytest.mark.parametrize("as_source", [str, Path])
+def test_a_table_that_changes_after_it_was_read_is_noticed(repository, tmp_path, as_source):
+    path = tmp_path / "table.csv"
+    path.write_text("a\n1\n", encoding="utf-8")
+    with pytest.raises(SourceChangedError, match="nothing was committed"):
+        ingest(repository, as_source(path), "table", report=lambda _progress: os.utime(path, (1, 1)))
+    assert repository.names("datasets") == []
+
+
 def test_a_gc_that_runs_while_an_old_ingest_goes_on_takes_nothing_of_it(repository, folder):
     interrupt(repository, folder, LISTED, after=4)
     for path in Path(repository.url).rglob("*"):
@@ -272,14 +281,21 @@ def test_a_recorded_shard_that_is_gone_is_made_again(tmp_path, folder):
     assert sum(1 for split in open_dataset(repository, "pets").values() for _ in split) == 26
 
 
-@pytest.mark.parametrize("change", ["longer", "shorter", "touched"])
-def test_a_file_that_changes_after_the_listing_is_noticed(repository, folder, change):
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        ("longer", "it had .* bytes when it was listed and now has"),
+        ("shorter", "it had .* bytes when it was listed and now has"),
+        ("touched", "its modification time changed after it was listed;"),
+    ],
+)
+def test_a_file_that_changes_after_the_listing_is_noticed(repository, folder, change, detail):
     listed = ImageFolderSource.list(str(folder))
     path = folder / "train" / "a" / "00000.jpg"
     content = path.read_bytes()
     path.write_bytes({"longer": content + b"x", "shorter": content[:-1], "touched": content}[change])
     os.utime(path, (1, 1))
-    with pytest.raises(SourceChangedError, match=r"00000\.jpg changed while it was ingested"):
+    with pytest.raises(SourceChangedError, match=rf"00000\.jpg changed while it was ingested: {detail}"):
         ingest(repository, listed, "pets")
     assert repository.names("datasets") == []
 
