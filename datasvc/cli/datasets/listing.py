@@ -38,7 +38,7 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
 
 
 def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
-    """List the versions of a data set, newest first.
+    """List the versions of a data set: newest first in the table, oldest first with --json.
 
     Example: datasvc log pets --repo ./repo
     """

@@ -136,11 +136,11 @@ def diff(
 
 
 def merge(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the data set to create or extend.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set to commit to; created if missing.")],
     refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two or more versions.")],
     repo: RepoOption,
     on_common: Annotated[
-        OnCommonAtMerge, typer.Option(help="If several versions have a key: see the text above.")
+        OnCommonAtMerge, typer.Option(help="If several versions have the same key: the choices are described above.")
     ] = OnCommonAtMerge.fail,
     on_split_overlap: Annotated[
         OnSplitOverlap,
@@ -151,7 +151,7 @@ def merge(
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Commit the samples of several versions as the next version of NAME; no shard is copied.
+    """Commit the samples of several versions as the next version of NAME; only shards whose labels change are copied.
 
     Example: datasvc merge animals pets zoo@3 --repo ./repo
 

@@ -34,7 +34,8 @@ MapOption = Annotated[
     typer.Option(
         "--map",
         metavar="OLD=NEW",
-        help="Rename a tensor or a prefix: 'model.backbone=model.body', 'model=' or 're:PATTERN=TEMPLATE'. May be "
-        "given several times; the rules apply in this order.",
+        help="Rename tensors: 'model.backbone=model.body' replaces a name or prefix, 'model=' removes a prefix, and "
+        "'re:PATTERN=TEMPLATE' replaces matches of a regular expression. May be given several times; each rule "
+        "applies to the names that the previous ones result in.",
     ),
 ]

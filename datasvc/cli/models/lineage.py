@@ -40,7 +40,11 @@ def lineage(
 
 
 def _model_lines(tree: Lineage) -> Iterator[str]:
-    """Yield the model versions, newest first; consecutive versions of one run are printed as one."""
+    """Yield the lines about the model versions, newest first.
+
+    Consecutive versions of a run are printed as one entry. The first version of a model is printed separately, and so
+    are the others with a unique `_run_key`.
+    """
     printed: dict[str, Any] = {}
     for _, group in groupby(tree.models.values(), key=_run_key):
         versions = list(group)
@@ -66,9 +70,9 @@ def _model_lines(tree: Lineage) -> Iterator[str]:
 
 
 def _run_key(model: ModelOrigin) -> tuple[Any, ...]:
-    """Return a key that is equal for the versions of one run.
+    """Return a key that is equal for versions that are printed as one entry.
 
-    A version with several parents, or with a parent of another model, gets a key of its own.
+    The key is unique for a version with no parent, with several parents, or with a parent of another model.
     """
     name = model.name.partition("@")[0]
     has_plain_parent = len(model.parents) == 1 and model.parents[0].partition("@")[0] == name
@@ -89,11 +93,13 @@ def _consumed(use: Mapping[str, Any], versions: Sequence[ModelOrigin]) -> str:
     sizes = sorted({other["global_batch"] for other in uses if other["global_batch"] is not None})
     batches = f", batches of {', '.join(map(str, sizes))}" if sizes else ""
     tail = f", tail {use['tail']}" if use["tail"] is not None else ""
-    return f"read {use['data']} from epoch {epoch}, position {position} to {last}, {stop}{batches}{tail}"
+    return (
+        f"read {use['data']} from epoch {epoch}, position {position} to epoch {last}, position {stop}{batches}{tail}"
+    )
 
 
 def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
-    """Yield the data-set versions that were read, each followed by the versions and sources it was made from."""
+    """Yield the lines about the data: the versions that were read, their ancestors and sources; then shard tables."""
     tables = {table: data for model in tree.models.values() for table, data in _tables(model)}
     printed: set[str] = set()
     for version in dict.fromkeys(data.rpartition("/")[0] for data in tables.values()):
@@ -140,7 +146,7 @@ def _origin(origin: DataOrigin) -> str:
         where = f" where {change['where']}" if "where" in change else ""
         text = f"{change.get('deleted')} samples deleted{where}"
     elif kind == "merge":
-        text = f"merged of {', '.join(map(str, change.get('versions', ())))}"
+        text = f"merged from {', '.join(map(str, change.get('versions', ())))}"
     else:
         options = ", ".join(f"{name}={value}" for name, value in source.get("options", {}).items() if value)
         suffix = f" ({options})" if options else ""

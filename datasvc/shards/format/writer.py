@@ -40,7 +40,8 @@ class ShardStatistics:
         max_height: height of the highest image in pixels, 0 without images.
         max_sample_bytes: blob bytes of the largest sample.
         label_counts: number of samples by label.
-        image_kinds: number of images by format, such as "JPEG".
+        image_kinds: number of images by format, such as "JPEG". Empty in the statistics of `ShardWriter`, which does
+            not read images; `ShardOutput` adds it.
     """
 
     num_samples: int
@@ -168,10 +169,11 @@ class ShardWriter:
         return self._blobs[column].reserve(size_bytes)
 
     def close(self) -> ShardStatistics:
-        """Write the remaining samples and the file's footer; return the statistics of the shard."""
+        """Write the remaining samples and the file's footer; return the statistics, without image kinds."""
         self._flush()
         self._file.close()
-        # The next shard is written while this one is synced: freed buffers keep memory at one set.
+        # The next shard is written while this one is synced to disk. The buffers are freed before, so that memory
+        # holds the buffers of one shard only.
         self._blobs, self._blob_columns, self._texts = {}, (), {}
         return self.statistics
 
@@ -186,7 +188,7 @@ class ShardWriter:
 
     @property
     def statistics(self) -> ShardStatistics:
-        """Statistics of the samples written so far; complete after `close`."""
+        """Statistics of the samples written so far, without image kinds; final after `close`."""
         return replace(self._statistics, label_counts=dict(sorted(self._label_counts.items())))
 
     @property

@@ -1,7 +1,7 @@
-"""Build the shard of a unit of a listed source: read each file into the writer's buffer, check and digest it there.
+"""Build the shard of a unit of a listed source: read, check and digest each file, and append it to the shard.
 
-No memory is allocated per sample: a local file is read directly to its position in the shard. Remote files are read
-ahead, up to a bounded number of bytes.
+A local file is read directly into the writer's buffer, so that it is not copied unless it is encoded again. Remote
+files are read ahead into memory of their own, up to a bounded number of bytes, and then copied to the buffer.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def build_listed(
 class _ImageAppender:
     """Checks images and appends them to a shard.
 
-    Only checks and digests run per image, while it is in the processor's caches; all other work is done once per
-    record batch or once per shard.
+    An image is checked, encoded again if necessary, digested and added to the writer's buffer at once, while it is in
+    the CPU cache. Other columns are converted once per record batch, and the sample index once per shard.
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
@@ -98,14 +98,14 @@ class _ImageAppender:
         return len(self._files)
 
     def add(self, file: ImageFile, content: Content) -> None:
-        """Append one image. Raise BadSampleError."""
+        """Append one image. Raise BadSampleError if it is damaged, or its file name is not UTF-8."""
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
         if self._reencoding is not None:
             content = reencode(content, self._reencoding) or content
         header = read_header(content, decode=self._decode)
         blobs = (content,) if self._other_blobs is None else self._blobs(file, content)
-        # While the image is in the processor's caches.
+        # Hash now, while the image is in the CPU cache.
         digest = digest_blob(content)
         is_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
@@ -145,7 +145,10 @@ class _ImageAppender:
 
 
 def _other_blobs(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | None, ...] | None:
-    """Return the position of each blob column's extra value, None for the image; None without other blob columns."""
+    """Return the source of each blob column: a position in `ImageFile.values`, or None for the image.
+
+    Return None instead of a tuple if the image is the only blob column.
+    """
     columns = [field.name for field in schema if is_blob(field.type)]
     return None if columns == [IMAGE] else tuple(extra.get(name) for name in columns)
 

@@ -1,8 +1,9 @@
 """Build the shards of a unit of a streamed source: read its parts concurrently, check, permute and write the samples.
 
-A few samples at a time are taken from each of up to `PARTS_AT_ONCE` parts in turn, so that parts sorted by class are
-mixed. They are collected until a shard is full, permuted within it, and written. A worker's memory holds one shard (a
-second one for held-out samples) and one batch of each open part.
+Up to `PARTS_AT_ONCE` parts are open. A few samples of each open part are taken in turn, so that parts sorted by class
+are mixed. With `keep_order` or `limit`, parts are read one after another. Samples are collected until a shard is
+full; then they are permuted (not with `keep_order`) and written. A worker's memory holds one shard, a second one for
+held-out samples, and one batch of each open part.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _take_turns(
 
 
 class _SampleLimit:
-    """Number of samples that may still be read, bad ones included; None for all."""
+    """Limit the number of samples that are read. Bad samples count too; None means no limit."""
 
     def __init__(self, limit: int | None) -> None:
         self._remaining = limit
@@ -108,7 +109,7 @@ class _SampleLimit:
 
 
 class _OpenPart:
-    """A part that is being read; returns its samples in runs of a given size."""
+    """Reads one part of the source, and returns its samples in groups of about a given size."""
 
     def __init__(
         self, work: IngestWork, part: SourcePart, bad: list[BadSample], report: Report, limit: _SampleLimit

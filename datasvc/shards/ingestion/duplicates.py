@@ -1,6 +1,7 @@
 """Search for samples of a split that repeat the key or the content of an earlier one, by means of sample indexes.
 
-Memory holds one 8-byte hash per sample; only samples with equal hashes are compared by value.
+Each sample of a split has an 8-byte hash; with the arrays that sort the hashes, memory holds about 26 bytes per
+sample at the peak. Only samples with equal hashes are compared by value.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class SplitDuplicates:
 
     @classmethod
     def find(cls, objects: Objects, tables: Mapping[str, ShardTable], *, by_key: bool) -> SplitDuplicates:
-        """Find the duplicates of each split; those by key only if `by_key`. Raise as `find_duplicates`."""
+        """Find the duplicates of each split. Search by key only if `by_key` is set.
+
+        Raises:
+            CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
+        """
         same_key: dict[str, list[DuplicateSample]] = {}
         same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():

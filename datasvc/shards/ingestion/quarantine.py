@@ -54,7 +54,7 @@ def check_bad(
 
 
 def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source: Source) -> None:
-    """Raise BadSampleError if there are duplicates; they are given by split."""
+    """Raise BadSampleError if any split has duplicates; `duplicates` has the samples by split."""
     listed = [
         f"{split}/{sample.key} has the same content as {sample.first_key}"
         for split, samples in duplicates.items()

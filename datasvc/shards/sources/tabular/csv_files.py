@@ -1,7 +1,7 @@
 """Source of CSV and TSV files with a header line.
 
-The types come from the first block of the first file and hold for all files. Arrow reads the values as bytes and they
-are converted here, since Arrow's own conversion gives up a whole file for one bad value.
+The types come from the first block of the first file that has a row, and hold for all files. Arrow reads the values
+as bytes and they are converted here, because Arrow's own conversion stops at the first bad value of a file.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CsvSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvSource:
-        """List the source: read the header of every file and the first block of the first file.
+        """List the source: read every header, and the first block of each file until one has a row.
 
         Args:
             url: URL of the source.
@@ -95,7 +95,7 @@ class CsvSource(TableSource):
                 yield from self._parse(part, rows)
                 row = rows.stop
         except UNREADABLE as error:
-            reason = f"the file cannot be read from line {row + 2} on: {reason_of(error)}"
+            reason = f"the file cannot be read from row {row + 2} on (the header is row 1): {reason_of(error)}"
             yield BadSample(part.split, f"{where['name']}#{row}", reason)
 
     def _parse(self, part: SourcePart, rows: CsvRows) -> Iterator[RawBatch | BadSample]:
@@ -108,8 +108,9 @@ class CsvSource(TableSource):
             for index, reason in misfits:
                 reasons.setdefault(int(rows.numbers[index]), f"column {field.name!r}: {reason}")
         for number in sorted(reasons):
-            # Counted from 1 with the header as line 1, as editors and spreadsheets do.
-            yield BadSample(part.split, f"{name}#{number}", f"line {number + 2}: {reasons[number]}")
+            # Rows, not lines: a quoted value may contain line breaks, and Arrow does not count empty lines.
+            reason = f"row {number + 2} (the header is row 1): {reasons[number]}"
+            yield BadSample(part.split, f"{name}#{number}", reason)
         batch = pa.RecordBatch.from_arrays(columns, schema=self.raw)
         good = ~np.isin(rows.numbers, list(reasons))
         if good.all():
@@ -144,7 +145,7 @@ def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
 
 
 def _column_names(header: Sequence[str]) -> list[str]:
-    """Return a name for each column: pandas writes its index without one."""
+    """Return a name for each column; an empty name, as pandas writes for its index, becomes `column_N`."""
     return [name or f"column_{number}" for number, name in enumerate(header)]
 
 
@@ -197,5 +198,5 @@ def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
 
 
 def _value_type(inferred: pa.DataType) -> pa.DataType:
-    # Arrow infers bytes for text that is not UTF-8; as text columns, only the lines with such text are rejected.
+    # Arrow infers bytes for a column with text that is not UTF-8. As text, only the rows with such text are bad.
     return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred

@@ -112,8 +112,8 @@ def test_values_that_do_not_convert_are_bad_lines_and_the_others_stay(tmp_path):
     rows[150_007] = "7,half\n"
     found, bad = values(listed(tmp_path, "a,b\n" + "".join(rows)))
     assert bad.keys() == {"a.csv#150000", "a.csv#150007"}
-    assert "line 150002: column 'a': b'word' is not a valid int64" in bad["a.csv#150000"]
-    assert "line 150009: column 'b'" in bad["a.csv#150007"]
+    assert "row 150002 (the header is row 1): column 'a': b'word' is not a valid int64" in bad["a.csv#150000"]
+    assert "row 150009 (the header is row 1): column 'b'" in bad["a.csv#150007"]
     assert [row["a"] for row in found] == [n for n in range(200_000) if n not in (150_000, 150_007)]
 
 
@@ -124,7 +124,7 @@ def test_lines_with_other_columns_are_bad_and_keep_the_numbers_of_the_others(tmp
     source = listed(tmp_path, "a,b\n" + "".join(rows))
     samples, bad = read_all(source)
     assert [sample.key for sample in bad] == [f"a.csv#{n}" for n in (0, 5, 6, 120_000, 199_999)]
-    assert bad[0].reason == "line 2: expected 2 columns, found 3: 'a,b,c'"
+    assert bad[0].reason == "row 2 (the header is row 1): expected 2 columns, found 3: 'a,b,c'"
     numbers = [int(key.partition("#")[2]) for key in samples.column("key").to_pylist()]
     assert numbers == samples.column("a").to_pylist()
     assert len(numbers) == 199_995
