@@ -90,8 +90,8 @@ def gc(
 ) -> GcReport:
     """Delete old objects that no log entry references, old temporary files, and journals that were not resumed.
 
-    Other processes may read and write meanwhile. The objects of a writer are young, or referenced by its journal; a
-    writer resets the age of an existing object before it references it (`Objects.reuse`).
+    Other processes may read and write while gc runs. The objects of a writer are young, or referenced by its journal;
+    a writer resets the age of an existing object before it references it (`Objects.reuse`).
 
     Args:
         repository: repository to clean.
@@ -211,8 +211,8 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
             yield from _digests_in(entry.content)
             yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, tables)
     for name in repository.names("models"):
-        # A running save may reuse objects of a version that is removed meanwhile. So a removed version keeps its
-        # objects for the grace period, in which the save commits its own references.
+        # A running save may reuse objects of a version that is removed before the save commits. So a removed version
+        # keeps its objects for the grace period, in which the save commits its own references.
         removed = swept_versions(repository, name, before_s)
         for entry in repository.versions("models", name).entries():
             if entry.number in removed:
@@ -314,6 +314,6 @@ def _referenced_by_journals(storage: Storage, before_s: float) -> Iterator[Diges
             try:
                 content = storage.read(file.path)
             except NotFoundError:
-                continue  # its work was committed meanwhile
+                continue  # the journal was removed after the commit of its work
             # Every text that may be a digest, also in damaged records: keeping too many objects is harmless.
             yield from (Digest(match.decode()) for match in _DIGESTS.findall(content))

@@ -244,8 +244,7 @@ def test_a_room_says_its_role_and_is_not_too_large(package):
     tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     modules = [path for path in package.glob("*.py") if path.name != "__init__.py"]
-    limit = MAX_MODULES if package != ROOT / "loaders" / "decode_sharing" else 17
-    assert len(modules) <= limit
+    assert len(modules) <= MAX_MODULES
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))

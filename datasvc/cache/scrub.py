@@ -83,7 +83,7 @@ def _finding_of(outcome: EvictOutcome) -> Finding | Literal["mapped"]:
 
 
 def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:
-    # With a hold, so that the object and the recorded digest of a staged file are not evicted meanwhile.
+    # The hold prevents eviction of the object, and of the recorded digest of a staged file, during the check.
     folder.locks.acquire(digest)
     try:
         expected = FileLink(folder.files.folder, digest).content or digest

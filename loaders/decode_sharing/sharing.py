@@ -9,16 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
+from datasvc.loaders.core.batches import SampleBatch
+from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders.core.split_reader import Cursor
 from datasvc.loaders.decode_sharing.consumer import SharedBatches, SharingCounts
 from datasvc.loaders.decode_sharing.decoder import SharedDecoder
 from datasvc.loaders.decode_sharing.loader_spec import CachePlace, LoaderSpec
-from datasvc.loaders.decode_sharing.planned_batches import PlannedBatches
 from datasvc.loaders.decode_sharing.settings import DecodeGroup
 from datasvc.loaders.decode_sharing.step_index import StepIndex
+from datasvc.order import plan_step, slice_step
 
 B = TypeVar("B")
 
@@ -129,3 +134,38 @@ def _to_json(value: object) -> Any:
     except (pickle.PicklingError, AttributeError, TypeError):
         content = b""  # `ServerJob.plan` raises the error, with a reason
     return f"{type(value).__qualname__} {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+
+
+class PlannedBatches:
+    """A `BatchSource` of one rank's steps, epoch after epoch, that opens no shards.
+
+    Args:
+        step_index: the steps of a run.
+        ranks: data rank of this process.
+        lanes: number of lanes of the access order.
+    """
+
+    def __init__(self, step_index: StepIndex, ranks: DataRanks, lanes: int) -> None:
+        self._step_index = step_index
+        self._ranks = ranks
+        self._lanes = lanes
+
+    def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
+        """Yield batches from `cursor` on without end, with positions and mask and no data from shards."""
+        step_index, ranks = self._step_index, self._ranks
+        nothing = np.empty(0, np.int64)
+        while True:
+            step = plan_step(cursor.position, step_index.num_samples, step_index.global_batch, step_index.tail)
+            if step is None:
+                cursor = Cursor(cursor.epoch + 1, 0)
+                continue
+            positions, mask = slice_step(step, rank=ranks.rank, world_size=ranks.world_size, lanes=self._lanes)
+            batch = SampleBatch(cursor.epoch, step, positions, mask, nothing, nothing, [], {}, [], nothing)
+            yield batch
+            cursor = batch.after
+
+    def retire(self, batch: SampleBatch) -> None:
+        """Do nothing: no shard is open."""
+
+    def close(self) -> None:
+        """Do nothing: no shard is open."""

@@ -38,7 +38,7 @@ class SimulatedCache:
         return self._sizes[shard] - self._bytes.get(shard, 0)
 
     def hold(self, shard: int) -> None:
-        """Add a hold on a shard until `release`; its resident bytes are not evicted meanwhile."""
+        """Add a hold on a shard; its resident bytes are not evicted before `release`."""
         self._holds[shard] += 1
         if shard in self._ranks:
             self._forget_rank(shard)

@@ -239,7 +239,7 @@ def _reader(path: Path, placed: Placed) -> Callable[[], Iterator[tuple[Shape, to
         import torch
 
         dtype = getattr(torch, placed.dtype)
-        # Read instead of mapping: if the file is truncated meanwhile, this raises an error, while access to a mapped
+        # Read instead of mapping: if the file is truncated during the read, this raises an error. Access to a mapped
         # file would kill the process with SIGBUS.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)

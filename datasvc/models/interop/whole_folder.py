@@ -36,7 +36,7 @@ def create_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             # Publish after fsync: a power cut must not leave a visible folder without its files.
             durable.fsync_folder(temporary)
-            # The rename replaces an empty folder; it fails if another process has put files into it meanwhile.
+            # The rename replaces an empty folder; it fails if another process has written files into it.
             os.rename(temporary, target)
             durable.fsync_folder(target.parent)
         except BaseException:

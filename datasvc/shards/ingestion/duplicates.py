@@ -19,6 +19,8 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.versions.deletions import delete_samples
+from datasvc.shards.versions.keys import take_keys
+from datasvc.shards.versions.matching import hash_values
 
 DuplicateKind = Literal["key", "payload"]
 _MAX_PARALLEL_READS: Final = 8
@@ -109,7 +111,8 @@ def find_duplicates(
     hashes = np.empty(int(table.stored_per_shard.sum()), np.int64)
     start = 0
     for index in _read_indexes(objects, table, range(table.num_shards)):
-        hashes[start : start + index.num_samples] = _hash(index, by)
+        values = take_keys(index.table.column(by), np.arange(index.num_samples))
+        hashes[start : start + index.num_samples] = hash_values(values)
         start += index.num_samples
     positions = _colliding(hashes)
     # Frees 8 bytes per sample before the candidates are compared.
@@ -150,15 +153,6 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
     with ThreadPoolExecutor(_MAX_PARALLEL_READS, thread_name_prefix="datasvc-index") as pool:
         for start in range(0, len(shards), _MAX_PARALLEL_READS):
             yield from pool.map(read, shards[start : start + _MAX_PARALLEL_READS])
-
-
-def _hash(index: SampleIndex, by: DuplicateKind) -> Integers:
-    if by == "key":
-        # Python's hash of strings is keyed per process, so that prepared keys cannot force collisions.
-        return np.fromiter(map(hash, index.keys), np.int64, index.num_samples)
-    # Digests are uniformly distributed already: their first 8 bytes serve as the hash.
-    digests = index.digests("payload")
-    return np.ascontiguousarray(digests).view(np.int64)[::2] if len(digests) else np.empty(0, np.int64)
 
 
 def _colliding(hashes: Integers) -> Integers:
