@@ -89,7 +89,7 @@ def test_an_option_that_a_model_lacks_says_which_it_has():
         ("alexnet", {"dropout": 1.5}, "dropout probability"),
         ("googlenet", {"kernel": 4}, "kernel is 4; expected 3"),
         ("gpt", {"layers": 0}, "layers is 0; expected at least 1"),
-        ("gpt", {"width": 100, "heads": 7}, "a width that the heads divide"),
+        ("gpt", {"width": 100, "heads": 7}, "a width that is a multiple of heads"),
     ],
 )
 def test_an_options_value_that_does_not_fit_is_refused(name, options, said):
@@ -145,19 +145,19 @@ def test_a_function_or_class_that_can_be_imported_makes_a_model():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("own_models:", 'is no "module:function"'),
-        (":make", 'is no "module:function"'),
-        ("own_models:make:it", 'is no "module:function"'),
-        ("own-models:make", 'is no "module:function"'),
+        ("own_models:", 'is not "module:function"'),
+        (":make", 'is not "module:function"'),
+        ("own_models:make:it", 'is not "module:function"'),
+        ("own-models:make", 'is not "module:function"'),
         ("nowhere_to_be_found:make", "there is no module 'nowhere_to_be_found'"),
         ("nowhere_to_be_found.models:make", "there is no module 'nowhere_to_be_found'"),
         ("needs_more:make", r"importing 'needs_more' failed in .*needs_more.py:1: .*not_there_at_all"),
         ("broken:make", r"importing 'broken' failed in .*broken.py:2: KeyError: 'seed'"),
         ("unreadable:make", r"importing 'unreadable' failed in .*unreadable.py:1: SyntaxError"),
-        ("own_models:makes", "has no 'makes'; it has: Line, fail, make, make_class, make_nothing"),
+        ("own_models:makes", "has no 'makes'; it has Line, fail, make, make_class, make_nothing"),
         ("own_models:SIZE", "'SIZE' is of type int; expected a function or class"),
-        ("own_models:make_nothing", "made NoneType; expected a torch.nn.Module"),
-        ("own_models:make_class", "made the class Line, not called"),
+        ("own_models:make_nothing", "returned a NoneType; expected an instance of torch.nn.Module"),
+        ("own_models:make_class", "returned the class Line; expected an instance"),
     ],
 )
 def test_what_makes_no_model_is_told_by_its_cause(name, said):

@@ -130,10 +130,10 @@ def test_any_size_from_the_smallest_up_is_taken(name, smallest):
             assert model(torch.zeros(1, 3, height, width)).shape == (1, 10)
         if smallest > 1:
             with pytest.raises(
-                ConfigError, match=f"from {smallest}x{smallest} pixels up; these have 200x{smallest - 1}"
+                ConfigError, match=f"have 200x{smallest - 1} pixels; expected at least {smallest}x{smallest}"
             ):
                 model(torch.zeros(1, 3, 200, smallest - 1))
-        with pytest.raises(ConfigError, match=r"these have the shape \[3, 64, 64\]"):
+        with pytest.raises(ConfigError, match=r"have the shape \[3, 64, 64\]; expected \[batch, channels"):
             model(torch.zeros(3, 64, 64))
 
 

@@ -1,4 +1,4 @@
-"""The models of the surveys, one family per file, and how a run names them."""
+"""Reference models of the training program, one family per module, and the registry that builds a model by name."""
 
 from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary, combine_losses, main_logits
 from datasvc.trainer.recipes.models.registry import MODELS, build_model

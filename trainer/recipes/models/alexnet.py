@@ -1,7 +1,7 @@
 """AlexNet, in the variant of Krizhevsky 2014 ("One weird trick for parallelizing convolutional neural networks").
 
-That is the one torchvision has: one tower, with 64, 192, 384, 256 and 256 filters, and no local response
-normalisation; not the two towers of Krizhevsky et al. 2012, which have 96, 256, 384, 384 and 256.
+This is the variant of torchvision: one tower with 64, 192, 384, 256 and 256 filters, without local response
+normalisation. Krizhevsky et al. 2012 have two towers with 96, 256, 384, 384 and 256 filters.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from torch import nn
 from datasvc.trainer.recipes.models.image_size import require_image_size
 from datasvc.trainer.recipes.models.initialisation import initialise
 
-_SMALLEST = 63  # with fewer the last pooling, which takes 3x3 positions, has 2x2
+_MIN_SIZE = 63  # with 62 pixels, the input of the last 3x3 pooling is 2x2
 
 
 class AlexNet(nn.Module):
     """Five convolutions and three fully connected layers.
 
     Args:
-        num_classes: of the classifier.
-        dropout: before each hidden fully connected layer (Krizhevsky et al. 2012, section 4.2).
-        batch_norm: after each convolution, in place of its bias: what You et al. 2017 (arXiv:1708.03888) do to
-            theirs, so that it learns from large batches.
+        num_classes: number of classes.
+        dropout: probability of dropout before each hidden fully connected layer (Krizhevsky et al. 2012, section
+            4.2).
+        batch_norm: batch normalisation after each convolution instead of a bias, as in You et al. 2017
+            (arXiv:1708.03888) for training with large batches.
         hidden: width of the two hidden fully connected layers.
     """
 
@@ -62,9 +63,9 @@ class AlexNet(nn.Module):
         """Return logits, `[batch, classes]`, of images `[batch, 3, height, width]` from 63x63 up.
 
         Raises:
-            ConfigError: they are smaller.
+            ConfigError: the images are smaller.
         """
-        require_image_size(images, _SMALLEST, "AlexNet")
+        require_image_size(images, _MIN_SIZE, "AlexNet")
         x = self.pool(self.features(images))
         return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
 

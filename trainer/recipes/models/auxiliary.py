@@ -1,7 +1,7 @@
-"""What a model with auxiliary classifiers gives while it trains, and how its losses become one.
+"""Output of models with auxiliary classifiers in training, and the sum of their losses.
 
-In evaluation such a model gives plain logits, as every other; a loop that takes its loss through `combine_losses` and
-its predictions through `main_logits` need not know which model it trains.
+In evaluation these models return logits only, as all others do. A training loop that uses `combine_losses` and
+`main_logits` works with both kinds of output.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 
 
 class LogitsWithAuxiliary(NamedTuple):
-    """Logits of a model in training, and those of its auxiliary classifiers.
+    """Logits of a model in training and of its auxiliary classifiers.
 
     Attributes:
-        logits: `[batch, classes]`, what predicts.
-        auxiliary: the same shape each, the classifier nearest to the input first.
-        weight: of each auxiliary loss in the sum; the main one has 1.
+        logits: `[batch, classes]`, logits of the main classifier.
+        auxiliary: logits of the auxiliary classifiers, each `[batch, classes]`, ordered from input to output.
+        weight: weight of each auxiliary loss; the main loss has weight 1.
     """
 
     logits: torch.Tensor
@@ -27,18 +27,18 @@ class LogitsWithAuxiliary(NamedTuple):
 
 
 def main_logits(output: torch.Tensor | LogitsWithAuxiliary) -> torch.Tensor:
-    """Return the logits that predict, whichever of the two a model gave."""
+    """Return the logits of the main classifier for either kind of output."""
     return output.logits if isinstance(output, LogitsWithAuxiliary) else output
 
 
 def combine_losses(
     output: torch.Tensor | LogitsWithAuxiliary, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the loss of a model's output: that of its logits, plus its auxiliary ones with their weight.
+    """Return the main loss plus the weighted auxiliary losses.
 
     Args:
-        output: what the model gave.
-        loss: of one tensor of logits; what it is measured against is its own affair.
+        output: output of the model.
+        loss: returns the loss for logits `[batch, classes]`; it holds the targets itself.
     """
     total = loss(main_logits(output))
     if isinstance(output, LogitsWithAuxiliary):

@@ -1,8 +1,8 @@
 """GoogLeNet (Szegedy et al. 2015, "Going Deeper with Convolutions", arXiv:1409.4842) with batch normalisation.
 
-This is the variant whose weights are published for torch (torchvision's, converted from TensorFlow's): batch
-normalisation behind each convolution (Ioffe and Szegedy 2015, arXiv:1502.03167) in place of biases and local response
-normalisation, and 3x3 convolutions where the paper's third branch has 5x5, which `kernel=5` gives back.
+This is the variant with published weights for torch (torchvision, converted from TensorFlow). It has batch
+normalisation after each convolution (Ioffe and Szegedy 2015, arXiv:1502.03167) instead of biases and local response
+normalisation, and 3x3 convolutions in the third branch, where the paper has 5x5 (`kernel=5`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary
 from datasvc.trainer.recipes.models.image_size import require_image_size
 from datasvc.trainer.recipes.models.initialisation import initialise
 
-_SMALLEST: Final = 15  # with fewer the third pooling has one position, of which it makes none
+_MIN_SIZE: Final = 15  # with 14 pixels, the input of the third pooling is a single position
 _AUXILIARY_WEIGHT: Final = 0.3  # section 5
 _AUXILIARY_DROPOUT: Final = 0.7  # section 5
 
 
 class _Widths(NamedTuple):
-    """Filters of an inception block, as the columns of the paper's table 1 are named."""
+    """Number of filters in each part of an inception block; the fields are the columns of table 1 of the paper."""
 
     one: int
     three_reduce: int
@@ -37,7 +37,7 @@ class _Widths(NamedTuple):
         return self.one + self.three + self.five + self.pool
 
 
-# Table 1: inception 3a to 5b. Poolings lie between the stages.
+# Table 1: inception 3a to 5b, with a pooling between the stages.
 _STAGE_3: Final = (_Widths(64, 96, 128, 16, 32, 32), _Widths(128, 128, 192, 32, 96, 64))
 _STAGE_4: Final = (
     _Widths(192, 96, 208, 16, 48, 64),
@@ -52,17 +52,17 @@ _STAGE_5: Final = (_Widths(256, 160, 320, 32, 128, 128), _Widths(384, 192, 384, 
 class GoogLeNet(nn.Module):
     """Nine inception blocks, the mean over all positions, and a linear classifier.
 
-    In evaluation, and without auxiliary classifiers, it gives logits. In training with them it gives
-    `LogitsWithAuxiliary`, whose losses `combine_losses` sums with the paper's weight of 0.3.
+    In evaluation, or without auxiliary classifiers, the output is the logits. In training with auxiliary
+    classifiers it is `LogitsWithAuxiliary`; `combine_losses` adds their losses with the weight 0.3 of the paper.
 
     Args:
-        num_classes: of the classifiers.
-        auxiliary: whether two classifiers on stage 4's first and fourth block train along.
-        dropout: before the classifier (section 5); the auxiliary ones have 0.7.
-        kernel: side of the third branch's convolutions, 3 or 5.
+        num_classes: number of classes.
+        auxiliary: True: two auxiliary classifiers, on the first and fourth block of stage 4.
+        dropout: probability of dropout before the classifier (section 5); 0.7 in the auxiliary classifiers.
+        kernel: side of the convolutions of the third branch, 3 or 5.
 
     Raises:
-        ConfigError: the kernel is neither.
+        ConfigError: `kernel` is neither 3 nor 5.
     """
 
     def __init__(self, num_classes: int, *, auxiliary: bool = True, dropout: float = 0.4, kernel: int = 3) -> None:
@@ -78,7 +78,7 @@ class GoogLeNet(nn.Module):
         )
         stage_3, channels = _make_blocks(192, _STAGE_3, kernel)
         self.stage_3 = nn.Sequential(*stage_3, _pool_half(3))
-        # Cut where the auxiliary classifiers read.
+        # Stage 4 is three modules, because the auxiliary classifiers read between its blocks.
         self.stage_4a, first = _make_blocks(channels, _STAGE_4[:1], kernel)
         self.stage_4b, second = _make_blocks(first, _STAGE_4[1:4], kernel)
         self.stage_4c, channels = _make_blocks(second, _STAGE_4[4:], kernel)
@@ -93,12 +93,12 @@ class GoogLeNet(nn.Module):
         initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor | LogitsWithAuxiliary:
-        """Return logits of images `[batch, 3, height, width]` from 15x15 up; see the class for what training gives.
+        """Return logits of images `[batch, 3, height, width]` from 15x15 up; in training, see the class.
 
         Raises:
-            ConfigError: they are smaller.
+            ConfigError: the images are smaller.
         """
-        require_image_size(images, _SMALLEST, "GoogLeNet")
+        require_image_size(images, _MIN_SIZE, "GoogLeNet")
         first = self.stage_4a(self.stage_3(self.stem(images)))
         second = self.stage_4b(first)
         x = self.pool(self.stage_5(self.stage_4c(second)))
@@ -112,7 +112,7 @@ class GoogLeNet(nn.Module):
 
 
 class Inception(nn.Module):
-    """Four branches over one input, their channels laid side by side."""
+    """Inception block: four branches over the same input, concatenated along the channels."""
 
     def __init__(self, channels: int, widths: _Widths, kernel: int) -> None:
         super().__init__()
@@ -126,25 +126,25 @@ class Inception(nn.Module):
         self.pool = nn.Sequential(nn.MaxPool2d(3, stride=1, padding=1), _convolution(channels, widths.pool, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[batch, channels, height, width]` to as many positions."""
+        """Return `[batch, widths.out, height, width]` for an input `[batch, channels, height, width]`."""
         return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1)
 
 
 def _convolution(channels: int, width: int, kernel: int, *, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False),
-        nn.BatchNorm2d(width, eps=0.001),  # TensorFlow's default, under which the published weights were made
+        nn.BatchNorm2d(width, eps=0.001),  # the epsilon in TensorFlow, with which the published weights were trained
         nn.ReLU(inplace=True),
     )
 
 
 def _pool_half(kernel: int) -> nn.MaxPool2d:
-    # Rounded up, so that 112 becomes 56, 28, 14 and 7 without padding.
+    # ceil_mode: sizes 112, 56, 28, 14 and 7 without padding.
     return nn.MaxPool2d(kernel, stride=2, ceil_mode=True)
 
 
 def _make_blocks(channels: int, table: tuple[_Widths, ...], kernel: int) -> tuple[nn.Sequential, int]:
-    """Return the blocks of a part of the table, and how many channels leave it."""
+    """Return the blocks of some rows of table 1, and the number of their output channels."""
     blocks = []
     for widths in table:
         blocks.append(Inception(channels, widths, kernel))
@@ -153,9 +153,9 @@ def _make_blocks(channels: int, table: tuple[_Widths, ...], kernel: int) -> tupl
 
 
 def _make_auxiliary(channels: int, num_classes: int) -> nn.Sequential:
-    """Return a classifier on features between two blocks (section 5)."""
+    """Return an auxiliary classifier (section 5)."""
     return nn.Sequential(
-        nn.AdaptiveAvgPool2d(4),  # the paper's 5x5 with stride 3, at images of 224x224
+        nn.AdaptiveAvgPool2d(4),  # equals the 5x5 pooling with stride 3 of the paper for images of 224x224
         _convolution(channels, 128, 1),
         nn.Flatten(),
         nn.Linear(128 * 4 * 4, 1024),

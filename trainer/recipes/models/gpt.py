@@ -1,9 +1,10 @@
-"""A decoder-only transformer like GPT-2.
+"""GPT: a decoder-only transformer with the architecture of GPT-2.
 
 Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training"; Radford et al. 2019, "Language
 Models are Unsupervised Multitask Learners".
 
-It reads token blocks as the token loader packs them: several documents in one block, which must not see each other.
+The input is the token blocks of `TokenLoader`: a block has several documents, and a token attends only to its own
+document.
 """
 
 from __future__ import annotations
@@ -16,24 +17,25 @@ from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
 
-_DEVIATION = 0.02  # of all weights but those below
-_POSITION_DEVIATION = 0.01  # as in the code that was published with the paper
+_DEVIATION = 0.02  # standard deviation of the initial weights
+_POSITION_DEVIATION = 0.01  # of the position embedding; from the published code of GPT-2
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, pre-norm blocks of attention and MLP, a last norm, and logits of the next token.
+    """Token and position embeddings, pre-norm transformer blocks, a final norm, and logits of the next token.
 
     Args:
-        num_classes: tokens of the vocabulary.
-        context: longest block, in tokens: so many positions have an embedding.
-        layers: blocks of attention and MLP.
-        heads: of each attention.
-        width: of the residual stream; the MLPs are four times as wide.
-        dropout: on embeddings, attention and the ends of both branches (Radford et al. 2018, section 4.1).
-        tie_weights: the logits' weights are the token embedding's (Press and Wolf 2017, arXiv:1608.05859).
+        num_classes: size of the vocabulary.
+        context: largest block in tokens; the number of position embeddings.
+        layers: number of transformer blocks.
+        heads: attention heads per block.
+        width: channels of the residual stream; the MLPs have four times as many.
+        dropout: probability of dropout after the embeddings, in the attention, and after attention and MLP (Radford
+            et al. 2018, section 4.1).
+        tie_weights: use the weights of the token embedding for the logits (Press and Wolf 2017, arXiv:1608.05859).
 
     Raises:
-        ConfigError: a size is below 1, or the heads do not divide the width.
+        ConfigError: a size is below 1, or `width` is not a multiple of `heads`.
     """
 
     def __init__(
@@ -52,14 +54,14 @@ class GPT(nn.Module):
             if size < 1:
                 raise ConfigError(f"{name} is {size}; expected at least 1")
         if width % heads:
-            raise ConfigError(f"width is {width} and heads is {heads}; expected a width that the heads divide")
+            raise ConfigError(f"width is {width} and heads is {heads}; expected a width that is a multiple of heads")
         self.context = context
         self.tokens = nn.Embedding(num_classes, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        # Tied, there is no second module: a checkpoint and a broadcast hold the weights once.
+        # Tied weights have no module of their own, so checkpoints and broadcasts contain them once.
         self.head = None if tie_weights else nn.Linear(width, num_classes, bias=False)
         self._initialise()
 
@@ -70,29 +72,31 @@ class GPT(nn.Module):
         document_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the logits of each next token.
+        """Return the logits of the next token at each position.
 
-        The arguments are what a `TokenBatch` holds, under the same names. Without `document_ids` a block is one text.
+        The arguments are the fields of `TokenBatch` of the same names.
 
         Args:
-            tokens: `int64[batch, block]`, block at most `context`; padding too is a token of the vocabulary.
-            document_ids: `int32[batch, block]`: a token attends to earlier ones with its own number. What stands for
-                padding, -1, is one more document: its logits mean nothing, and no real token sees it.
-            position_ids: `int64[batch, block]`, below `context`: each token's place; None for that in its block.
+            tokens: `int64[batch, block]`, with `block <= context`; padding must be a token of the vocabulary.
+            document_ids: `int32[batch, block]`: a token attends to earlier tokens of the same number. Padding (-1)
+                counts as a document: its logits are meaningless, and no other token attends to it. Default: each
+                block is one document.
+            position_ids: `int64[batch, block]`, below `context`: position of each token; default: its position in
+                the block.
 
         Returns:
             `[batch, block, num_classes]`.
 
         Raises:
-            ConfigError: the block is longer than the context, or is none.
+            ConfigError: `tokens` has not two dimensions, or its blocks are longer than the context.
         """
         if tokens.dim() != 2:
-            raise ConfigError(f"a GPT takes tokens as [batch, block]; these have the shape {list(tokens.shape)}")
+            raise ConfigError(f"tokens have the shape {list(tokens.shape)}; expected [batch, block]")
         block = tokens.shape[1]
         if block > self.context:
             raise ConfigError(
-                f"a block of {block} tokens is longer than the model's context of {self.context}; "
-                f"build it with context={block}"
+                f"a block has {block} tokens; expected at most the model's context of {self.context}: "
+                f"build the model with context={block}, or use shorter blocks"
             )
         if position_ids is None:
             position_ids = torch.arange(block, device=tokens.device)
@@ -103,14 +107,14 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight if self.head is None else self.head.weight)
 
     def _initialise(self) -> None:
-        """Draw all weights as GPT-2's code and section 2.3 of its paper say. Biases are 0."""
+        """Initialise the weights as in the code of GPT-2 and section 2.3 of its paper; biases are 0."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=_DEVIATION)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.positions.weight, std=_POSITION_DEVIATION)
-        # Every branch adds to the residual stream: the more there are, the less each begins with.
+        # Scaling by 1 / sqrt(branches) keeps the variance of the residual stream independent of the depth.
         branches = 2 * len(self.blocks)
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
@@ -120,7 +124,7 @@ class GPT(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then an MLP: each normalises its input and adds to the residual stream."""
+    """Pre-norm transformer block: attention and MLP, each added to the residual stream."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -132,14 +136,14 @@ class TransformerBlock(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Map `[batch, block, width]` to the same shape; `mask` as `Attention` takes it."""
+        """Return `[batch, block, width]` for an input of this shape; for `mask`, see `Attention.forward`."""
         x = x + self.attention(self.attention_norm(x), mask)
         x = x + self.mlp(self.mlp_norm(x))
         return x  # noqa: RET504 - two equal steps
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -149,16 +153,16 @@ class Attention(nn.Module):
         self.out_dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Map `[batch, block, width]` to the same shape.
+        """Return `[batch, block, width]` for an input of this shape.
 
         Args:
-            x: the normalised residual stream.
-            mask: `bool[batch, 1, block, block]`, which tokens each may see; None for all up to itself.
+            x: normalised residual stream, `[batch, block, width]`.
+            mask: `bool[batch, 1, query, key]`, True: attend; None: causal attention.
         """
         batch, block, width = x.shape
         heads = self.project(x).view(batch, block, 3, self.heads, width // self.heads)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        seen = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -166,17 +170,17 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
         )
-        return self.out_dropout(self.out(seen.transpose(1, 2).reshape(batch, block, width)))  # type: ignore[no-any-return]
+        return self.out_dropout(self.out(attended.transpose(1, 2).reshape(batch, block, width)))  # type: ignore[no-any-return]
 
 
 def mask_documents(document_ids: torch.Tensor) -> torch.Tensor:
-    """Return which tokens each may see: those of its own document, up to itself.
+    """Return the attention mask in which each token attends to itself and to earlier tokens of its document.
 
     Args:
         document_ids: `int[batch, block]`.
 
     Returns:
-        `bool[batch, 1, block, block]`, True to see; every row sees at least itself, so that no softmax is empty.
+        `bool[batch, 1, query, key]`, True: attend. The diagonal is True, so no softmax is over an empty set.
     """
     block = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]
@@ -194,7 +198,7 @@ def gpt(
     dropout: float = 0.1,
     tie_weights: bool = True,
 ) -> GPT:
-    """Return a small GPT: 10.6 million parameters beside its embeddings. Options: see `GPT`."""
+    """Return a small GPT: 10.6 million parameters without the embeddings. Options: see `GPT`."""
     return GPT(
         num_classes,
         context=context,
@@ -207,5 +211,5 @@ def gpt(
 
 
 def gpt2(num_classes: int, *, context: int = 1024, dropout: float = 0.1, tie_weights: bool = True) -> GPT:
-    """Return GPT-2's smallest size: 124,439,808 parameters at its vocabulary of 50,257. Options: see `GPT`."""
+    """Return the smallest GPT-2: 124,439,808 parameters with its vocabulary of 50,257 tokens. Options: see `GPT`."""
     return GPT(num_classes, context=context, layers=12, heads=12, width=768, dropout=dropout, tie_weights=tie_weights)

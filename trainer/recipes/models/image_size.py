@@ -1,4 +1,4 @@
-"""Images that are too small for a model, told before a layer in its depth runs out of pixels."""
+"""Check of the image size before the forward pass; without it, an inner layer raises an error without the size."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from datasvc.errors import ConfigError
 
 
 def require_image_size(images: torch.Tensor, minimum: int, model: str) -> None:
-    """Check that every pooling of a model has something to pool.
+    """Check that images are large enough for every pooling of a model.
 
     Args:
         images: `[batch, channels, height, width]`.
-        minimum: of height and width, in pixels.
-        model: for the message.
+        minimum: smallest height and width, pixels.
+        model: name of the model for the message.
 
     Raises:
-        ConfigError: the images are smaller, or are no batch of images.
+        ConfigError: the images are smaller, or have not four dimensions.
     """
     if images.dim() != 4:
         raise ConfigError(
-            f"{model} takes images as [batch, channels, height, width]; these have the shape {list(images.shape)}"
+            f"images for {model} have the shape {list(images.shape)}; expected [batch, channels, height, width]"
         )
     height, width = images.shape[-2:]
     if height < minimum or width < minimum:
-        raise ConfigError(f"{model} takes images from {minimum}x{minimum} pixels up; these have {height}x{width}")
+        raise ConfigError(f"images for {model} have {height}x{width} pixels; expected at least {minimum}x{minimum}")

@@ -1,4 +1,4 @@
-"""Models by name: the reference ones, and whatever a "module:function" of the user's makes."""
+"""Models by name: the reference models, and models of the user by "module:function"."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
 
 
 def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
-    """Return a freshly initialised model, its weights drawn from torch's generator.
+    """Return a new model; its initial weights come from torch's global generator.
 
     Args:
-        name: one of `MODELS`, or "module:function" of something that can be imported: it is called as
-            `function(num_classes=..., **options)`, so a model's class, or a function of torchvision, does too.
-        num_classes: width of the logits; for a model of tokens, the size of its vocabulary.
-        options: of the model, as its function names them.
+        name: one of `MODELS`, or "module:function": a function or class that is called as
+            `function(num_classes=..., **options)`.
+        num_classes: number of classes; for a language model, the size of the vocabulary.
+        options: keyword arguments of the function.
 
     Raises:
-        ConfigError: there is no such model, it cannot be imported, does not take these options, or is no `nn.Module`.
+        ConfigError: there is no such model, its module cannot be imported, its function does not take these options,
+            or the result is not an `nn.Module`.
     """
     if num_classes < 1:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 1")
@@ -59,29 +60,31 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"model {name!r} with {options}: {error}") from error
     if not isinstance(model, nn.Module):
-        found = f"the class {model.__name__}, not called" if isinstance(model, type) else type(model).__name__
-        raise ConfigError(f"model {name!r} made {found}; expected a torch.nn.Module")
+        found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"model {name!r} returned {found}; expected an instance of torch.nn.Module")
     return model
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Return what "module:function" names."""
+    """Import and return the function or class "module:function"."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(
-            f'no model {name!r}; there are: {", ".join(sorted(MODELS))}; one of your own is named "module:function"'
+            f'there is no model {name!r}; expected one of {", ".join(sorted(MODELS))}, or "module:function"'
         )
     if not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f'model {name!r} is no "module:function", such as "my_package.models:make_model"')
+        raise ConfigError(
+            f'model {name!r} is not "module:function"; write for example "my_package.models:make_model"'
+        )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code runs here, and may raise anything
-        raise ConfigError(f"model {name!r}: {_say_why_not_imported(module_name, error)}") from error
+    except Exception as error:  # the module's own code runs here and can raise anything
+        raise ConfigError(f"model {name!r}: {_describe_import_error(module_name, error)}") from error
     function = getattr(module, attribute, None)
     if function is None:
         public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        known = ", ".join(public[:20]) or "nothing"
-        raise ConfigError(f"model {name!r}: module {module_name!r} has no {attribute!r}; it has: {known}")
+        choices = ", ".join(public[:20]) or "no functions"
+        raise ConfigError(f"model {name!r}: module {module_name!r} has no {attribute!r}; it has {choices}")
     if not callable(function):
         raise ConfigError(
             f"model {name!r}: {attribute!r} is of type {type(function).__name__}; expected a function or class"
@@ -89,22 +92,20 @@ def _import_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _say_why_not_imported(module_name: str, error: Exception) -> str:
+def _describe_import_error(module_name: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-        return (
-            f"there is no module {error.name!r}; install it, start where it lies, or put its folder into PYTHONPATH"
-        )
-    if isinstance(error, SyntaxError):  # it knows the place, which its traceback does not
+        return f"there is no module {error.name!r}; install it, start in its folder, or add that folder to PYTHONPATH"
+    if isinstance(error, SyntaxError):  # its traceback lacks the position, which is in the exception
         return f"importing {module_name!r} failed in {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"importing {module_name!r} failed in {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
 
 
 def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse options before anything is built, so that a TypeError from within a model is not taken for one."""
+    """Check options against the signature: a TypeError of the call itself could come from inside the model too."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-in ones have none
+    except ValueError:  # some built-in functions have no signature
         return
     try:
         signature.bind(**arguments)
@@ -117,9 +118,9 @@ def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[s
 
 
 def _check_types(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse a value that is not of its default's type: the text "false" would count as true."""
+    """Check that a value has the type of the default: the string "false" would otherwise count as true."""
     parameters = inspect.signature(function).parameters
     for key, value in options.items():
-        wanted = type(parameters[key].default)
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ConfigError(f"model {name!r}: option {key} is {value!r}; expected {wanted.__name__}")
+        expected = type(parameters[key].default)
+        if type(value) is not expected and not (expected is float and type(value) is int):
+            raise ConfigError(f"model {name!r}: option {key} is {value!r}; expected {expected.__name__}")

@@ -1,8 +1,8 @@
 """Residual networks (He et al. 2016, "Deep Residual Learning for Image Recognition", arXiv:1512.03385).
 
-Bottlenecks are those of "v1.5": a block that halves the resolution does so in its 3x3 convolution, where the paper
-has the stride in the first 1x1, which drops three of four positions unseen. Goyal et al. 2017 (arXiv:1706.02677)
-train this variant too; parameters are equally many.
+Bottleneck blocks are those of "v1.5": the stride is in the 3x3 convolution. The paper has it in the first 1x1
+convolution, which ignores three of four positions. Goyal et al. 2017 (arXiv:1706.02677) train v1.5 too. The number of
+parameters is the same.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class ResidualBlock(nn.Module):
     """`relu(shortcut(x) + branch(x))`; the branch ends with batch normalisation.
 
     Args:
-        channels: of the input.
-        width: of the branch's inner convolutions; `width * expansion` channels come out.
-        stride: by which the resolution shrinks.
+        channels: channels of the input.
+        width: channels of the inner convolutions; the output has `width * expansion` channels.
+        stride: ratio of input to output resolution.
     """
 
     expansion: ClassVar[int] = 1
@@ -41,13 +41,13 @@ class ResidualBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[batch, channels, height, width]` to what the next block takes."""
+        """Return `[batch, width * expansion, height / stride, width / stride]`, sizes rounded up."""
         y: torch.Tensor = self.branch(x)
         y = y + self.shortcut(x)
         return self.relu(y)  # type: ignore[no-any-return]
 
     def zero_initialise(self) -> None:
-        """Begin with a branch that gives 0."""
+        """Initialise the branch to return 0, so that the block starts as its shortcut."""
         last = self.branch[-1]
         assert isinstance(last, nn.BatchNorm2d)
         nn.init.zeros_(last.weight)
@@ -63,7 +63,7 @@ class ResidualBlock(nn.Module):
 
 
 class BottleneckBlock(ResidualBlock):
-    """A residual block of 1x1, 3x3 and 1x1 convolutions: four times as wide outside as inside."""
+    """A residual block of 1x1, 3x3 and 1x1 convolutions; the output has four times the inner channels."""
 
     expansion: ClassVar[int] = 4
 
@@ -85,13 +85,13 @@ class ResNet(nn.Module):
     """A stem, four stages of residual blocks, the mean over all positions, and a linear classifier.
 
     Args:
-        block: of which the stages are made.
-        depths: blocks of each stage.
-        num_classes: of the classifier.
-        zero_init_residual: the last batch normalisation of each branch begins with gamma 0, so that every block is
-            its shortcut at first, which eases the start with large batches (Goyal et al., section 5.1).
-        small_input: stem for images of about 32x32: one 3x3 convolution that keeps the resolution, and no pooling,
-            as in the paper's section 4.2. The stages stay those for ImageNet.
+        block: class of the residual blocks.
+        depths: number of blocks of each stage.
+        num_classes: number of classes.
+        zero_init_residual: initialise gamma of the last batch normalisation of each branch to 0, which makes training
+            with large batches more stable at the start (Goyal et al., section 5.1).
+        small_input: stem for images of about 32x32: one 3x3 convolution with stride 1 and no pooling, as in section
+            4.2 of the paper. The stages are those for ImageNet.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A small network of our own, for tests and first steps."""
+"""A small network for tests and first steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 def small_cnn(num_classes: int) -> nn.Module:
-    """Return four strided convolutions with group normalisation: for small images, about 100,000 parameters.
+    """Return a network of four strided convolutions for small images, about 100,000 parameters.
 
-    Its statistics are of one image, so that its result does not depend on how a batch is spread over ranks.
+    Group normalisation uses the statistics of a single image, so results do not depend on the number of ranks.
     """
     widths = (16, 32, 64, 128)
     layers: list[nn.Module] = []

@@ -10,19 +10,19 @@ from torch import nn
 from datasvc.trainer.recipes.models.image_size import require_image_size
 from datasvc.trainer.recipes.models.initialisation import initialise
 
-# Width and number of the 3x3 convolutions before each of the five poolings.
+# Channels and number of the 3x3 convolutions before each of the five poolings.
 _STAGES: Final = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-_SMALLEST = 32  # each of the five poolings halves it
+_MIN_SIZE = 32  # each of the five poolings halves the size
 
 
 class VGG16(nn.Module):
     """Thirteen 3x3 convolutions and three fully connected layers.
 
     Args:
-        num_classes: of the classifier.
-        batch_norm: after each convolution, whose bias stays, as in the published weights; without it, training wants
-            a small rate and a long warm-up.
-        dropout: after each hidden fully connected layer (section 3.1).
+        num_classes: number of classes.
+        batch_norm: batch normalisation after each convolution; convolutions keep their bias, as in the published
+            weights. Without it, training needs a small learning rate and a long warm-up.
+        dropout: probability of dropout after each hidden fully connected layer (section 3.1).
         hidden: width of the two hidden fully connected layers.
     """
 
@@ -56,9 +56,9 @@ class VGG16(nn.Module):
         """Return logits, `[batch, classes]`, of images `[batch, 3, height, width]` from 32x32 up.
 
         Raises:
-            ConfigError: they are smaller.
+            ConfigError: the images are smaller.
         """
-        require_image_size(images, _SMALLEST, "VGG-16")
+        require_image_size(images, _MIN_SIZE, "VGG-16")
         x = self.pool(self.features(images))
         return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""What our optimizers share: a step over groups of parameters, many tensors at once."""
+"""Base class of the optimizers: one step updates all tensors of a parameter group with foreach kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 class ForeachOptimizer(torch.optim.Optimizer):
-    """An optimizer that steps the parameters of a group that have a gradient, all in one call.
+    """Optimizer that updates, in one call per group, all parameters of the group that have a gradient.
 
     Args:
-        params: parameters, or groups of them.
-        defaults: settings of a group that says nothing else.
-        factors: names of those that may not be negative.
+        params: parameters, or parameter groups.
+        defaults: settings of each group that does not set its own.
+        factors: names of the settings that must not be negative.
 
     Raises:
-        ValueError: one of them is.
+        ValueError: a setting of `factors` is negative.
     """
 
     def __init__(self, params: Any, defaults: Mapping[str, Any], *, factors: tuple[str, ...]) -> None:
@@ -30,7 +30,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; returns what the closure did."""
+        """Update every parameter that has a gradient; return the result of `closure`, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -43,10 +43,10 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """Change the weights in place; leave the gradients as they are."""
+        """Update `weights` in place; `gradients` must not change."""
 
     def averages_of(self, weights: list[Tensor], name: str) -> list[Tensor]:
-        """Return the averages that are kept under a name for each weight, zeros to begin with."""
+        """Return the running averages stored as `name` for each weight; they start at zero."""
         for weight in weights:
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
@@ -54,5 +54,5 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
 
 def layer_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the 2-norm of each, `[n]`."""
+    """Return the 2-norm of each tensor, `float[len(tensors)]`."""
     return torch.stack(list(torch._foreach_norm(tensors)))  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""LAMB: Adam with a rate of its own for every layer (You et al. 2019, arXiv:1904.00962)."""
+"""LAMB: Adam with a layer-wise learning rate (You et al. 2019, arXiv:1904.00962)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimize
 
 
 class LAMB(ForeachOptimizer):
-    """Adam whose step in each layer has the norm of the layer's weights, times the rate (algorithm 2).
+    """Adam whose step in each layer has the norm `lr * |w|` (algorithm 2).
 
-    `m` and `v` are Adam's averages with their bias corrected, `r = m / (sqrt(v) + eps) + weight_decay * w`, and
-    `w = w - lr * |w| / |r| * r`; the function phi of the paper is the identity. The rate is outside of all averages:
-    nothing is to be corrected when it changes.
+    `m` and `v` are Adam's averages with bias correction, `r = m / (sqrt(v) + eps) + weight_decay * w`, and
+    `w = w - lr * |w| / |r| * r`; the function phi of the paper is the identity. The averages do not contain the
+    learning rate, so a change of the rate needs no momentum correction.
 
     Args:
-        params: parameters, or groups of them; a group with `adapt=False` steps by `lr * r`, that is AdamW.
-        lr: global rate.
-        betas: shares of the last averages of gradient and squared gradient that are kept.
-        eps: keeps the quotient finite.
-        weight_decay: factor of the weights in the step, apart from the averages.
+        params: parameters, or parameter groups; a group with `adapt=False` is updated by `lr * r`, as in AdamW.
+        lr: global learning rate.
+        betas: decay of the averages of the gradient and of the squared gradient.
+        eps: added to the denominator, so that it is never 0.
+        weight_decay: factor of the weights in `r` (decoupled weight decay).
 
     Raises:
         ValueError: a factor is out of range.
@@ -44,7 +44,7 @@ class LAMB(ForeachOptimizer):
         super().__init__(params, {**factors, "betas": betas, "adapt": True}, factors=tuple(factors))
 
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """See the class."""
+        """Update `weights` as the class describes."""
         keep_mean, keep_square = group["betas"]
         means, squares = self.averages_of(weights, "mean"), self.averages_of(weights, "square")
         counts = [self._count_step(weight) for weight in weights]
@@ -62,19 +62,22 @@ class LAMB(ForeachOptimizer):
         torch._foreach_add_(weights, steps, alpha=-group["lr"])
 
     def _count_step(self, weight: Tensor) -> int:
-        """Return how often this weight was stepped, now too: some get their first gradient late."""
+        """Return the number of updates of this weight, this one included.
+
+        Bias correction counts per weight, because some weights get their first gradient later than others.
+        """
         count = int(self.state[weight].get("step", 0)) + 1
         self.state[weight]["step"] = count
         return count
 
 
 def trust_ratios(weights: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Return `|w| / |r|` of each layer, a tensor of no dimensions each; 1 where either is 0.
+    """Return the trust ratio `|w| / |r|` of each layer as a 0-dimensional tensor; 1 where either norm is 0.
 
     Args:
-        weights: of the layers.
-        steps: what Adam with weight decay would step, of each.
+        weights: weights of each layer.
+        steps: `r` of each layer, the step of AdamW at rate 1.
     """
-    of_weights, of_steps = layer_norms(weights), layer_norms(steps)
-    ratios = torch.where((of_weights > 0) & (of_steps > 0), of_weights / of_steps, 1.0)
+    weight_norms, step_norms = layer_norms(weights), layer_norms(steps)
+    ratios = torch.where((weight_norms > 0) & (step_norms > 0), weight_norms / step_norms, 1.0)
     return list(ratios.unbind())

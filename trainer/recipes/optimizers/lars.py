@@ -1,4 +1,4 @@
-"""LARS: a rate of its own for every layer (You, Gitman and Ginsburg 2017, arXiv:1708.03888)."""
+"""LARS: SGD with a layer-wise learning rate (You, Gitman and Ginsburg 2017, arXiv:1708.03888)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimize
 
 
 class LARS(ForeachOptimizer):
-    """Momentum SGD whose step in each layer is in proportion to the norm of the layer's weights.
+    """Momentum SGD whose step in each layer is proportional to the norm of the layer's weights.
 
-    Layer by layer `local = trust_coefficient * |w| / (|g| + weight_decay * |w|)` (algorithm 1), and then
-    `u = momentum * u + local * (g + weight_decay * w)`, `w = w - lr * u`. The paper accumulates `lr * u`: that is the
-    same while the rate stays, and where it changes this is the paper's with the momentum correction of Goyal et al.
-    2017, section 3, remark 2. So nothing is to be corrected when the rate changes.
+    For each layer, `local = trust_coefficient * |w| / (|g| + weight_decay * |w|)` (algorithm 1),
+    `u = momentum * u + local * (g + weight_decay * w)` and `w = w - lr * u`. The paper accumulates `lr * u` instead
+    of `u`. Both are equal at a constant rate; at a change of the rate, this form includes the momentum correction of
+    Goyal et al. 2017 (section 3, remark 2).
 
     Args:
-        params: parameters, or groups of them; a group with `adapt=False` has `local = 1`, plain momentum SGD.
-        lr: global rate.
-        momentum: share of the last direction that is kept.
+        params: parameters, or parameter groups; a group with `adapt=False` has `local = 1`: plain momentum SGD.
+        lr: global learning rate.
+        momentum: decay of the accumulated steps `u`.
         weight_decay: L2 factor.
-        trust_coefficient: how far a layer may move at rate 1, as a share of its norm.
-        nesterov: look ahead.
+        trust_coefficient: norm of a layer's step at rate 1, as a fraction of the norm of its weights.
+        nesterov: use Nesterov momentum.
 
     Raises:
-        ValueError: a factor is negative; nesterov without momentum.
+        ValueError: a factor is negative, or `nesterov` is set without momentum.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LARS(ForeachOptimizer):
         nesterov: bool = False,
     ) -> None:
         if nesterov and not momentum:
-            raise ValueError("nesterov needs a momentum")
+            raise ValueError("nesterov is set and momentum is 0; expected a momentum above 0")
         factors = {
             "lr": lr,
             "momentum": momentum,
@@ -52,7 +52,7 @@ class LARS(ForeachOptimizer):
         super().__init__(params, {**factors, "nesterov": nesterov, "adapt": True}, factors=tuple(factors))
 
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """See the class."""
+        """Update `weights` as the class describes."""
         directions = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))  # noqa: SLF001
         if group["adapt"]:
             ratios = trust_ratios(
@@ -73,17 +73,17 @@ class LARS(ForeachOptimizer):
 def trust_ratios(
     weights: list[Tensor], gradients: list[Tensor], *, coefficient: float, weight_decay: float
 ) -> list[Tensor]:
-    """Return the local rate of each layer (algorithm 1), a tensor of no dimensions each.
+    """Return the local rate of each layer (algorithm 1) as a 0-dimensional tensor.
 
-    It is 1 where the formula says nothing: the weights are all 0, or weights and gradient call for no step.
+    The rate is 1 where the formula is undefined: all weights are 0, or the denominator is 0.
 
     Args:
-        weights: of the layers.
-        gradients: of each.
-        coefficient: the paper's eta.
-        weight_decay: the paper's beta.
+        weights: weights of each layer.
+        gradients: gradients of each layer.
+        coefficient: eta of the paper.
+        weight_decay: beta of the paper.
     """
-    of_weights, of_gradients = layer_norms(weights), layer_norms(gradients)
-    wanted = of_gradients + weight_decay * of_weights
-    ratios = torch.where((of_weights > 0) & (wanted > 0), coefficient * of_weights / wanted, 1.0)
+    weight_norms, gradient_norms = layer_norms(weights), layer_norms(gradients)
+    denominators = gradient_norms + weight_decay * weight_norms
+    ratios = torch.where((weight_norms > 0) & (denominators > 0), coefficient * weight_norms / denominators, 1.0)
     return list(ratios.unbind())

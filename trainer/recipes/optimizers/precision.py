@@ -1,9 +1,8 @@
-"""Mixed precision: what is computed in 16 bits, and the loss scale that keeps small gradients from vanishing.
+"""Mixed precision: autocast to 16 bits, and the loss scale that prevents underflow of float16 gradients.
 
-Weights, gradients on the wire and optimizer states stay float32 (Micikevicius et al. 2018, arXiv:1710.03740).
-bfloat16 has float32's range and needs no scale. float16's gradients are scaled up before the backward pass; they are
-unscaled and looked through for infinities after they were summed over the ranks, so that every rank sees the same and
-all skip the step, or none.
+Weights, gradients in the all-reduce and optimizer states stay float32 (Micikevicius et al. 2018, arXiv:1710.03740).
+bfloat16 has the range of float32 and needs no loss scale. float16 gradients are unscaled and checked for infinities
+after the all-reduce: all ranks check the same values, so either every rank skips the step or none does.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ _TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which a forward pass computes in `precision` where that is safe; CPU and GPU alike."""
+    """Return a context in which the forward pass uses `precision` for all operations that torch autocasts."""
     kind = _TYPES[precision]
     return torch.autocast(device.type, dtype=kind, enabled=kind is not None)
 
 
 def make_loss_scale(precision: str, device: torch.device) -> torch.amp.GradScaler:
-    """Return the loss scale of a run: one that moves for fp16, and one that does nothing otherwise."""
+    """Return a dynamic loss scale for "fp16"; for other precisions, a disabled one."""
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 
 def load_loss_scale(scale: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
-    """Go on from a checkpoint's loss scale. A run that was not fp16 until now has none, and begins one."""
+    """Load the loss scale of a checkpoint. A checkpoint of another precision has none: the initial scale stays."""
     if state and scale.is_enabled():
         scale.load_state_dict(dict(state))

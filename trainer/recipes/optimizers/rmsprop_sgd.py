@@ -1,4 +1,4 @@
-"""RMSprop that becomes momentum SGD while it trains (Akiba, Suzuki and Fukuda 2017, arXiv:1711.04325)."""
+"""Transition from RMSprop to momentum SGD during training (Akiba, Suzuki and Fukuda 2017, arXiv:1711.04325)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimize
 
 
 class RMSpropSGD(ForeachOptimizer):
-    """One momentum whose input is a mix of the gradient and of RMSprop's.
+    """Momentum over a weighted sum of the gradient (SGD) and the normalised gradient (RMSprop).
 
     `v = decay * v + (1 - decay) * g^2`, `a = (1 - share) * rmsprop_rate / lr`,
-    `u = momentum * u + (share + a / (sqrt(v) + eps)) * g`, `w = w - lr * u`. At `share` 0 a step is RMSprop's at its
-    own rate, at 1 it is SGD's; the loop moves `group["sgd_share"]`, see `schedules.sgd_share`.
+    `u = momentum * u + (share + a / (sqrt(v) + eps)) * g`, `w = w - lr * u`. With `share` 0 the update is that of
+    RMSprop at `rmsprop_rate`, with 1 that of SGD at `lr`. The training loop sets `group["sgd_share"]` before each
+    step, see `schedules.sgd_share`.
 
     Args:
-        params: parameters, or groups of them.
-        lr: rate of SGD.
-        rmsprop_rate: rate of RMSprop.
-        momentum: share of the last direction that is kept.
-        decay: share of the last mean square that is kept.
-        eps: keeps the quotient finite.
+        params: parameters, or parameter groups.
+        lr: learning rate of SGD.
+        rmsprop_rate: learning rate of RMSprop.
+        momentum: decay of the accumulated steps `u`.
+        decay: decay of the mean square `v`.
+        eps: added to the denominator, so that it is never 0.
         weight_decay: L2 factor.
 
     Raises:
@@ -53,14 +54,14 @@ class RMSpropSGD(ForeachOptimizer):
         super().__init__(params, {**options, "sgd_share": 1.0}, factors=tuple(options))
 
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """See the class."""
+        """Update `weights` as the class describes."""
         squares, averages = self.averages_of(weights, "square"), self.averages_of(weights, "momentum")
         decayed = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))  # noqa: SLF001
         torch._foreach_mul_(squares, group["decay"])
         torch._foreach_addcmul_(squares, decayed, decayed, 1 - group["decay"])
         torch._foreach_mul_(averages, group["momentum"])
         torch._foreach_add_(averages, decayed, alpha=group["sgd_share"])
-        # At rate 0 nothing steps, and the quotient of the rates has no meaning.
+        # With lr 0 the weights do not change, and rmsprop_rate / lr would be a division by 0.
         if group["sgd_share"] < 1 and group["lr"]:
             divisors = list(torch._foreach_sqrt(squares))  # noqa: SLF001
             torch._foreach_add_(divisors, group["eps"])

@@ -1,8 +1,8 @@
-"""The recipes of the ImageNet-in-minutes papers, each value with where it comes from.
+"""Presets: published large-batch recipes for ResNet-50 on ImageNet-1k, with the source of each value.
 
-A preset is a set of settings for ResNet-50 on ImageNet-1k; a flag on the command line overrides any of them. Batches
-are global ones: at any number of ranks that divides them the run is the same, but for the samples over which batch
-normalisation averages, which are those of one backward pass of one rank.
+A flag on the command line overrides the value of a preset. Batch sizes are global, so a run is the same at every
+world size that divides the batch, except for batch normalisation: its statistics are those of one micro-batch of one
+rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from datasvc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting of a preset.
+    """One setting of a preset.
 
     Attributes:
-        value: of the field of `TrainConfig`.
-        source: where in the paper it is said, or whose choice it is where the paper leaves it open.
+        value: value of the field of `TrainConfig`.
+        source: section of the paper; where the paper gives no value, the origin of ours.
     """
 
     value: Any
@@ -32,9 +32,9 @@ class Preset:
     """A published recipe.
 
     Attributes:
-        citation: of the paper.
-        choices: settings by the names of `TrainConfig`'s fields.
-        differs: what of the paper this program does not do.
+        citation: authors, year, title and number of the paper.
+        choices: settings by field of `TrainConfig`.
+        differs: differences between the paper and this program.
     """
 
     citation: str
@@ -44,8 +44,8 @@ class Preset:
 
 _INCEPTION_CROPS: Final = {
     "size": Choice(224, "the usual size of ImageNet crops"),
-    "scale": Choice((0.08, 1.0), "Szegedy et al. 2015, as Goyal et al. 2017, section 5.1, take it"),
-    "ratio": Choice((3 / 4, 4 / 3), "Szegedy et al. 2015, as Goyal et al. 2017, section 5.1, take it"),
+    "scale": Choice((0.08, 1.0), "Szegedy et al. 2015, used by Goyal et al. 2017, section 5.1"),
+    "ratio": Choice((3 / 4, 4 / 3), "Szegedy et al. 2015, used by Goyal et al. 2017, section 5.1"),
     "flip": Choice(0.5, "Goyal et al. 2017, section 5.1"),
 }
 _RESNET50: Final = {
@@ -61,7 +61,10 @@ PRESETS: Final[Mapping[str, Preset]] = {
         "Goyal et al. 2017, Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, arXiv:1706.02677",
         {
             **_RESNET50,
-            "model_option": Choice(("zero_init_residual=true",), "section 5.1: gamma = 0 ends each residual block"),
+            "model_option": Choice(
+                ("zero_init_residual=true",),
+                "section 5.1: gamma = 0 in the last batch normalisation of each residual block",
+            ),
             "global_batch": Choice(8192, "section 5.1: kn, 256 GPUs with n = 32"),
             "micro_batch": Choice(32, "section 2.3: batch normalisation over n = 32 samples"),
             "optimizer": Choice("sgd", "section 5.1"),
@@ -71,13 +74,13 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "momentum": Choice(0.9, "section 5.1"),
             "nesterov": Choice(True, "section 5.1"),
             "weight_decay": Choice(1e-4, "section 5.1"),
-            "decayed": Choice("weights", "section 5.1: none on batch normalisation"),
+            "decayed": Choice("weights", "section 5.1: no weight decay of batch normalisation"),
             "schedule": Choice("step", "section 5.1"),
             "milestones": Choice(("30:0.1", "60:0.01", "80:0.001"), "section 5.1"),
             "warmup_epochs": Choice(5.0, "section 2.2"),
             "warmup_start": Choice(0.1, "section 2.2: from eta to k eta"),
         },
-        differs="the one bias, that of the classifier, does not decay",
+        differs="the bias of the classifier has no weight decay",
     ),
     "you2017": Preset(
         "You, Gitman and Ginsburg 2017, Large Batch Training of Convolutional Networks, arXiv:1708.03888",
@@ -97,7 +100,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "warmup_epochs": Choice(25.0, _REFERENCE_LARS),
             "warmup_start": Choice(0.0, _REFERENCE_LARS),
         },
-        differs="rate, warm-up and weight decay are those of the reference implementation that followed the paper",
+        differs="rate, warm-up and weight decay are those of MLPerf's later reference implementation",
     ),
     "akiba2017": Preset(
         "Akiba, Suzuki and Fukuda 2017, Extremely Large Minibatch SGD: Training ResNet-50 on ImageNet in 15 Minutes, "
@@ -105,7 +108,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
         {
             **_RESNET50,
             "global_batch": Choice(32768, "abstract: 1,024 GPUs with 32 samples"),
-            "micro_batch": Choice(32, "abstract: 32 samples of a GPU"),
+            "micro_batch": Choice(32, "abstract: 32 samples per GPU"),
             "optimizer": Choice("rmsprop-sgd", "the paper: RMSprop warm-up, centre 10, period 5 epochs"),
             "rmsprop_rate": Choice(3e-4, "the paper"),
             "momentum": Choice(0.9, "the paper"),
@@ -117,10 +120,10 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "milestones": Choice(
                 ("40:0.15", "70:0.02", "85:0.002"), "the paper: 0.5, 0.075, 0.01 and 0.001 of 0.1 kn / 256"
             ),
-            "warmup_epochs": Choice(0.0, "the paper: RMSprop takes the place of the gradual warm-up"),
+            "warmup_epochs": Choice(0.0, "the paper: RMSprop replaces the gradual warm-up"),
         },
-        differs="batch normalisation keeps moving averages, averaged over the ranks before they are used; gradients "
-        "travel as float32; the transition ends with the slope it has in its middle",
+        differs="batch normalisation keeps moving averages, which are averaged over the ranks before evaluation; "
+        "gradients are reduced in float32; the transition to SGD is linear after its middle",
     ),
     "jia2018": Preset(
         "Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in "
@@ -129,10 +132,10 @@ PRESETS: Final[Mapping[str, Preset]] = {
             **_RESNET50,
             "global_batch": Choice(65536, "abstract: 64k"),
             "micro_batch": Choice(32, "the paper's result: 2,048 GPUs"),
-            "precision": Choice("fp16", "the paper: half precision, weights and update in single"),
-            "compression": Choice("fp16", "the paper: gradients travel in half precision"),
+            "precision": Choice("fp16", "the paper: half precision, with weights and updates in single precision"),
+            "compression": Choice("fp16", "the paper: gradients are reduced in half precision"),
             "optimizer": Choice("lars", "the paper"),
-            "decayed": Choice("weights", "the paper: no decay of biases and batch normalisation"),
+            "decayed": Choice("weights", "the paper: no weight decay of biases and batch normalisation"),
             "label_smoothing": Choice(0.1, "the value of Szegedy et al. 2016"),
             "learning_rate": Choice(31.2, _REFERENCE_LARS),
             "rate_scaling": Choice("sqrt", "chosen here: from 32,768 to this batch"),
@@ -143,15 +146,19 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "schedule": Choice("polynomial", "as You et al. 2017"),
             "power": Choice(2.0, "as You et al. 2017"),
             "warmup_epochs": Choice(25.0, _REFERENCE_LARS),
-            "channels_last": Choice(True, "what tensor cores take; the numbers are the same"),
+            "channels_last": Choice(True, "faster on tensor cores; results are the same"),
         },
-        differs="rates are not the paper's, which gives none that could be checked here",
+        differs="learning rates are ours, because the paper gives none",
     ),
 }
 
 
 def find_preset(name: str) -> Preset:
-    """Return a preset. Raises ConfigError, naming those that exist."""
+    """Return the preset `name`.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
     if name not in PRESETS:
-        raise ConfigError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
+        raise ConfigError(f"there is no preset {name!r}; expected one of {', '.join(PRESETS)}")
     return PRESETS[name]
