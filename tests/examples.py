@@ -7,7 +7,7 @@ from hypothesis import settings
 
 # Examples are derived from the test alone (see `tests/conftest.py`), so a second run of equal code learns nothing new
 # from them. The fast set tries few, and the whole set all.
-FAST = 25
+FAST = 15
 
 
 def examples(num_examples: int, **more: Any) -> settings:

@@ -283,7 +283,7 @@ gc(Repository.open(sys.argv[2]), dry_run=False)
 """
 
 
-@pytest.mark.parametrize("point", [1, 2, 3, 4, 99])
+@pytest.mark.parametrize("point", [1, 4, *(pytest.param(point, marks=pytest.mark.slow) for point in (2, 3, 99))])
 def test_a_gc_killed_half_way_took_nothing_that_is_named_and_the_next_one_goes_on(full, point):
     words = [sys.executable, "-c", GC, str(point), full.url]
     assert subprocess.run(words, cwd=ROOT, check=False).returncode == (-9 if point <= 3 else 0)

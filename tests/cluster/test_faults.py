@@ -155,6 +155,7 @@ def test_a_liar_in_the_list_is_found_out(cluster):
     assert cluster.complaints("num_lying") > 0
 
 
+@pytest.mark.slow
 def test_a_node_without_room_is_of_little_use_and_does_no_harm(cluster):
     cluster.start_all(budget="250kB")
     assert cluster.stage_on_good() <= cluster.size_bytes + cluster.share_bytes

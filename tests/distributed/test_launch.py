@@ -91,7 +91,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(launcher, has_ended):
     assert all(has_ended(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_is_passed_on_to_every_rank(launcher, number):
     # In Python, because a shell without a terminal ignores SIGINT for what it starts.
     program = (

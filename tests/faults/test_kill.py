@@ -58,7 +58,9 @@ def die_at(point, program, *arguments):
     return status == -9
 
 
-@pytest.mark.parametrize("point", [1, 2, 3, 5, 9, 14, 20, 27, 35])
+@pytest.mark.parametrize(
+    "point", [1, 5, 20, *(pytest.param(point, marks=pytest.mark.slow) for point in (2, 3, 9, 14, 27, 35))]
+)
 def test_an_ingest_killed_anywhere_leaves_no_version_or_a_whole_one(tmp_path, folder, point):
     repository = Repository.create(str(tmp_path / "repo"))
     ingest(repository, str(folder), "reference", shard_bytes=4000)
@@ -88,7 +90,7 @@ def test_a_save_killed_anywhere_leaves_the_last_version_restorable(tmp_path, poi
     assert save(repository, "m", {"w": torch.zeros(1)}, step=9).version == newest.version.version + 1
 
 
-@pytest.mark.parametrize("point", [1, 2, 3, 4, 6, 9])
+@pytest.mark.parametrize("point", [1, 4, *(pytest.param(point, marks=pytest.mark.slow) for point in (2, 3, 6, 9))])
 def test_a_staging_killed_anywhere_leaves_a_cache_that_goes_on(tmp_path, folder, point):
     repository = Repository.create(str(tmp_path / "repo"))
     ingest(repository, str(folder), "pets", shard_bytes=1000)

@@ -98,6 +98,7 @@ def test_of_two_nodes_on_one_folder_the_second_is_refused(serving, origin, tmp_p
     assert again.poll() is None
 
 
+@pytest.mark.slow
 def test_an_address_that_is_taken_is_a_clear_error(origin, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

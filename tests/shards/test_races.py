@@ -42,7 +42,8 @@ def run(url, barrier, action, argument):
         append(repository, argument)
 
 
-@pytest.mark.parametrize("attempt", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", [0, 1])
 def test_deletes_appends_and_merges_at_once_all_land(repository, attempt):
     write_version(repository, "pets", {"train": [texts(*"abcdefgh"), texts(*"ijkl")]})
     write_version(repository, "more", {"train": [texts("m1", "m2")]})

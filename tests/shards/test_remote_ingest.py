@@ -47,6 +47,7 @@ def source(request, folder, tmp_path):
     return write_tars(tmp_path / "tars", class_sorted(60, 4), per_tar=12), {"shard_bytes": 6000}
 
 
+@pytest.mark.parametrize("source", ["listed", pytest.param("streamed", marks=pytest.mark.slow)], indirect=True)
 def test_a_remote_source_into_a_remote_repository_gives_the_digests_of_a_local_one(repository, remote, source):
     where, options = source
     ingest(repository, str(where), "pets", **options)

@@ -92,6 +92,7 @@ def test_no_source_and_no_format_is_without_an_example(examples):
     assert {*FORMAT_OF.values(), "manifest"} == {*FORMATS}
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_a_folder_that_holds_something(examples):
     before = digests(examples)
     done = make_sources(examples)
@@ -100,6 +101,7 @@ def test_nothing_is_written_into_a_folder_that_holds_something(examples):
     assert digests(examples) == before
 
 
+@pytest.mark.slow
 def test_too_few_digits_are_refused(tmp_path):
     done = make_sources(tmp_path / "few", "--images", 12)
     assert done.returncode == 1

@@ -215,7 +215,10 @@ FORKING = ORPHANED.replace(
 )
 
 
-@pytest.mark.parametrize("program", [ORPHANED, FORKING], ids=["alone", "a forked child lives on"])
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(ORPHANED, id="alone"), pytest.param(FORKING, id="a forked child lives on", marks=pytest.mark.slow)],
+)
 def test_a_stager_ends_with_its_job_however_that_ends(tmp_path, split, program):
     words = [sys.executable, "-c", program, split.repository.url, str(tmp_path / "cache")]
     process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -89,6 +89,7 @@ raise KeyboardInterrupt
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_without_closing_decodes_nothing_more(digits):
     command = [sys.executable, "-c", ENDING, digits["val"].repository.url]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

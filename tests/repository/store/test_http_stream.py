@@ -131,7 +131,10 @@ def test_faults_that_pass_leave_every_byte_in_its_place(faults, start, length):
         assert read(stream_of(), server, start, length) == CONTENT[start : start + length]
 
 
-@pytest.mark.parametrize("fault", [*PASSING, "no ranges"])
+@pytest.mark.parametrize(
+    "fault",
+    [*(pytest.param(fault, marks=pytest.mark.slow if fault in LASTING else ()) for fault in PASSING), "no ranges"],
+)
 def test_a_fault_that_stays_is_said_after_a_few_tries(fault):
     with FaultyServer(CONTENT, fault) as server:
         with pytest.raises(UnavailableError, match=r"cannot read http://localhost:\d+/file"):

@@ -59,7 +59,7 @@ def one_problem(repository, ref="pets", *, deep):
     return problem
 
 
-@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("deep", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_whole_version_has_no_problems_on_any_store(url, deep):  # noqa: F811
     repository = Repository.create(url)
     write_pets(repository)
@@ -240,7 +240,7 @@ def test_an_object_that_is_no_shard_contradicts_its_table(repository):
     assert one_problem(repository, "odd", deep=True).kind == "contradictory"
 
 
-@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("deep", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_damage_in_a_remote_store_is_found_like_in_a_local_one(url, deep, monkeypatch):  # noqa: F811
     monkeypatch.setattr("datasvc.shards.format.writer._BATCH_SAMPLES", 5)
     monkeypatch.setattr("datasvc.repository.objects.objects._RANGE_BYTES", 500)

@@ -156,7 +156,9 @@ def test_a_step_works_in_bfloat16_and_compiled(with_documents):
 
 
 def test_a_block_longer_than_the_context_says_what_to_build():
-    with pytest.raises(ConfigError, match=f"a block has 13 tokens; .* context of {BLOCK}: build the model with context=13"):
+    with pytest.raises(
+        ConfigError, match=f"a block has 13 tokens; .* context of {BLOCK}: build the model with context=13"
+    ):
         make_gpt()(draw_tokens(block=13))
-    with pytest.raises(ConfigError, match=r"tokens as \[batch, block\]"):
+    with pytest.raises(ConfigError, match=r"expected \[batch, block\]"):
         make_gpt()(torch.zeros(12, dtype=torch.int64))
