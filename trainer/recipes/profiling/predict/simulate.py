@@ -1,18 +1,19 @@
-"""Simulates training on many ranks step by step: stragglers, messages, loaders that work ahead. Pure and seeded.
+"""Simulation of data-parallel training on many ranks, with stragglers, all-reduces and prefetching loaders.
 
-For rank i in step s, with x its compute time in that step by the mean one, lognormal:
+The simulation is a pure function of its arguments and the seed. For rank i in step s, let x be the compute time of
+the rank in this step divided by its mean (lognormal):
 
-    D(i, s) = max(D(i, s-1), B(i, s-p)) + a              its batch is there; the loader works p batches ahead
-    B(i, s) = max(E(i, s-1), D(i, s))                    it takes the batch
-    F(i, s) = B(i, s) + t_i + t_h2d + t_l + t_k          its forward pass begins; where targets are added up first:
+    D(i, s) = max(D(i, s-1), B(i, s-p)) + a              the batch is ready; the loader prefetches p batches
+    B(i, s) = max(E(i, s-1), D(i, s))                    the training thread takes the batch
+    F(i, s) = B(i, s) + t_i + t_h2d + t_l + t_k          the forward pass starts; if the targets are summed first:
     F(i, s) = max over j of (B(j, s) + t_i + t_h2d) + t_n + t_l + t_k
-    s_n = max(max over i of F(i, s) + r_n x, e_(n-1))    message n goes when the last rank has it
-    e_n = s_n + t_c^(n)
+    s_n = max(max over i of F(i, s) + r_n x, e_(n-1))    all-reduce n starts when it is ready on every rank
+    e_n = s_n + t_c^(n)                                  all-reduce n ends
     E(i, s) = max(F(i, s) + (t_f + t_b) x, e_N) + t_u    the step ends
 
-Each is one event; as ranks only wait for each other through messages, evaluating the equations step by step is the
-whole simulation. Without jitter a step takes in the long run what `step_time` says, but for the wait for the slowest
-rank, t_w, which here follows from the jitter.
+Ranks wait for each other only in all-reduces, so evaluating these equations step by step is the complete simulation.
+Without jitter, the mean step equals `step_time`, except for t_w, the wait for the slowest rank: here t_w results from
+the jitter.
 """
 
 from __future__ import annotations
@@ -35,17 +36,20 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Training:
-    """What is simulated.
+    """Parameters of a simulation.
 
     Attributes:
-        costs: of a step of one rank.
-        cluster: that runs it; None: the communication is as it was measured, at `world_size`.
-        world_size: ranks; only without a cluster.
-        mode: how a step is arranged.
-        jitter: standard deviation of the logarithm of a rank's compute time in a step; its mean stays.
-        prefetch: batches that a loader works ahead.
-        samples_from: what feeds the loaders.
-        is_first_epoch: caches are empty.
+        costs: costs of a step of one rank.
+        cluster: cluster to simulate; None: use the measured communication costs, at `world_size` ranks.
+        world_size: number of ranks; used only without a cluster.
+        mode: arrangement of the parts of a step.
+        jitter: standard deviation of the logarithm of a rank's compute time in a step; the mean does not change.
+        prefetch: number of batches that a loader prefetches.
+        samples_from: caches and stores that the loaders read from.
+        is_first_epoch: True: the caches are empty.
+
+    Raises:
+        ConfigError: `jitter`, `prefetch` or `world_size` is out of range.
     """
 
     costs: StepCosts
@@ -59,21 +63,26 @@ class Training:
 
     def __post_init__(self) -> None:
         if not 0 <= self.jitter < 10:
-            raise ConfigError(f"jitter is {self.jitter}; expected at least 0, and 0.1 for ten percent")
+            raise ConfigError(
+                f"jitter is {self.jitter}; expected a number in [0, 10), for example 0.1 for ten percent"
+            )
         if self.prefetch < 1 or self.world_size < 1:
             raise ConfigError(f"prefetch is {self.prefetch} and world_size {self.world_size}; expected at least 1")
 
 
 def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
-    """Return how long each of so many steps takes, after some that warm up; of the slowest rank.
+    """Return the durations of `steps` steps of the slowest rank, after some warm-up steps.
 
     Args:
-        training: what is simulated.
-        steps: at least 1.
-        seed: equal seeds give equal steps.
+        training: parameters of the simulation.
+        steps: number of steps, at least 1.
+        seed: seed of the jitter; equal seeds give equal durations.
 
     Returns:
         `float64[steps]`, seconds.
+
+    Raises:
+        ConfigError: `steps` is below 1.
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; expected at least 1")
@@ -88,14 +97,14 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
 
     generator = np.random.default_rng(seed)
     warm_up = training.prefetch + 2
-    batch_there, ended = np.zeros(num_ranks), np.zeros(num_ranks)
+    batch_ready, ended = np.zeros(num_ranks), np.zeros(num_ranks)
     taken = [np.zeros(num_ranks)] * training.prefetch
     ends = []
     for _ in range(warm_up + steps):
-        # Mean 1 whatever the jitter: exp(N(-s^2 / 2, s)).
+        # exp(N(-s^2 / 2, s)) has the mean 1 for every jitter s.
         slowness = np.exp(generator.normal(-(training.jitter**2) / 2, training.jitter, num_ranks))
-        batch_there = np.maximum(batch_there, taken.pop(0)) + ahead_s
-        begun = np.maximum(ended, batch_there)
+        batch_ready = np.maximum(batch_ready, taken.pop(0)) + ahead_s
+        begun = np.maximum(ended, batch_ready)
         taken.append(begun)
         forward = begun + before_s
         if costs.targets_s:
@@ -107,9 +116,9 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
 
 
 def jitter_of(costs: StepCosts, world_size: int) -> float:
-    """Return the jitter that makes ranks wait for the slowest as long as was measured.
+    """Return the jitter for which the simulated wait for the slowest rank equals the measured one.
 
-    The largest of N normal numbers is expected at the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
+    The expected maximum of N normal numbers is about the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
     """
     if world_size < 2 or not costs.compute_s:
         return 0.0
@@ -122,14 +131,14 @@ def _fetch_s(training: Training, cluster: Cluster) -> float:
 
 
 def _messages(costs: StepCosts, mode: StepMode) -> tuple[Times, Times]:
-    """Return when each message is ready, from the beginning of the forward pass, and how long it takes, in order."""
+    """Return when each all-reduce is ready, seconds from the start of the forward pass, and its duration."""
     messages = sorted(costs.messages, key=lambda message: message.ready_s)
     ready_s = [message.ready_s if mode is StepMode.OVERLAPPED else costs.compute_s for message in messages]
     return np.array(ready_s), np.array([message.reduce_s for message in messages])
 
 
 def _all_reduced(forward: Times, slowness: Times, ready_s: Times, reduce_s: Times) -> float:
-    """Return when the last message is reduced; before everything, where there are none."""
+    """Return the time at which the last all-reduce ends, or minus infinity if there is none."""
     end_s = -np.inf
     for ready, takes in zip(ready_s, reduce_s, strict=True):
         end_s = max(float((forward + ready * slowness).max()), end_s) + takes
