@@ -21,8 +21,12 @@ setup: .venv/ready  ## make .venv with everything in it
 demo: setup  ## the main job end to end on real images: ingest, stage, train, kill, resume, compare
 	$(BIN)/python tools/demo.py demo-run
 
+# The fast set writes and flushes many thousands of small files. They are in memory if it has room for them, unless TMPDIR
+# names another folder; `test-all` uses the disk.
+MEMORY := $(shell df -k --output=avail /dev/shm 2>/dev/null | awk 'NR == 2 && $$1 > 8000000 {print "/dev/shm"}')
+
 test: setup  ## all tests but the long ones
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal
+	TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} $(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal -o tmp_path_retention_policy=failed
 
 test-all: setup  ## all tests, each property on all its examples
 	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist worksteal
