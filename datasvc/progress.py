@@ -1,52 +1,120 @@
-"""Progress bars for bytes, shown only on a terminal."""
+"""Progress of a long operation: the object that every such operation calls, and bars on a terminal that show it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+# How a bar names each source of bytes.
+_SOURCE_LABELS: Final = {"origin": "origin", "peer": "peers", "resident": "hits"}
+
+
+class Progress:
+    """Receiver of the progress of one operation. This class ignores it; a subclass shows or records it.
+
+    An operation calls its methods from any of its threads.
+    """
+
+    def begin(self, total: int) -> None:
+        """Set the total amount, before the first `advance`; an operation of several passes calls it for each.
+
+        Args:
+            total: in the unit of `advance`.
+        """
+
+    def advance(self, amount: int, *, source: str = "", num_samples: int = 0, num_shards: int = 0) -> None:
+        """Add an amount that was done since the previous call.
+
+        Args:
+            amount: bytes; entries if an index of model versions is updated.
+            source: where a cache got the bytes: "resident", "origin" or "peer".
+            num_samples: samples that were ingested.
+            num_shards: shards that were ingested.
+        """
+
+
+NO_PROGRESS: Final = Progress()
+"""Ignores all progress: the default of every operation."""
+
+
+class SourceCounter(Progress):
+    """Counts the bytes of each source."""
+
+    def __init__(self) -> None:
+        self._bytes_by_source: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def bytes_by_source(self) -> Counter[str]:
+        """Bytes by source, as a copy."""
+        with self._lock:
+            return Counter(self._bytes_by_source)
+
+    def advance(self, amount: int, *, source: str = "", **_: object) -> None:
+        """Add bytes of `source`."""
+        with self._lock:
+            self._bytes_by_source[source] += amount
+
+
+class _Bar(SourceCounter):
+    """A bar of `rich` with the bytes of each source in its field `sources`."""
+
+    def __init__(self, bar: Any, task: TaskID) -> None:
+        super().__init__()
+        self._bar, self._task = bar, task
+
+    def begin(self, total: int) -> None:
+        self._bar.update(self._task, total=total, visible=True)
+
+    def advance(self, amount: int, *, source: str = "", **_: object) -> None:
+        from datasvc.sizes import format_size
+
+        super().advance(amount, source=source)
+        counted = self.bytes_by_source
+        sources = ", ".join(
+            f"{label} {format_size(counted[key])}" for key, label in _SOURCE_LABELS.items() if counted[key]
+        )
+        self._bar.update(self._task, advance=amount, sources=sources)
 
 
 @contextmanager
-def byte_progress(
-    title: str, stream: TextIO | None = None
-) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Show a progress bar with bytes, rate and time left.
+def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress]:
+    """Show a bar with bytes, rate, time left and the bytes of each source.
 
     Args:
         title: text before the bar.
         stream: terminal to show it on; nothing is shown if it is not a terminal. Default: standard error.
-
-    Yields:
-        A function that sets the total in bytes, and a thread-safe function that adds processed bytes.
     """
-    with byte_bar(stream=stream) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda total: bar.update(task, total=total), lambda done: bar.advance(task, done)
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-
-def byte_bar(*extra_columns: ProgressColumn, stream: TextIO | None = None) -> Progress:
-    """Return a progress bar with bytes, rate, time left and `extra_columns`; for `stream`, see `byte_progress`."""
-    stream = stream or sys.stderr
-    return Progress(
+    yield from _show(
+        title,
+        stream or sys.stderr,
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        *extra_columns,
-        console=Console(file=stream),
-        disable=not stream.isatty(),
+        TextColumn("{task.fields[sources]}"),
     )
+
+
+@contextmanager
+def entry_progress(title: str) -> Iterator[Progress]:
+    """Show a bar for a number of entries on standard error, from `begin` to the end of the block."""
+    yield from _show(title, sys.stderr, is_brief=True)
+
+
+def _show(title: str, stream: TextIO, *columns: Any, is_brief: bool = False) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+
+    with RichProgress(*columns, console=Console(file=stream), disable=not stream.isatty(), transient=is_brief) as bar:
+        yield _Bar(bar, bar.add_task(title, total=None, visible=not is_brief, sources=""))

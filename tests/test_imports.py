@@ -18,14 +18,14 @@ ALLOWED = {
     "datasvc.extras": set(),
     "datasvc.child_process": set(),
     "datasvc.processors": set(),
-    "datasvc.progress": set(),
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
+    "datasvc.progress": {"datasvc.sizes"},
     "datasvc.interval_index": {"datasvc.keyed_random"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed_random", "datasvc.interval_index"},
     "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},
-    "datasvc.repository": {"datasvc.errors", "datasvc.durable", "datasvc.extras"},
+    "datasvc.repository": {"datasvc.errors", "datasvc.durable", "datasvc.extras", "datasvc.progress"},
 }
 ALLOWED["datasvc.shards"] = {
     "datasvc.repository",
@@ -36,6 +36,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.extras",
     "datasvc.child_process",
     "datasvc.processors",
+    "datasvc.progress",
 }
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
@@ -47,7 +48,6 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.node",
     "datasvc.ledger",
-    "datasvc.progress",
 }
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
 ALLOWED["datasvc.loaders"] = {

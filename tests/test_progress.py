@@ -15,10 +15,10 @@ def wide_terminal(monkeypatch):
 
 
 def restore(stream):
-    with byte_progress("restoring m@3", stream) as (begin, report):
-        begin(2_000_000)
-        report(500_000)
-        report(1_500_000)
+    with byte_progress("restoring m@3", stream) as progress:
+        progress.begin(2_000_000)
+        progress.advance(500_000, source="origin")
+        progress.advance(1_500_000, source="peer")
 
 
 def test_a_terminal_sees_which_version_comes_and_how_much_of_it_is_there():
@@ -28,6 +28,8 @@ def test_a_terminal_sees_which_version_comes_and_how_much_of_it_is_there():
     seen = read_terminal(leader)
     assert "restoring m@3" in seen
     assert "2.0/2.0 MB" in seen
+    assert "origin 500" in seen
+    assert "peers 1." in seen
 
 
 def test_a_pipe_sees_nothing():

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.fetch.fetch import Fetcher, FetchProgress, Outcome
+from datasvc.cache.fetch.fetch import Fetcher, Outcome
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
 from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
@@ -26,6 +26,7 @@ from datasvc.cache.staging import StageReport, stage_objects
 from datasvc.cache.status import CacheStatus, read_status
 from datasvc.errors import ConfigError
 from datasvc.order import NextUse
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.logs.references import check_name
 from datasvc.shards.format.reader import Shard
@@ -110,13 +111,13 @@ class Cache:
         self._open()
         return CachedShards(self.folder, repository, self._fetcher)
 
-    def acquire(self, info: ObjectInfo, repository: Store, progress: FetchProgress | None = None) -> Acquired:
+    def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
         """Make an object resident, and add a hold on it until `release`.
 
         Args:
             info: the object.
             repository: origin of the object: a repository, or a remote file.
-            progress: called with the source and the number of the bytes that have arrived.
+            progress: counts the bytes that arrive, by source.
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
@@ -189,7 +190,7 @@ class Cache:
     def stage(
         self,
         splits: Sequence[Split],
-        progress: FetchProgress | None = None,
+        progress: Progress = NO_PROGRESS,
         *,
         num_threads: int | None = None,
         stop: threading.Event | None = None,
@@ -198,7 +199,7 @@ class Cache:
 
         Args:
             splits: splits of any data sets.
-            progress: called from any thread with the source of bytes ("resident", "origin", "peer") and their number.
+            progress: counts the bytes that are there, by source.
             num_threads: shards to fetch at once; None: enough to keep all requests of this process busy.
             stop: no further shard is started after this event is set.
 
@@ -217,7 +218,7 @@ class Cache:
             stop=stop or threading.Event(),
         )
 
-    def pin(self, name: str, splits: Sequence[Split], progress: FetchProgress | None = None) -> StageReport:
+    def pin(self, name: str, splits: Sequence[Split], progress: Progress = NO_PROGRESS) -> StageReport:
         """Stage all shards of `splits`, and exclude them from eviction until `unpin(name)`, also after restarts.
 
         Concurrent calls for the same name run one after the other. Raises the errors of `stage`.
@@ -226,9 +227,7 @@ class Cache:
         with changing_pin(opened.files.pins, name):
             return self._pin(opened, name, splits, progress)
 
-    def _pin(
-        self, opened: CacheFolder, name: str, splits: Sequence[Split], progress: FetchProgress | None
-    ) -> StageReport:
+    def _pin(self, opened: CacheFolder, name: str, splits: Sequence[Split], progress: Progress) -> StageReport:
         objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
         folder = opened.files.pins
         old_pin = read_pins(folder).get(name)
@@ -261,11 +260,11 @@ class Cache:
             remove_pin(opened.files.pins, name)
         return pin
 
-    def scrub(self, progress: Callable[[int], None] | None = None) -> ScrubReport:
+    def scrub(self, progress: Progress = NO_PROGRESS) -> ScrubReport:
         """Read every resident object, and quarantine those whose bytes have changed.
 
         Args:
-            progress: called with the size of each object after it was read. Bytes.
+            progress: counts the bytes of each object that was read.
         """
         return scrub_folder(self._open(), progress)
 

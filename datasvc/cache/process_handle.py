@@ -17,12 +17,13 @@ from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import Lease, name_order
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.recovery import open_catalogue
-from datasvc.cache.fetch.fetch import Fetcher, FetchProgress, Outcome
+from datasvc.cache.fetch.fetch import Fetcher, Outcome
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.cache.sources.remote_file import Store
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.order import NextUse
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo
 
 _ROWS_AT_ONCE = 1000
@@ -79,7 +80,7 @@ class CacheFolder:
         return Fetcher(self.catalogue, self.files, self._lease.id, tenant, self.requests, peers)
 
     def acquire(
-        self, info: ObjectInfo, repository: Store, fetcher: Fetcher, progress: FetchProgress | None = None
+        self, info: ObjectInfo, repository: Store, fetcher: Fetcher, progress: Progress = NO_PROGRESS
     ) -> Outcome:
         """Make an object resident, and add a hold on it until `release`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +12,7 @@ from datasvc.cache.catalogue.catalogue import MAPPED, SUPERSEDED, EvictOutcome
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.records import RESERVED
 from datasvc.cache.process_handle import CacheFolder
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of_file
 
@@ -36,13 +36,14 @@ class ScrubReport:
     held: tuple[Digest, ...]
 
 
-def scrub_folder(folder: CacheFolder, progress: Callable[[int], None] | None = None) -> ScrubReport:
+def scrub_folder(folder: CacheFolder, progress: Progress = NO_PROGRESS) -> ScrubReport:
     """Read every resident object; see `Cache.scrub`."""
     num_checked, checked_bytes = 0, 0
     corrupt, held = [], []
-    for digest, record in folder.catalogue.records().items():
-        if record.state == RESERVED:
-            continue  # verified at the end of its fetch
+    # Reserved objects are verified at the end of their fetch.
+    records = {digest: record for digest, record in folder.catalogue.records().items() if record.state != RESERVED}
+    progress.begin(sum(record.size_bytes for record in records.values()))
+    for digest, record in records.items():
         finding = _check(folder, digest)
         if finding == "gone":
             continue
@@ -50,8 +51,7 @@ def scrub_folder(folder: CacheFolder, progress: Callable[[int], None] | None = N
         held += [digest] if finding == "mapped" else []
         num_checked += 1
         checked_bytes += record.size_bytes
-        if progress is not None:
-            progress(record.size_bytes)
+        progress.advance(record.size_bytes)
     return ScrubReport(num_checked, checked_bytes, tuple(corrupt), tuple(held))
 
 

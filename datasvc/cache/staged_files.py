@@ -17,8 +17,9 @@ from pathlib import Path
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.catalogue.file_links import FileLink
-from datasvc.cache.fetch.fetch import FetchProgress, Outcome
+from datasvc.cache.fetch.fetch import Outcome
 from datasvc.cache.sources.remote_file import RemoteFile
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest
 
 _MAX_FILES_AT_ONCE = 8
@@ -41,13 +42,13 @@ class StagedFile:
     size_bytes: int
 
 
-def stage_files(cache: Cache, urls: Sequence[str], progress: FetchProgress | None = None) -> list[StagedFile]:
+def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGRESS) -> list[StagedFile]:
     """Fetch files onto the node within the budget; no hold on them remains.
 
     Args:
         cache: cache of the node.
         urls: URLs that fsspec reads, of one file each.
-        progress: called with the source and the number of the bytes that have arrived.
+        progress: counts the bytes that arrive, by source.
 
     Returns:
         The files in the order of `urls`; a file exists until its space is needed.
@@ -66,8 +67,8 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: FetchProgress | Non
         acquired = cache.acquire(file.info, file, progress)
         with lock:
             held.append(file.info.digest)
-        if acquired.outcome == "resident" and progress is not None:
-            progress("resident", file.info.size_bytes)
+        if acquired.outcome == "resident":
+            progress.advance(file.info.size_bytes, source="resident")
         return StagedFile(url, link.make(file.file_name), acquired.outcome, file.info.size_bytes)
 
     try:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.fetch.fetch import Fetcher, FetchProgress, Outcome
+from datasvc.cache.fetch.fetch import Fetcher, Outcome
 from datasvc.cache.process_handle import CacheFolder
 from datasvc.errors import CacheFullError
+from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 _MIN_THREADS = 8
@@ -57,7 +58,7 @@ def stage_objects(
     requests: Iterable[tuple[ObjectInfo, Repository]],
     *,
     tenant: str,
-    progress: FetchProgress | None,
+    progress: Progress,
     num_threads: int | None,
     stop: threading.Event,
 ) -> StageReport:
@@ -73,6 +74,7 @@ def stage_objects(
             "are available; raise the budget with --budget, or do not stage: a loader with shuffle='windowed' "
             "streams through a smaller cache"
         )
+    progress.begin(sum(info.size_bytes for info, _ in objects.values()))
     held: list[Digest] = []
     arrived: list[tuple[Outcome, int]] = []
 
@@ -82,8 +84,8 @@ def stage_objects(
         outcome = folder.acquire(info, repository, fetcher, progress)
         held.append(info.digest)
         arrived.append((outcome, info.size_bytes))
-        if outcome == "resident" and progress is not None:
-            progress("resident", info.size_bytes)
+        if outcome == "resident":
+            progress.advance(info.size_bytes, source="resident")
 
     try:
         threads = num_threads or _choose_threads(len(objects), needed)

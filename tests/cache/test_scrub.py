@@ -5,6 +5,7 @@ import mmap
 from datasvc.cache import scrub
 from tests.cache.fetch.test_fetch import mark_unverified
 from tests.cache.processes import disk_bytes, hold_in_a_process, kill, object_path
+from tests.progress import RecordedProgress
 
 
 def fill(cache, repository, infos):
@@ -24,10 +25,10 @@ def flip(cache, info):
 def test_a_sound_cache_is_left_as_it_is(cache, origin):
     repository, infos = origin
     fill(cache, repository, infos[:5])
-    read = []
-    done = cache.scrub(read.append)
+    progress = RecordedProgress()
+    done = cache.scrub(progress)
     assert (done.num_checked, done.checked_bytes, done.corrupt, done.held) == (5, 20480, (), ())
-    assert sum(read) == 20480
+    assert (progress.totals, progress.total) == ([20480], 20480)
 
 
 def test_a_flipped_byte_is_found_put_away_and_fetched_again(cache, origin):

@@ -8,6 +8,7 @@ from datasvc.cache import Cache, Quota
 from datasvc.cache.catalogue.records import footprint
 from datasvc.errors import CacheFullError, NotFoundError
 from datasvc.shards import ingest, open_dataset
+from tests.progress import RecordedProgress
 
 
 @pytest.fixture
@@ -54,20 +55,15 @@ def test_staging_reports_every_byte_once(tmp_path, splits):
     size = sum(split.table.size_bytes for split in splits)
     with Cache(tmp_path / "cache", budget="1MB") as cache:
         for kind in ("origin", "resident"):
-            seen, lock = {}, threading.Lock()
-
-            def report(came, count, seen=seen, lock=lock):
-                with lock:
-                    seen[came] = seen.get(came, 0) + count
-
-            cache.stage(splits, report)
-            assert seen == {kind: size}
+            progress = RecordedProgress()
+            cache.stage(splits, progress)
+            assert (progress.totals, progress.by_source) == ([size], {kind: size})
 
 
 def test_staging_that_is_stopped_begins_no_more_and_holds_nothing(tmp_path, splits):
     stop = threading.Event()
     with Cache(tmp_path / "cache", budget="1MB") as cache:
-        done = cache.stage(splits, lambda *_: stop.set(), num_threads=1, stop=stop)
+        done = cache.stage(splits, RecordedProgress(on_advance=stop.set), num_threads=1, stop=stop)
         num_shards = sum(split.table.num_shards for split in splits)
         assert 0 < done.num_fetched < num_shards
         assert done.num_fetched + done.num_left == num_shards

@@ -19,6 +19,7 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.store.storage import Storage
 from tests.models.entries import commit_entry
+from tests.progress import RecordedProgress
 
 
 @pytest.fixture
@@ -276,9 +277,9 @@ def test_a_search_does_without_an_index_where_it_cannot_be_written(repository, m
 
 def test_progress_tells_how_many_entries_are_read(repository):
     grow(repository, 40)
-    heard = []
-    find_versions(repository, "step = 7", report=lambda done, behind: heard.append((done, behind)))
-    assert heard == [(32, 40), (40, 40)]
+    progress = RecordedProgress()
+    find_versions(repository, "step = 7", progress=progress)
+    assert (progress.totals, progress.amounts) == ([40], [32, 8])
 
 
 def test_versions_of_many_models_on_a_store_that_is_not_local_are_found():

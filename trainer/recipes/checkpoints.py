@@ -106,8 +106,8 @@ def restore(run: Run, ref: str) -> Checkpoint:
     Raises: see `CheckpointManager.restore`.
     """
     if hvd.rank() == 0:
-        with byte_progress(f"restoring {ref}") as (begin, report):
-            checkpoint = run.checkpoints.restore(ref, begin=begin, report=report)
+        with byte_progress(f"restoring {ref}") as progress:
+            checkpoint = run.checkpoints.restore(ref, progress=progress)
     else:
         checkpoint = run.checkpoints.restore(ref)
     restored = checkpoint.report

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from typing import Final, Literal
 
 import numpy as np
@@ -25,12 +24,11 @@ from datasvc.cache.sources.received_parts import ReceivedParts
 from datasvc.cache.sources.remote_file import RemoteFile, Store
 from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.order import NextUse
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import digest_of_file
 
 Outcome = Literal["resident", "origin", "peer", "busy", "later"]
-FetchProgress = Callable[[Outcome, int], None]
-"""Called with the source of bytes, and the number of bytes that have arrived since the last call."""
 
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -67,7 +65,7 @@ class Fetcher:
         self,
         info: ObjectInfo,
         repository: Store,
-        progress: FetchProgress | None = None,
+        progress: Progress = NO_PROGRESS,
         *,
         prefetch: NextUse | None = None,
         evict: bool = True,
@@ -78,7 +76,7 @@ class Fetcher:
         Args:
             info: the object; this process has a hold on it unless it is prefetched.
             repository: origin of the object.
-            progress: called as its bytes arrive.
+            progress: counts the bytes that arrive, by source.
             prefetch: next use of a prefetched object: nothing needed sooner is evicted for it, and the call does not
                 wait for other fetches.
             evict: whether objects that a job may need again can be evicted.
@@ -119,7 +117,7 @@ class Fetcher:
         self,
         info: ObjectInfo,
         repository: Store,
-        progress: FetchProgress | None,
+        progress: Progress,
         prefetch: NextUse | None,
         *,
         evict: bool,
@@ -173,7 +171,7 @@ class Fetcher:
             self._catalogue.quarantine(digest)
         return is_intact
 
-    def _transfer(self, info: ObjectInfo, repository: Store, progress: FetchProgress | None) -> FetchReport:
+    def _transfer(self, info: ObjectInfo, repository: Store, progress: Progress) -> FetchReport:
         descriptor = self._files.incoming(info.digest)
         while True:
             try:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 
 from blake3 import blake3
 
 from datasvc.cache.sources.origin_source import Kind, ObjectSource
 from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
+from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
-
-TransferProgress = Callable[[Kind, int], None]
-"""Called with the kind of source and the number of bytes that have arrived since the last call."""
 
 _READ_BACK_BYTES = 1 << 20
 # Most bytes to read back per received buffer: while a thread hashes, it does not read from its connection.
@@ -36,16 +33,14 @@ class PartialFile:
         size_bytes: size of the object.
         descriptor: the file, open for reading and writing.
         parts: parts of the object that are completely in the file, some perhaps from an earlier process.
-        progress: called after each received buffer was written, from any thread, by one thread at a time.
+        progress: counts the bytes of each received buffer after it was written, by kind of source.
 
     Attributes:
         is_continued: whether the file contains parts that were received before this object was created.
         bytes_by_kind: bytes that arrived in this process by kind of source, wrong ones included.
     """
 
-    def __init__(
-        self, size_bytes: int, descriptor: int, parts: ReceivedParts, progress: TransferProgress | None
-    ) -> None:
+    def __init__(self, size_bytes: int, descriptor: int, parts: ReceivedParts, progress: Progress) -> None:
         self._size_bytes = size_bytes
         self._descriptor = descriptor
         self._parts = parts
@@ -114,8 +109,7 @@ class PartialFile:
             self._record(offset, len(view))
             self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + len(view)
             self.bytes_by_kind[source.kind] = self.bytes_by_kind.get(source.kind, 0) + len(view)
-            if self._progress is not None:
-                self._progress(source.kind, len(view))
+            self._progress.advance(len(view), source=source.kind)
         self._hash_on(offset, view)
 
     def _write_all(self, offset: int, view: memoryview) -> None:

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from datasvc.cache.fetch.partial_file import PartialFile, TransferProgress
+from datasvc.cache.fetch.partial_file import PartialFile
 from datasvc.cache.sources.origin_source import Kind, ObjectSource
 from datasvc.cache.sources.received_parts import ReceivedParts
 from datasvc.errors import CorruptDataError, DatasvcError
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo
 
 
@@ -35,7 +36,7 @@ def transfer(
     descriptor: int,
     parts: ReceivedParts,
     sources: Sequence[ObjectSource],
-    progress: TransferProgress | None = None,
+    progress: Progress = NO_PROGRESS,
     *,
     is_named_by_content: bool = True,
 ) -> FetchReport:
@@ -51,7 +52,7 @@ def transfer(
         descriptor: the incoming file, open for reading and writing, locked by the caller.
         parts: parts of the object that are in the file.
         sources: at least one source, in the order in which to use them.
-        progress: called with each buffer that arrives, from any thread, but by one at a time.
+        progress: counts the bytes of each buffer that arrives, by kind of source.
         is_named_by_content: whether the object's name is the digest of its bytes; if not, they cannot be verified.
 
     Returns:

@@ -43,13 +43,11 @@ def export(
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.export import export as run_export
-    from datasvc.shards.versions.dataset import choose_split
     from datasvc.sizes import format_size
 
     repository = Repository.open(repo)
     dataset = open_dataset(repository, ref)
-    with byte_progress(f"exporting {dataset.resolved}") as (set_total, advance):
-        set_total(sum(chosen.table.size_bytes for chosen in choose_split(dataset, split)))
+    with byte_progress(f"exporting {dataset.resolved}") as progress:
         result = run_export(
             repository,
             str(dataset.resolved),
@@ -57,7 +55,7 @@ def export(
             export_format.value,
             split=split,
             workers=workers,
-            report=advance,
+            progress=progress,
         )
     splits = {
         name: {"samples": written.num_samples, "files": written.num_files, "bytes": written.size_bytes}

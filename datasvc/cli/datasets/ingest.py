@@ -15,10 +15,9 @@ import typer
 from datasvc.cli.datasets.key_file import read_lines
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json_line
 from datasvc.cli.terminal.values import text_value
-from datasvc.progress import byte_progress
+from datasvc.progress import Progress, byte_progress
 
 if TYPE_CHECKING:
-    from datasvc.shards.ingestion.build import IngestProgress, Report
     from datasvc.shards.ingestion.build_options import BuildOptions
     from datasvc.shards.ingestion.ingest import IngestReport
     from datasvc.shards.sources import Source
@@ -195,7 +194,7 @@ def ingest(
             engine=engine.value,
             workers=workers,
             message=message,
-            report=progress,
+            progress=progress,
         )
     if as_json:
         print_json_line({"event": "committed", **_facts(result)})
@@ -206,30 +205,29 @@ def ingest(
 
 
 @contextmanager
-def _show_progress(name: str, source: Source, *, as_json: bool) -> Iterator[Report]:
+def _show_progress(name: str, source: Source, *, as_json: bool) -> Iterator[Progress]:
     """Show a progress bar on a terminal; with `as_json`, print events instead."""
     if as_json:
         print_json_line({"event": "listed", "format": source.kind, "bytes": source.size_bytes})
-        yield _EventPrinter().report
+        yield _EventPrinter()
         return
-    with byte_progress(f"ingesting {name}") as (set_total, advance):
-        set_total(source.size_bytes)
-        yield lambda progress: advance(progress.size_bytes)
+    with byte_progress(f"ingesting {name}") as progress:
+        yield progress
 
 
-class _EventPrinter:
+class _EventPrinter(Progress):
     """Printer of progress events: one per second, and one per finished shard."""
 
     def __init__(self) -> None:
         self._started = self._printed = time.monotonic()
         self._samples = self._bytes = self._shards = 0
 
-    def report(self, progress: IngestProgress) -> None:
-        self._samples += progress.num_samples
-        self._bytes += progress.size_bytes
-        self._shards += progress.num_shards
+    def advance(self, amount: int, *, num_samples: int = 0, num_shards: int = 0, **_: object) -> None:
+        self._samples += num_samples
+        self._bytes += amount
+        self._shards += num_shards
         now = time.monotonic()
-        if progress.num_shards or now - self._printed >= _EVENT_INTERVAL_S:
+        if num_shards or now - self._printed >= _EVENT_INTERVAL_S:
             self._printed = now
             counts = {"samples": self._samples, "bytes": self._bytes, "shards": self._shards}
             print_json_line({"event": "progress", "seconds": round(now - self._started, 3), **counts})

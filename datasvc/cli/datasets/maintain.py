@@ -41,8 +41,8 @@ def verify(
     from datasvc.shards.versions.verify import verify as run_verify
     from datasvc.sizes import format_size
 
-    with byte_progress(f"verifying {ref}") as (set_total, advance):
-        result = run_verify(Repository.open(repo), ref, deep=deep, begin=set_total, report=advance)
+    with byte_progress(f"verifying {ref}") as progress:
+        result = run_verify(Repository.open(repo), ref, deep=deep, progress=progress)
     if as_json:
         facts = asdict(replace(result, overlaps=()))
         print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})

@@ -38,8 +38,8 @@ def diff(
     from datasvc.models.registry.diff import diff as run_diff
     from datasvc.repository import Repository
 
-    with byte_progress("comparing") as (set_total, advance):
-        result = run_diff(Repository.open(repo), a, b, norms=norms, begin=set_total, report=advance)
+    with byte_progress("comparing") as progress:
+        result = run_diff(Repository.open(repo), a, b, norms=norms, progress=progress)
     if as_json:
         print_json(_facts(result))
         return

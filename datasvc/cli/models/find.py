@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from datasvc.cli.models.listing import print_versions
 from datasvc.cli.terminal.output import JsonOption, RepoOption
+from datasvc.progress import entry_progress
 
 
 def find(
@@ -35,22 +34,9 @@ def find(
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)
-    with _index_progress() as progress:
-        versions = find_versions(repository, condition, order_by=by, ascending=ascending, report=progress)
+    with entry_progress("indexing versions") as progress:
+        versions = find_versions(repository, condition, order_by=by, ascending=ascending, progress=progress)
     shown = versions[: limit or None]
     print_versions(describe_versions(repository, shown), as_json=as_json)
     if len(shown) < len(versions):
         typer.echo(f"{len(versions) - len(shown)} more: --limit 0 prints all", err=True)
-
-
-@contextmanager
-def _index_progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on a terminal while the index of versions is built."""
-    import sys
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("indexing versions", total=None, visible=False)
-        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

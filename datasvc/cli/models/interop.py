@@ -77,7 +77,7 @@ def import_model(
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 
-    with byte_progress(f"importing {source.name}") as (set_total, advance):
+    with byte_progress(f"importing {source.name}") as progress:
         report = run_import(
             Repository.open(repo),
             source,
@@ -90,8 +90,7 @@ def import_model(
             step=step,
             parent=parent,
             message=message,
-            begin=set_total,
-            report=advance,
+            progress=progress,
         )
     if as_json:
         print_json(
@@ -159,7 +158,7 @@ def export_model(
         _refuse_options([option for option, value in not_for_onnx.items() if value])
         _export_onnx(repository, ref, folder, model, inputs or [], rules, trusted, as_json=as_json)
         return
-    with byte_progress(f"exporting {ref}") as (set_total, advance):
+    with byte_progress(f"exporting {ref}") as progress:
         result = run_export(
             repository,
             ref,
@@ -171,8 +170,7 @@ def export_model(
             dtype=dtype,
             max_shard_bytes=parse_size(max_shard_size or DEFAULT_SHARD_SIZE),
             trusted_keys=trusted or None,
-            begin=set_total,
-            report=advance,
+            progress=progress,
         )
     files = [str(file) for file in result.files]
     if as_json:

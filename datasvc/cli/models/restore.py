@@ -63,7 +63,7 @@ def restore(
     check_target(folder)
     with (
         _opened(cache, budget, peers) as node,
-        byte_progress(f"restoring {ref}") as (set_total, advance),
+        byte_progress(f"restoring {ref}") as progress,
     ):
         checkpoint = run_restore(
             repository,
@@ -74,8 +74,7 @@ def restore(
             exclude=exclude or (),
             rename=parse_name_map(rename or ()),
             trusted_keys=trusted or None,
-            begin=set_total,
-            report=advance,
+            progress=progress,
         )
     files = export_checkpoint(checkpoint, folder)
     report = checkpoint.report

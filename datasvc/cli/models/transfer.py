@@ -120,7 +120,7 @@ def _transfer(
     from datasvc.models.transfer import transfer
     from datasvc.sizes import format_size
 
-    with byte_progress(f"{doing} {', '.join(refs)}") as (set_total, advance):
+    with byte_progress(f"{doing} {', '.join(refs)}") as progress:
         result = transfer(
             source,
             target,
@@ -130,8 +130,7 @@ def _transfer(
             with_data=data,
             data_names=parse_name_map(rename_data or ()),
             trusted_keys=trusted or None,
-            begin=set_total,
-            report=advance,
+            progress=progress,
         )
     if as_json:
         versions = [

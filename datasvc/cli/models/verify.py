@@ -55,11 +55,9 @@ def verify(
     repository = Repository.open(repo)
     versions = _choose(repository, refs or [], every=every)
     copies = [Repository.open(url) for url in repair_from or []]
-    with byte_progress(f"verifying {len(versions)} versions") as (set_total, advance):
+    with byte_progress(f"verifying {len(versions)} versions") as progress:
         keys = trusted_keys(trusted or None)
-        outcome = verify_and_repair(
-            repository, versions, copies, deep=deep, trusted=keys, begin=set_total, report=advance
-        )
+        outcome = verify_and_repair(repository, versions, copies, deep=deep, trusted=keys, progress=progress)
     report, remaining = outcome.found, outcome.left
     if as_json:
         repairs = [asdict(repair) for repair in outcome.repairs]

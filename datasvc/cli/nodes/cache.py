@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.nodes.cache_plan import plan
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table, staging_progress
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -176,9 +176,8 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
     from datasvc.errors import CorruptDataError
     from datasvc.sizes import format_size
 
-    with open_existing_cache(cache) as node, byte_progress("scrubbing") as (set_total, advance):
-        set_total(node.status().resident_bytes)
-        result = node.scrub(advance)
+    with open_existing_cache(cache) as node, byte_progress("scrubbing") as progress:
+        result = node.scrub(progress)
         folder = node.folder
     if as_json:
         print_json(asdict(result))
@@ -258,7 +257,7 @@ def _splits(repo: str, ref: str, split: str | None) -> list[Split]:
 
 
 def _stage_splits(node: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
-    with staging_progress(f"staging {name}", sum(split.table.size_bytes for split in splits)) as progress:
+    with byte_progress(f"staging {name}") as progress:
         return node.pin(name, splits, progress) if pinned else node.stage(splits, progress)
 
 
@@ -267,7 +266,7 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
     with (
         _open(cache, budget=budget, tenant=tenant) as node,
-        staging_progress(f"staging {len(urls)} files", None) as progress,
+        byte_progress(f"staging {len(urls)} files") as progress,
     ):
         files = stage_files(node, urls, progress)
     if as_json:

@@ -1,1 +1,1 @@
-"""Output of commands: tables, progress bars, JSON, images."""
+"""Output of commands: tables, JSON, images."""

@@ -1,26 +1,17 @@
-"""Output of commands: tables and progress bars for people, JSON for programs."""
+"""Output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import TextColumn
 from rich.table import Table
 
 from datasvc.cli.terminal.values import text_value
-from datasvc.progress import byte_bar
-from datasvc.sizes import format_size
-
-# How the progress bar names each source of bytes.
-_SOURCE_LABELS = {"origin": "origin", "peer": "peers", "resident": "hits"}
 
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
@@ -60,28 +51,3 @@ def print_facts(facts: Mapping[str, object]) -> None:
                 sys.stdout.write(f"  {text_value(str(key))}: {text_value(str(nested_value))}\n")
         else:
             sys.stdout.write(f"{text_value(str(name))}: {text_value(str(value))}\n")
-
-
-@contextmanager
-def staging_progress(title: str, total_bytes: int | None) -> Iterator[Callable[[str, int], None]]:
-    """Show a progress bar with rate, time left and bytes per source; nothing if stderr is not a terminal.
-
-    Yields:
-        A thread-safe function that counts bytes of one source: "resident", "origin" or "peer".
-    """
-    bytes_by_source: Counter[str] = Counter()
-    lock = threading.Lock()
-    with byte_bar(TextColumn("{task.fields[sources]}")) as bar:
-        task = bar.add_task(title, total=total_bytes, sources="")
-
-        def count(source: str, size_bytes: int) -> None:
-            with lock:
-                bytes_by_source[source] += size_bytes
-                sources = ", ".join(
-                    f"{label} {format_size(bytes_by_source[key])}"
-                    for key, label in _SOURCE_LABELS.items()
-                    if bytes_by_source[key]
-                )
-            bar.update(task, advance=size_bytes, sources=sources)
-
-        yield count

@@ -22,6 +22,7 @@ from datasvc.models.tensors.name_filter import is_below, map_names, select_names
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
 
@@ -62,14 +63,14 @@ class _ExportPart:
         read: function that reads a whole object of the version.
         records: records by the new names of the tensors.
         dtype: dtype for floating-point tensors; None keeps theirs.
-        report: called with the number of bytes of each chunk that was read.
+        progress: counts the bytes of each chunk that was read.
     """
 
     source: ChunkSource
     read: Callable[[Digest], bytes]
     records: Mapping[str, TensorRecord]
     dtype: str | None
-    report: Callable[[int], None] | None
+    progress: Progress
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
@@ -79,7 +80,7 @@ class _ExportPart:
         """Return tensors in the dtype of the export; every byte is verified."""
         import torch
 
-        loaded = load_tensors(self.source, [self.records[name] for name in names], report=self.report)
+        loaded = load_tensors(self.source, [self.records[name] for name in names], progress=self.progress)
         dtypes = {name: getattr(torch, self._dtype_of(self.records[name])) for name in names}
         return {name: cast(name, tensor, dtypes[name]) for name, tensor in loaded.items()}
 
@@ -100,8 +101,7 @@ def export_model(
     max_shard_bytes: int = SHARD_BYTES,
     source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> ModelExport:
     """Write a version as files of another format; every byte is verified.
 
@@ -127,8 +127,7 @@ def export_model(
         max_shard_bytes: largest size of the tensors in one file of "huggingface"; a larger tensor gets its own file.
         source: source of the chunks, by default the repository.
         trusted_keys: see `stored_version.read_version`.
-        begin: called once with the number of bytes to read.
-        report: called with the number of bytes of each chunk that was read, from any thread.
+        progress: counts the bytes of each chunk that was read.
 
     Raises:
         ConfigError: an argument is not valid, the folder is not empty or not writable, or the format does not support
@@ -151,13 +150,12 @@ def export_model(
     chosen = {
         mapped[record.name]: replace(record, name=mapped[record.name]) for record in records if record.name in mapped
     }
-    part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, report)
+    part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
     skeleton = None
     # The stored state tree fits only an unchanged set of tensors.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    if begin is not None:
-        begin(sum(record.nbytes for record in chosen.values()))
+    progress.begin(sum(record.nbytes for record in chosen.values()))
     target = Path(folder)
     with create_folder(target) as temporary:
         _WRITERS[format](temporary, part, skeleton, stored.entry, max_shard_bytes)

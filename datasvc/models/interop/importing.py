@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from datasvc.models.tensors.write import Codec, StoredTensors, TensorBlock, stor
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import StoredState, base_records, commit
 from datasvc.models.versions.metadata import VersionMetadata
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
@@ -65,8 +66,7 @@ def import_model(
     step: int = 0,
     parent: str | None = None,
     message: str = "",
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> ImportReport:
     """Store a safetensors file, Hugging Face or DCP folder, or torch.save file as the next version of a model.
 
@@ -85,8 +85,7 @@ def import_model(
         step: number of optimizer steps behind the model, if known.
         parent: version that the new one continues.
         message: message of the commit.
-        begin: called once with the number of bytes to store.
-        report: called with the number of bytes of each chunk that was stored, from any thread.
+        progress: counts the bytes of each chunk that was stored.
 
     Raises:
         NotFoundError: `source` or `parent` does not exist.
@@ -104,10 +103,9 @@ def import_model(
     foreign = read_foreign(path)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
     check_arranged(tensors, skeleton, str(path))
-    if begin is not None:
-        begin(sum(map(num_bytes, tensors)))
+    progress.begin(sum(map(num_bytes, tensors)))
     try:
-        stored = store_blocks(repository, tensors, base=base, codec=codec, report=report)
+        stored = store_blocks(repository, tensors, base=base, codec=codec, progress=progress)
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error}") from error
     kept = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
@@ -252,7 +250,7 @@ def store_blocks(
     *,
     base: Sequence[TensorRecord] = (),
     codec: Codec = "delta",
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> StoredTensors:
     """Store foreign tensors in batches; memory holds at most two batches of 64 MiB, or one larger block.
 
@@ -262,7 +260,7 @@ def store_blocks(
     chunks: dict[str, list[Chunk]] = {tensor.name: [] for tensor in tensors}
     new_bytes, num_nonfinite = 0, Counter[str]()
     for batch in _batches(tensors):
-        stored = store_chunks(repository.objects, batch, base=base, codec=codec, report=report)
+        stored = store_chunks(repository.objects, batch, base=base, codec=codec, progress=progress)
         for name, chunk in stored.chunks:
             chunks[name].append(chunk)
         new_bytes += stored.new_bytes

@@ -7,7 +7,7 @@ bounded by the chunk size and not by the model size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import ChunkSource, load_chunk, load_window
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
 
@@ -111,8 +112,7 @@ def diff(
     b: str,
     *,
     norms: bool = True,
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> ModelDifference:
     """Compare two versions, of the same model or of two models.
 
@@ -121,8 +121,7 @@ def diff(
         a: reference of the first version.
         b: reference of the second version.
         norms: whether to read the tensors that differ and measure their change.
-        begin: called once with the number of bytes to compare, before the first read.
-        report: called with the number of bytes of each chunk that was compared, from any thread.
+        progress: counts the bytes of each chunk that was compared.
 
     Raises:
         ConfigError: a reference is not valid.
@@ -136,11 +135,9 @@ def diff(
     tensors = compare_tables(*tables)
     if norms:
         pairs = _pairs(tables, tensors.changed)
-        (begin or _ignore)(sum(ours.nbytes for ours, _ in pairs))
+        progress.begin(sum(ours.nbytes for ours, _ in pairs))
         with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="datasvc-diff") as pool:
-            changes = pool.map(
-                lambda pair: measure_change(repository.objects, *pair, report=report or _ignore), pairs
-            )
+            changes = pool.map(lambda pair: measure_change(repository.objects, *pair, progress=progress), pairs)
             tensors = TensorsDifference(**{**vars(tensors), "changes": tuple(changes)})
     return ModelDifference(
         versions[0],
@@ -185,16 +182,14 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
     )
 
 
-def measure_change(
-    source: ChunkSource, a: TensorRecord, b: TensorRecord, *, report: Callable[[int], None]
-) -> TensorChange:
+def measure_change(source: ChunkSource, a: TensorRecord, b: TensorRecord, *, progress: Progress) -> TensorChange:
     """Measure the change from `a` to `b`, which have the same dtype and shape.
 
     Args:
         source: source of the chunks.
         a: record of the first tensor.
         b: record of the second tensor.
-        report: called with the number of bytes of each chunk that was compared.
+        progress: counts the bytes of each chunk that was compared.
 
     Raises:
         Same errors as `load_chunk`.
@@ -211,7 +206,7 @@ def measure_change(
             num_nonfinite += change.numel() - int(finite.sum())
             change_squared += float(change[finite].square().sum())
             base_squared += float(old[old.isfinite()].square().sum())
-        report(b.chunk_bytes(chunk))
+        progress.advance(b.chunk_bytes(chunk))
     norm, base = math.sqrt(change_squared), math.sqrt(base_squared)
     relative = norm / base if base else None
     return TensorChange(a.name, norm, relative, num_changed, math.prod(a.shape), num_nonfinite)
@@ -273,7 +268,3 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
-
-
-def _ignore(_size_bytes: int) -> None:
-    """Ignore the progress."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import BinaryIO, Final, cast
 
@@ -13,6 +13,7 @@ from datasvc.models.registry.verify import ModelVerifyReport, verify
 from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import PublicKey
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.intact import QUARANTINE, keep_aside
 from datasvc.repository.store.retries import map_exceptions
@@ -57,7 +58,7 @@ def repair(
     repository: Repository,
     problems: Iterable[ModelProblem],
     copies: Sequence[Repository],
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Repair]:
     """Replace missing, changed and unreadable objects by good copies. A failure does not stop the others.
 
@@ -68,7 +69,7 @@ def repair(
         repository: repository with the problems.
         problems: problems that `verify` returned for it.
         copies: other repositories, in the order in which they are tried.
-        report: called with the number of bytes of each part that was copied, from several threads.
+        progress: counts the bytes of each part that was copied.
 
     Returns:
         One result per object.
@@ -79,7 +80,7 @@ def repair(
     digests = dict.fromkeys(
         problem.digest for problem in problems if problem.digest is not None and problem.kind in _REPAIRABLE
     )
-    arguments = [(repository, digest, copies, report) for digest in digests]
+    arguments = [(repository, digest, copies, progress) for digest in digests]
     return run_in_threads(_repair_one, arguments, _OBJECTS_AT_ONCE)
 
 
@@ -90,8 +91,7 @@ def verify_and_repair(
     *,
     deep: bool = False,
     trusted: Sequence[PublicKey] = (),
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> RepairReport:
     """Verify versions, repair bad objects, and repeat this until a pass finds no further problem.
 
@@ -104,19 +104,18 @@ def verify_and_repair(
         copies: other repositories, see `repair`; without any, nothing is repaired.
         deep: see `verify`.
         trusted: see `verify`.
-        begin: called once per pass, see `verify`.
-        report: called with the number of bytes read, decoded or copied.
+        progress: counts the bytes that were read, decoded or copied; it begins once per pass.
 
     Raises:
         Same errors as `verify` and `repair`.
     """
     by_name = {str(version): version for version in versions}
-    done = verify(repository, by_name.values(), deep=deep, trusted=trusted, begin=begin, report=report)
+    done = verify(repository, by_name.values(), deep=deep, trusted=trusted, progress=progress)
     problems, remaining, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
     while copies:
         # Try each object once: the same copies would fail again.
         tried = repair(
-            repository, [problem for problem in remaining if problem.digest not in repairs], copies, report
+            repository, [problem for problem in remaining if problem.digest not in repairs], copies, progress
         )
         repairs.update((result.digest, result) for result in tried)
         good = {result.digest for result in tried if result.failure is None}
@@ -127,7 +126,7 @@ def verify_and_repair(
         if not hidden:
             break
         again = [version for name, version in by_name.items() if name in hidden]
-        more = verify(repository, again, deep=deep, trusted=trusted, begin=begin, report=report).problems
+        more = verify(repository, again, deep=deep, trusted=trusted, progress=progress).problems
         known = set(map(_identity, remaining))
         new = [problem for problem in more if _identity(problem) not in known]
         remaining += new
@@ -139,15 +138,13 @@ def _identity(problem: ModelProblem) -> tuple[object, ...]:
     return problem.role, problem.kind, problem.digest, problem.detail
 
 
-def _repair_one(
-    repository: Repository, digest: Digest, copies: Sequence[Repository], report: Callable[[int], None] | None
-) -> Repair:
+def _repair_one(repository: Repository, digest: Digest, copies: Sequence[Repository], progress: Progress) -> Repair:
     if find_damage(repository.objects, digest) is None:
         return Repair(digest)  # another process has repaired it meanwhile
     failures = []
     for copy in copies:
         try:
-            kept_at = _replace(repository, digest, copy.objects, report)
+            kept_at = _replace(repository, digest, copy.objects, progress)
         except (NotFoundError, CorruptDataError, UnavailableError) as error:
             failures.append(str(error))
         else:
@@ -155,9 +152,7 @@ def _repair_one(
     return Repair(digest, failure="; ".join(failures) or "there is no other repository to copy it from")
 
 
-def _replace(
-    repository: Repository, digest: Digest, source: Objects, report: Callable[[int], None] | None
-) -> str | None:
+def _replace(repository: Repository, digest: Digest, source: Objects, progress: Progress) -> str | None:
     """Copy and verify an object, then replace the bad one; return where the bad bytes are kept."""
     objects, storage = repository.objects, repository.storage
     writer = objects.begin()
@@ -166,7 +161,7 @@ def _replace(
             size_bytes = source.size(digest)
             if size_bytes is None:
                 raise NotFoundError(f"{source.location(digest)} is missing as well")
-            source.fetch(digest, size_bytes, cast("BinaryIO", writer), report=report)
+            source.fetch(digest, size_bytes, cast("BinaryIO", writer), progress=progress)
         except ConfigError as error:
             # A copy that cannot be read must not end the repair: from here, ConfigError means that this repository is
             # not writable.

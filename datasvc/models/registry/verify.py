@@ -15,6 +15,7 @@ from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import PublicKey
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 
 # Each read holds one part of an object in memory, or eight parts if the repository is remote.
@@ -45,8 +46,7 @@ def verify(
     *,
     deep: bool = False,
     trusted: Sequence[PublicKey] = (),
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> ModelVerifyReport:
     """Read every object of some model versions once and compare it with its digest.
 
@@ -59,9 +59,7 @@ def verify(
         deep: also decode every tensor and compare it with its digest. This finds tensors that were stored wrongly,
             not only objects that changed later.
         trusted: public keys. If there are any, each version must be signed by one of them.
-        begin: called once with the number of bytes to process: the size of all objects that hold tensors, plus that
-            of all tensors with `deep`.
-        report: called with the number of bytes of each part that was read or decoded, from several threads.
+        progress: counts the bytes that were read from objects and, with `deep`, decoded to tensors.
 
     Raises:
         ConfigError: an object has a format that this version of datasvc does not support.
@@ -71,15 +69,14 @@ def verify(
     for version in versions:
         survey.scan(version)
         scanned.append(str(version))
-    if begin is not None:
-        begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
-    bad = _find_bad_objects(repository.objects, survey, report)
+    progress.begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
+    bad = _find_bad_objects(repository.objects, survey, progress)
     of_tensors: list[ModelProblem] = []
     # Without a bad object no tensor is affected, and the tables need not be read again.
     if bad:
         of_tensors += _describe(repository.objects, survey, bad)
     if deep:
-        of_tensors += _find_wrong_tensors(repository.objects, survey, bad, report)
+        of_tensors += _find_wrong_tensors(repository.objects, survey, bad, progress)
     # Filter last: a version can be removed at any time during the check.
     problems = _of_living(repository, [*survey.problems, *of_tensors])
     sizes = survey.objects | survey.documents
@@ -113,13 +110,11 @@ def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iter
             yield replace(problem, hit=hit)
 
 
-def _find_bad_objects(
-    objects: Objects, survey: Survey, report: Callable[[int], None] | None
-) -> dict[Digest, DatasvcError]:
+def _find_bad_objects(objects: Objects, survey: Survey, progress: Progress) -> dict[Digest, DatasvcError]:
     """Read all objects that hold tensors; return the error of each bad one."""
 
     def check(digest: Digest) -> DatasvcError | None:
-        error = find_damage(objects, digest, survey.objects[digest], report)
+        error = find_damage(objects, digest, survey.objects[digest], progress)
         # Stop at once if the store does not answer: each further request would wait for its timeout too.
         if error is not None and type(error) not in survey.bad:
             raise error
@@ -152,11 +147,11 @@ def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcErro
 
 
 def _find_wrong_tensors(
-    objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError], report: Callable[[int], None] | None
+    objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError], progress: Progress
 ) -> Iterator[ModelProblem]:
     """Yield a problem for each tensor that does not match its digest although all its objects are intact."""
     # `not_` selects the chunks whose objects are all good; `_describe` has reported the others.
-    for versions, places in _unloadable(objects, survey, not_, bad, report):
+    for versions, places in _unloadable(objects, survey, not_, bad, progress):
         for record, chunk, is_bad in places:
             if is_bad:
                 detail = f"{record.name!r} at {chunk.start}: the stored bytes decode to a tensor with another digest"
@@ -169,7 +164,7 @@ def _unloadable(
     survey: Survey,
     choose: Callable[[Collection[Digest]], bool],
     bad: Mapping[Digest, DatasvcError],
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Chunk, bool]]]]:
     """Try to load chunks; yield for each table its versions, and whether each of its chunks cannot be restored.
 
@@ -179,7 +174,7 @@ def _unloadable(
         choose: predicate of the bad objects of a chunk: whether to load the chunk. A chunk that is not loaded counts
             as good.
         bad: the bad objects.
-        report: called with the number of bytes of every chunk, loaded or not.
+        progress: counts the bytes of every chunk, loaded or not.
     """
     verdicts: dict[Chunk, bool] = {}  # versions share most chunks: load each once
     decoders = Decoders()
@@ -191,8 +186,7 @@ def _unloadable(
         except survey.bad:
             return True
         finally:
-            if report is not None:
-                report(record.chunk_bytes(chunk))
+            progress.advance(record.chunk_bytes(chunk))
         # Not loaded now: use the verdict of an earlier load, or count the chunk as good.
         return verdicts.get(chunk, False)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,11 +16,11 @@ from types import TracebackType
 from typing import Self
 
 from datasvc.cache import Cache
-from datasvc.cache.fetch.fetch import Outcome
 from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.restoring.copies import DIRECT, count_bytes, links_of
 from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.progress import SourceCounter
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 
@@ -52,13 +51,12 @@ class CachedSource:
         self._mapped: dict[Digest, Future[memoryview | None]] = {}
         self._checking: dict[Digest, threading.Lock] = {}
         self._checked: set[Digest] = set()
-        self._bytes_by_origin: Counter[str] = Counter()
+        self._counter = SourceCounter()
 
     @property
     def came_bytes(self) -> Mapping[str, int]:
         """Stored bytes by origin: "resident", "peer", "origin", and "direct" for reads without the cache."""
-        with self._lock:
-            return dict(self._bytes_by_origin)
+        return self._counter.bytes_by_source
 
     def location(self, digest: Digest) -> str:
         """See `ChunkSource`."""
@@ -71,7 +69,7 @@ class CachedSource:
             if view is not None and offset + length <= len(view):
                 return view[offset : offset + length]
             content = self._direct.read_range(digest, offset, length)
-            self._count(DIRECT, length)
+            self._counter.advance(length, source=DIRECT)
             return content
         finally:
             self._record_read(digest, length)
@@ -122,7 +120,7 @@ class CachedSource:
         """Acquire and map an object; None if the cache is full or no repository provides the object."""
         for repository in self._repositories:
             try:
-                acquired = self._cache.acquire(info, repository, self._report)
+                acquired = self._cache.acquire(info, repository, self._counter)
             except CacheFullError:
                 # The caller reads the object directly instead.
                 return None
@@ -130,7 +128,7 @@ class CachedSource:
                 self._direct.bad.add(info.digest, repository.objects.location(info.digest), str(error))
                 continue
             if acquired.outcome == "resident":
-                self._count("resident", info.size_bytes)
+                self._counter.advance(info.size_bytes, source="resident")
             try:
                 return _map(acquired.path)
             except BaseException:
@@ -167,13 +165,6 @@ class CachedSource:
                 where = f"the cache {self._cache.folder}"
                 reason = f"object {digest} in {where} was changed; it is in quarantine there"
                 self._direct.bad.add(digest, where, reason, content=before, intact=self._view(digest))
-
-    def _report(self, outcome: Outcome, num_bytes: int) -> None:
-        self._count(outcome, num_bytes)
-
-    def _count(self, where: str, num_bytes: int) -> None:
-        with self._lock:
-            self._bytes_by_origin[where] += num_bytes
 
 
 def _map(path: Path) -> memoryview:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import StoredState, base_records, commit, exact_version
 from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.metadata import VersionMetadata
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
@@ -55,7 +56,7 @@ def save(
     code: CodeRevision | None = None,
     environment: Mapping[str, Any] | None = None,
     codec: Codec = "delta",
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> Resolved:
     """Store `state` as the next version of model `name`. One process of a job calls this.
 
@@ -74,7 +75,7 @@ def save(
         code: code of the run; default: the git checkout of the working folder, with its local changes.
         environment: environment of the run; default: that of this process.
         codec: "none", "planes" or "delta": encoding of chunks that are not stored yet, see `store_tensors`.
-        report: called with the size of each chunk after it is stored, from any thread.
+        progress: counts the bytes of each chunk that was stored.
 
     Returns:
         The committed version. Nothing is visible to readers before this returns.
@@ -91,7 +92,7 @@ def save(
     skeleton, tensors = flatten(state)
     encode_state(skeleton)  # raises if the state is too large, before tensors are stored
     base = base_records(repository, name, parent) if codec == "delta" else ()
-    stored = store_tensors(repository.objects, tensors, base=base, codec=codec, report=report)
+    stored = store_tensors(repository.objects, tensors, base=base, codec=codec, progress=progress)
     return commit(
         repository, name, StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite), metadata
     )
@@ -103,7 +104,7 @@ def restore(
     *,
     source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> Checkpoint:
     """Return the checkpoint that `ref` resolves to, every byte verified.
 
@@ -112,7 +113,7 @@ def restore(
         ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
         source: source of the tensors' bytes; default: the repository.
         trusted_keys: see `stored_version.read_version`.
-        report: called with the size of each chunk after it is loaded, from any thread.
+        progress: counts the bytes of each chunk that was loaded.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
@@ -121,5 +122,5 @@ def restore(
     """
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
     skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    tensors = load_tensors(source or repository.objects, stored.records, report=report)
+    tensors = load_tensors(source or repository.objects, stored.records, progress=progress)
     return Checkpoint(stored.version, unflatten(skeleton, tensors), stored.entry)

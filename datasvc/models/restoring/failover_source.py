@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.restoring.report import BadCopies
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects
 from datasvc.repository.objects.objects import digest_of
 
@@ -126,7 +127,7 @@ class _NullFile(io.BytesIO):
 
 
 def find_damage(
-    objects: Objects, digest: Digest, size_bytes: int | None = None, report: Callable[[int], None] | None = None
+    objects: Objects, digest: Digest, size_bytes: int | None = None, progress: Progress = NO_PROGRESS
 ) -> DatasvcError | None:
     """Read and verify an object in bounded memory; return what is wrong with it, None if nothing is.
 
@@ -134,7 +135,7 @@ def find_damage(
         objects: objects of a repository.
         digest: digest of the object.
         size_bytes: size of the object according to a table; None: not known.
-        report: called with the size of each part after it is hashed.
+        progress: counts the bytes of each part that was hashed.
 
     Returns:
         NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest. UnavailableError:
@@ -144,7 +145,7 @@ def find_damage(
     for _ in range(_tries(objects, digest)):
         try:
             stored_bytes = _size(objects, digest)
-            objects.fetch(digest, stored_bytes, _NullFile(), report=report)
+            objects.fetch(digest, stored_bytes, _NullFile(), progress=progress)
         except CorruptDataError as error:
             damage = error
         except (NotFoundError, UnavailableError, ConfigError) as error:

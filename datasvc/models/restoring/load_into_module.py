@@ -18,6 +18,7 @@ from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.name_filter import is_below, map_names
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import flatten
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def load_version_into(
     rename: Mapping[str, str] | None = None,
     source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> LoadReport:
     """Fill a model's parameters and buffers from a version; reads only tensors of the model, none if they do not fit.
 
@@ -95,7 +96,7 @@ def load_version_into(
 
     plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
     needed = [renamed[name] for name in plan.loaded if name in renamed]
-    fill(model, load_tensors(objects, needed, report=report))
+    fill(model, load_tensors(objects, needed, progress=progress))
     return plan
 
 

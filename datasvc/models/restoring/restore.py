@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 
 
@@ -34,8 +35,7 @@ def restore(
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> Checkpoint:
     """Return the checkpoint that `ref` resolves to, every byte verified.
 
@@ -55,8 +55,7 @@ def restore(
         rename: map from stored names to new names; see `name_filter.map_names`.
         trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
             files that `DATASVC_TRUSTED_KEYS` names.
-        begin: called once, with the size of all tensors in bytes.
-        report: called with the size of each chunk after it is loaded, from any thread.
+        progress: counts the bytes of each chunk that was loaded.
 
     Returns:
         The checkpoint; the caller owns its tensors, and none of them is a view of a mapped file.
@@ -74,10 +73,9 @@ def restore(
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
     skeleton = None if is_part else decode_state(copies.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    if begin is not None:
-        begin(sum(record.nbytes for record in records))
+    progress.begin(sum(record.nbytes for record in records))
     with copies.open_source(records) as source:
-        tensors = load_tensors(source, records, report=report)
+        tensors = load_tensors(source, records, progress=progress)
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
 

@@ -247,7 +247,7 @@ class CheckpointManager:
 
         Args:
             ref: version or tag of any model, "digits-cnn@3"; None: the newest version of this model.
-            **how: further options of the restore, such as `report`, a progress callback; see `restore.restore`.
+            **how: further options of the restore, such as `progress`; see `restore.restore`.
 
         Raises:
             ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -12,6 +12,7 @@ from datasvc.models.search.columns import FieldColumn
 from datasvc.models.search.evaluate import evaluate, find_field
 from datasvc.models.search.expression import fields_of, parse_expression
 from datasvc.models.search.index import VersionIndex, read_index
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 
 _NAMES_AT_ONCE: Final = 16
@@ -25,7 +26,7 @@ def find_versions(
     *,
     order_by: str | None = None,
     ascending: bool = False,
-    report: Callable[[int, int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> list[Resolved]:
     """Return the versions of all models that meet a condition.
 
@@ -37,14 +38,14 @@ def find_versions(
             out unless the condition uses the field `removed`.
         order_by: field to sort by, versions without it last; by default the model name, newest version first.
         ascending: sort `order_by` from the lowest value instead of the highest.
-        report: progress of an index update, called with (entries read, entries to read).
+        progress: counts the entries that are read to update the index.
 
     Raises:
         ConfigError: the condition is not valid, or uses a field that no version has.
         CorruptDataError, UnavailableError: an entry cannot be read.
     """
     expression = parse_expression(condition)
-    index = read_index(repository, report=report)
+    index = read_index(repository, progress=progress)
     existing = index.fields
     # An empty repository has no fields: the result is empty instead of an error for an unknown field.
     full_names = {field: find_field(field, existing) if index.num_rows else field for field in fields_of(expression)}

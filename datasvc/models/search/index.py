@@ -9,7 +9,7 @@ index whose commits differ from those of the logs, for example after a restored 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.search.columns import FieldColumn, build_columns
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Repository
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
@@ -105,12 +106,12 @@ class VersionIndex:
         return FieldColumn.join(columns) if columns else None
 
 
-def read_index(repository: Repository, *, report: Callable[[int, int], None] | None = None) -> VersionIndex:
+def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> VersionIndex:
     """Return an up-to-date index; rewrite the stored one if it lacks many versions.
 
     Args:
         repository: repository of the models.
-        report: called with (entries read, entries to read) while the missing entries are read.
+        progress: counts the missing entries that are read.
 
     Raises:
         CorruptDataError, UnavailableError: an entry cannot be read, see `Log.read`.
@@ -125,7 +126,7 @@ def read_index(repository: Repository, *, report: Callable[[int, int], None] | N
         stored = IndexPart(0, {}, {})
         behind = _numbers_behind(repository, names, {})
         assert behind is not None
-    entries = _read_entries(repository, behind, report or _ignore)
+    entries = _read_entries(repository, behind, progress)
     if not entries:
         return VersionIndex((stored,))
     # Versions of a model are in ascending order, so the newest one overwrites the others.
@@ -234,16 +235,17 @@ def _numbers_behind(
 
 
 def _read_entries(
-    repository: Repository, behind: Mapping[str, Sequence[int]], report: Callable[[int, int], None]
+    repository: Repository, behind: Mapping[str, Sequence[int]], progress: Progress
 ) -> list[tuple[str, Entry]]:
     """Read the entries that the index lacks, model by model, oldest first."""
-    num_behind = sum(map(len, behind.values()))
+    if behind:
+        progress.begin(sum(map(len, behind.values())))
     entries: list[tuple[str, Entry]] = []
     for name, numbers in behind.items():
         for start in range(0, len(numbers), _MAX_BEHIND):
             block = repository.versions("models", name).entries(numbers[start : start + _MAX_BEHIND])
             entries.extend((name, entry) for entry in block)
-            report(len(entries), num_behind)
+            progress.advance(len(block))
     return entries
 
 
@@ -279,7 +281,3 @@ def _column(rows: pa.Array, numbers: pa.Array, codes: pa.Array, texts: pa.Array)
         codes.to_numpy(zero_copy_only=True),
         texts,
     )
-
-
-def _ignore(_num_read: int, _num_behind: int) -> None:
-    """Ignore the progress."""

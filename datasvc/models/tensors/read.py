@@ -16,6 +16,7 @@ from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def load_tensors(
     records: Iterable[TensorRecord],
     *,
     into: Mapping[str, torch.Tensor] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> dict[str, torch.Tensor]:
     """Return tensors by name, in the order of `records`, every byte verified.
 
@@ -46,7 +47,7 @@ def load_tensors(
         records: records of the tensors to load, from `read_table`.
         into: tensors by name, of the same shape and dtype, on any device and in any layout, that are filled and
             returned instead of new ones. After an error some of them may be filled.
-        report: called with the size of each chunk after it is loaded, from any thread.
+        progress: counts the bytes of each chunk that was loaded.
 
     Returns:
         Tensors on the CPU, owned by the caller; or those of `into`.
@@ -66,8 +67,7 @@ def load_tensors(
 
     def load_one(target: _Target, chunk: Chunk) -> None:
         target.read(reader, chunk)
-        if report is not None:
-            report(target.record.chunk_bytes(chunk))
+        progress.advance(target.record.chunk_bytes(chunk))
 
     # Large tensors first, so that none is left for a single thread at the end; small ones in the order of objects.
     in_order = sorted(targets, key=lambda target: -target.record.nbytes if target.record.nbytes > _SMALL_BYTES else 0)

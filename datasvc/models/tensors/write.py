@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +14,7 @@ from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects
 from datasvc.repository.objects.batch import ObjectBatch
 
@@ -94,7 +95,7 @@ def store_tensors(
     source: ChunkSource | None = None,
     max_chain_length: int = MAX_CHAIN_LENGTH,
     chunk_bytes: int = CHUNK_BYTES,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> StoredTensors:
     """Store every tensor. Equal chunks are stored once over all versions of all models.
 
@@ -107,7 +108,7 @@ def store_tensors(
         source: source of the base's bytes; default `objects`.
         max_chain_length: largest number of links of a chunk; a chunk that would exceed it is stored in full.
         chunk_bytes: largest size of a chunk in bytes.
-        report: called with the size of each chunk after it is stored, from any thread.
+        progress: counts the bytes of each chunk that was stored.
 
     Returns:
         The records; the caller stores their table and commits.
@@ -127,7 +128,7 @@ def store_tensors(
         source=source,
         max_chain_length=max_chain_length,
         chunk_bytes=chunk_bytes,
-        report=report,
+        progress=progress,
     )
     chunks: dict[str, list[Chunk]] = {name: [] for name in sorted(tensors)}
     for name, chunk in stored.chunks:
@@ -149,7 +150,7 @@ def store_chunks(
     source: ChunkSource | None = None,
     max_chain_length: int = MAX_CHAIN_LENGTH,
     chunk_bytes: int = CHUNK_BYTES,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> StoredChunks:
     """Store blocks of tensors, as one rank of a sharded save does; large blocks are split into chunks.
 
@@ -167,8 +168,7 @@ def store_chunks(
 
         def store_one(part: TensorSlice) -> Digest:
             digest = writer.store(part)
-            if report is not None:
-                report(part.nbytes)
+            progress.advance(part.nbytes)
             return digest
 
         arguments = [(part,) for part in parts]

@@ -8,7 +8,7 @@ what is missing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from datasvc.models.transfer.reachable import reachable_objects
 from datasvc.models.transfer.topological_order import read_parents, sort_topologically
 from datasvc.models.versions.signing import check_signed
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
 from datasvc.repository.logs.references import check_name
 from datasvc.repository.objects.presence import check_present
@@ -66,8 +67,7 @@ def transfer(
     with_data: bool = False,
     data_names: Mapping[str, str] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> TransferReport:
     """Copy model versions to another repository.
 
@@ -85,8 +85,7 @@ def transfer(
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model must be signed at the source by one
             of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
-        begin: called once with the size of all objects, those that the target has included.
-        report: called with the number of bytes of each object that the target now has, from any thread.
+        progress: counts the bytes of each object that the target now has, those that it had included.
 
     Returns:
         The versions at the target, and the amount of data copied. Existing versions are not changed.
@@ -120,8 +119,7 @@ def transfer(
     # Check this before the first byte is copied; `commit` checks it again.
     for version in objects:
         logs.check_related(version)
-    if begin is not None:
-        begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))
+    progress.begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))
     done: list[Transferred] = []
     copied, seen = Copied(0, 0), set[ObjectInfo]()
     with declare_intent(target, objects) as keep:
@@ -131,7 +129,7 @@ def transfer(
                 # Versions share objects: copy each only once.
                 new = [info for info in objects[version] if info not in seen]
                 copied += copy_missing(
-                    source.objects, target.objects, new, report, reachable=logs.reachable, keep=keep
+                    source.objects, target.objects, new, progress, reachable=logs.reachable, keep=keep
                 )
                 seen.update(new)
                 # An object may have been deleted at the target since it was copied.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final, cast
 
 from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import ObjectInfo, Objects
 
 AT_ONCE: Final = 8
@@ -39,7 +40,7 @@ def copy_missing(
     source: Objects,
     target: Objects,
     objects: Iterable[ObjectInfo],
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
     *,
     reachable: Callable[[], Container[ObjectInfo]] = frozenset,
     keep: Callable[[], None] = lambda: None,
@@ -50,7 +51,7 @@ def copy_missing(
         source: objects of the source repository.
         target: objects of the target repository.
         objects: distinct objects to copy.
-        report: called with the number of bytes of each object that the target now has, from any thread.
+        progress: counts the bytes of each object that the target now has.
         reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
             at any age. It is called once at most: only if the time stamp of an object cannot be refreshed without a
             copy.
@@ -61,7 +62,6 @@ def copy_missing(
         CorruptDataError: an object is damaged at the source; it was not written to the target.
         UnavailableError: a store does not answer. Objects that were copied stay, and a repeated call skips them.
     """
-    count = report or (lambda _bytes: None)
     lock, cached = threading.Lock(), list[Container[ObjectInfo]]()
 
     def is_reachable(info: ObjectInfo) -> bool:
@@ -71,7 +71,7 @@ def copy_missing(
         return info in cached[0]
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="datasvc-transfer") as pool:
-        futures = [pool.submit(_copy, source, target, info, count, is_reachable) for info in objects]
+        futures = [pool.submit(_copy, source, target, info, progress, is_reachable) for info in objects]
         moved = 0, 0
         try:
             for done in as_completed(futures):
@@ -89,7 +89,7 @@ def _copy(
     source: Objects,
     target: Objects,
     info: ObjectInfo,
-    report: Callable[[int], None],
+    progress: Progress,
     is_reachable: Callable[[ObjectInfo], bool],
 ) -> int | None:
     """Copy an object if necessary; return its size, or None if the target had it."""
@@ -104,7 +104,7 @@ def _copy(
             except CorruptDataError:
                 if is_last:
                     raise
-    report(info.size_bytes)
+    progress.advance(info.size_bytes)
     return None if is_there else info.size_bytes
 
 

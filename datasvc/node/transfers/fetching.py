@@ -15,18 +15,23 @@ from pathlib import Path
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.node.transfers.waiting import STALL_TIMEOUT_S, wait_for_progress
+from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 
-class _Fetch:
+class _Fetch(Progress):
     """One fetch in progress, and the number of requests that wait for its object or read it."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, fetches: Fetches) -> None:
+        self._fetches, self._loop = fetches, asyncio.get_running_loop()
         self.num_users = 0
         self.is_running = False
-        self.progressed_at = now
+        self.progressed_at = self._loop.time()
         self.future: Future[Path]
         self.completed: asyncio.Future[Path]
+
+    def advance(self, amount: int, **_: object) -> None:  # noqa: ARG002 - the time counts, not the bytes
+        self.progressed_at = self._fetches.progressed_at = self._loop.time()
 
 
 class Fetches:
@@ -36,6 +41,9 @@ class Fetches:
         cache: cache that was opened without peers.
         num_threads: maximum number of fetches at the same time.
         stall_timeout_s: a request fails when its fetch makes no progress for longer.
+
+    Attributes:
+        progressed_at: time of the last progress of any fetch, on the clock of the event loop. Seconds.
     """
 
     def __init__(self, cache: Cache, *, num_threads: int = 16, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:
@@ -44,7 +52,7 @@ class Fetches:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-peer-fetch")
         self._in_progress: dict[ObjectInfo, _Fetch] = {}
         self._running: set[Future[Path]] = set()
-        self._progressed_at = 0.0
+        self.progressed_at = 0.0
 
     @property
     def num_in_progress(self) -> int:
@@ -83,17 +91,13 @@ class Fetches:
         return not wait(list(self._running), timeout_s).not_done
 
     def _start(self, info: ObjectInfo, repository: Repository) -> _Fetch:
-        loop = asyncio.get_running_loop()
-        fetch = _Fetch(loop.time())
-
-        def report_progress(*_: object) -> None:
-            fetch.progressed_at = self._progressed_at = loop.time()
+        fetch = _Fetch(self)
 
         def run() -> Path:
             fetch.is_running = True
-            report_progress()
+            fetch.advance(0)
             _check_size(info, repository)
-            return self._cache.acquire(info, repository, report_progress).path
+            return self._cache.acquire(info, repository, fetch).path
 
         fetch.future = self._threads.submit(run)
         self._running.add(fetch.future)
@@ -106,7 +110,7 @@ class Fetches:
 
     def _idle_s(self, fetch: _Fetch) -> float:
         # A fetch that waits for a thread progresses whenever another one does.
-        progressed_at = fetch.progressed_at if fetch.is_running else max(fetch.progressed_at, self._progressed_at)
+        progressed_at = fetch.progressed_at if fetch.is_running else max(fetch.progressed_at, self.progressed_at)
         return asyncio.get_running_loop().time() - progressed_at
 
     def _release(self, digest: Digest, done: Future[Path]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 from datasvc.cache import Cache
 from datasvc.errors import DatasvcError, NotFoundError, UnavailableError
+from datasvc.progress import SourceCounter
 from datasvc.shards.versions.dataset import Split
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -42,7 +42,7 @@ class StageJob:
         self.future: Future[None]
         self._state: JobState = "waiting"
         self._error: DatasvcError | None = None
-        self._arrived: Counter[str] = Counter()
+        self._arrived = SourceCounter()
         self._started = self._ended = 0.0
         self._lock = threading.Lock()
 
@@ -58,6 +58,7 @@ class StageJob:
 
     def describe(self) -> dict[str, Any]:
         """Return the job as JSON values: state, bytes by source, seconds, error."""
+        arrived = self._arrived.bytes_by_source
         with self._lock:
             end = self._ended if self.has_ended else time.monotonic()
             return {
@@ -65,8 +66,8 @@ class StageJob:
                 **self.labels,
                 "state": self._state,
                 "total_bytes": self.total_bytes,
-                "done_bytes": self._arrived.total(),
-                "bytes": {kind: self._arrived[kind] for kind in ("resident", "origin", "peer")},
+                "done_bytes": arrived.total(),
+                "bytes": {kind: arrived[kind] for kind in ("resident", "origin", "peer")},
                 "seconds": round(end - self._started, 3) if self._started else 0.0,
                 "error": None if self._error is None else str(self._error),
                 "error_kind": None if self._error is None else type(self._error).__name__,
@@ -77,7 +78,7 @@ class StageJob:
         if not self._begin():
             return
         try:
-            cache.stage(self.splits, self._report, num_threads=_NUM_SHARD_THREADS, stop=self.stop)
+            cache.stage(self.splits, self._arrived, num_threads=_NUM_SHARD_THREADS, stop=self.stop)
         except DatasvcError as error:
             self._end("cancelled" if self.stop.is_set() else "failed", error)
         except BaseException as error:
@@ -109,10 +110,6 @@ class StageJob:
             # The error of a cancelled job is only its cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()
-
-    def _report(self, kind: str, num_bytes: int) -> None:
-        with self._lock:
-            self._arrived[kind] += num_bytes
 
 
 class StageJobs:

@@ -12,7 +12,7 @@ import re
 import secrets
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from blake3 import blake3
 
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_rot
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
@@ -390,16 +391,14 @@ class Objects:
                 self._check_reaches(digest, offset + length)
             raise
 
-    def fetch(
-        self, digest: Digest, size_bytes: int, file: BinaryIO, *, report: Callable[[int], None] | None = None
-    ) -> None:
+    def fetch(self, digest: Digest, size_bytes: int, file: BinaryIO, *, progress: Progress = NO_PROGRESS) -> None:
         """Copy the object into `file` by parallel ranged reads, and verify its digest.
 
         Args:
             digest: digest of the object.
             size_bytes: size of the object, from its table.
             file: file open for writing, at the position where the object starts.
-            report: progress callback with the bytes of each part, after it is written.
+            progress: counts the bytes of each part that was written.
 
         Raises:
             NotFoundError: the object does not exist.
@@ -412,8 +411,7 @@ class Objects:
             for part in self._parts(digest, size_bytes):
                 hasher.update(part)
                 file.write(part)
-                if report is not None:
-                    report(len(part))
+                progress.advance(len(part))
         except UnavailableError:
             self._check_reaches(digest, size_bytes)
             raise

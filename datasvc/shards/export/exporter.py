@@ -5,18 +5,19 @@ The files depend only on the version and the format, not on the number of worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from datasvc.errors import ConfigError
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.formats import choose_format
-from datasvc.shards.export.progress import ExportRecords, open_progress
+from datasvc.shards.export.records import ExportRecords, open_records
 from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.export.workers import write_in_processes
 from datasvc.shards.versions.dataset import DatasetVersion, Split, choose_split, open_dataset
@@ -47,7 +48,7 @@ def export(
     *,
     split: str | None = None,
     workers: int = 1,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> ExportReport:
     """Write a data-set version as files of another format, without its deleted samples.
 
@@ -61,7 +62,7 @@ def export(
         format: one of `FORMATS`.
         split: the only split to export; None: all.
         workers: number of processes that write; 1: only the calling process.
-        report: called with the stored bytes of each shard when it is written.
+        progress: counts the stored bytes of each shard that was written.
 
     Raises:
         ConfigError: the format cannot hold a column or a sample, or the destination is not empty.
@@ -85,16 +86,17 @@ def export(
         export_format.check(chosen)
     tables = {chosen.name: chosen.digest for chosen in splits}
     plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
-    with open_progress(target, plan) as progress:
+    with open_records(target, plan) as records:
         # A previous run was killed after the summary: only the removal of its records is left.
-        if progress.summary is not None:
-            progress.tidy()
-            return _repeat_report(dataset, progress.summary, target)
+        if records.summary is not None:
+            records.tidy()
+            return _repeat_report(dataset, records.summary, target)
         units = [unit for chosen in splits for unit in plan_units(chosen, export_format)]
-        _write_units(units, export_format, target, progress, workers, report or (lambda _bytes: None))
-        written = {chosen.name: _join(chosen, units, export_format, target, progress) for chosen in splits}
+        progress.begin(sum(unit.stored_bytes for unit in units))
+        _write_units(units, export_format, target, records, workers, progress)
+        written = {chosen.name: _join(chosen, units, export_format, target, records) for chosen in splits}
         # Commit point: the summary is written after all files.
-        progress.finish({"splits": {chosen.name: _describe(chosen, written[chosen.name]) for chosen in splits}})
+        records.finish({"splits": {chosen.name: _describe(chosen, written[chosen.name]) for chosen in splits}})
     return ExportReport(dataset.resolved, format, target.location, written)
 
 
@@ -110,17 +112,17 @@ def _write_units(
     units: Sequence[ExportUnit],
     export_format: ExportFormat,
     destination: Destination,
-    progress: ExportRecords,
+    records: ExportRecords,
     workers: int,
-    report: Callable[[int], None],
+    progress: Progress,
 ) -> None:
     """Write the units that are not yet written, and record each of them."""
     missing = []
     for unit in units:
-        if progress.written(unit.split.name, unit.number) is None:
+        if records.written(unit.split.name, unit.number) is None:
             missing.append(unit)
         else:
-            report(unit.stored_bytes)
+            progress.advance(unit.stored_bytes)
     # Other processes cannot write into the memory of this one.
     in_processes = workers > 1 and len(missing) > 1 and not destination.is_in_memory
     done = (
@@ -129,8 +131,8 @@ def _write_units(
         else ((unit, export_format.write(unit, destination)) for unit in missing)
     )
     for unit, written in done:
-        progress.record(unit.split.name, unit.number, written)
-        report(unit.stored_bytes)
+        records.record(unit.split.name, unit.number, written)
+        progress.advance(unit.stored_bytes)
 
 
 def _join(
@@ -138,12 +140,12 @@ def _join(
     units: Sequence[ExportUnit],
     export_format: ExportFormat,
     destination: Destination,
-    progress: ExportRecords,
+    records: ExportRecords,
 ) -> WrittenFiles:
     """Join the units of a split; return the totals of the split."""
-    records = [progress.written(split.name, unit.number) for unit in units if unit.split is split]
-    parts = [record for record in records if record is not None]
-    assert len(parts) == len(records)
+    of_units = [records.written(split.name, unit.number) for unit in units if unit.split is split]
+    parts = [written for written in of_units if written is not None]
+    assert len(parts) == len(of_units)
     all_files = [*parts, export_format.join(split, parts, destination)]
     return WrittenFiles(
         sum(files.num_samples for files in all_files),

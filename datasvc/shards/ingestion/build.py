@@ -6,7 +6,7 @@ A shard is synced or uploaded in the background while the next one is built, and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -50,18 +50,6 @@ class IngestWork:
     options: BuildOptions
     classes: tuple[str, ...] = ()
     labels: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class IngestProgress:
-    """Progress since the previous report."""
-
-    num_samples: int = 0
-    size_bytes: int = 0
-    num_shards: int = 0
-
-
-Report = Callable[[IngestProgress], None]
 
 
 @dataclass(frozen=True)

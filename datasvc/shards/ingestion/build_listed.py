@@ -16,13 +16,14 @@ from typing import Any, Final
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, SourceChangedError
+from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.digests import digest_blob, digest_samples, encode_value
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
 from datasvc.shards.images.header import ImageHeader, read_header, reencode
-from datasvc.shards.ingestion.build import IngestProgress, IngestWork, Report, ShardFinisher, ShardOutput, UnitResult
+from datasvc.shards.ingestion.build import IngestWork, ShardFinisher, ShardOutput, UnitResult
 from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
@@ -37,7 +38,7 @@ AllocateBuffer = Callable[[int], memoryview]
 
 
 def build_listed(
-    work: IngestWork, unit: IngestUnit, repository: Repository, journal: Journal, report: Report
+    work: IngestWork, unit: IngestUnit, repository: Repository, journal: Journal, progress: Progress
 ) -> UnitResult:
     """Store the shard of `unit` and return the result.
 
@@ -59,13 +60,13 @@ def build_listed(
             size_bytes += file.size_bytes
             num_samples += 1
             if size_bytes >= _REPORT_BYTES:
-                report(IngestProgress(num_samples, size_bytes))
+                progress.advance(size_bytes, num_samples=num_samples)
                 size_bytes = num_samples = 0
         if appender.num_samples:
             appender.close()
             finisher.add(unit.split, 0, output)
         result = finisher.finish(bad)
-    report(IngestProgress(num_samples, size_bytes, len(result.shards)))
+    progress.advance(size_bytes, num_samples=num_samples, num_shards=len(result.shards))
     return result
 
 

@@ -16,12 +16,13 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.keyed_random import Integers
+from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.repository.logs.journal import Journal
 from datasvc.shards.format.digests import BlobViews
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.format.writer import is_gathered
-from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, ShardFinisher, UnitResult
+from datasvc.shards.ingestion.build import BuiltShard, IngestWork, ShardFinisher, UnitResult
 from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
 from datasvc.shards.ingestion.validate import CheckedBatch, check_batch
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
@@ -38,7 +39,7 @@ def build_streamed(
     unit: IngestUnit,
     repository: Repository,
     journal: Journal,
-    report: Report,
+    progress: Progress,
     earlier: EarlierShards,
 ) -> UnitResult:
     """Store the shards of `unit` and return the result.
@@ -48,7 +49,7 @@ def build_streamed(
         unit: some parts of `work.source`.
         repository: the repository to store shards in.
         journal: journal of the ingest.
-        report: called with the progress.
+        progress: counts what is built.
         earlier: shards that an interrupted run stored, by split and ordinal. Their samples are read again, to find
             where the next shard starts, but they are not written again.
 
@@ -58,7 +59,7 @@ def build_streamed(
     bad: list[BadSample] = []
     with ShardFinisher(work, unit.number, repository, journal, records_shards=True) as finisher:
         builders: dict[str, _ShardBuilder] = {}
-        for batch, rows in _take_turns(work, unit, bad, report):
+        for batch, rows in _take_turns(work, unit, bad, progress):
             for split, split_batch, split_rows in _hold_out(batch, rows, unit.split, work.options.val_fraction):
                 if split not in builders:
                     builders[split] = _ShardBuilder(work, unit.number, split, finisher, earlier)
@@ -66,12 +67,12 @@ def build_streamed(
         for builder in builders.values():
             builder.close()
         result = finisher.finish(bad)
-    report(IngestProgress(num_shards=len(result.shards)))
+    progress.advance(0, num_shards=len(result.shards))
     return result
 
 
 def _take_turns(
-    work: IngestWork, unit: IngestUnit, bad: list[BadSample], report: Report
+    work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress
 ) -> Iterator[tuple[CheckedBatch, Integers]]:
     """Yield samples of the unit's parts in turn, as checked batches and the rows that this turn takes from them."""
     # A limit means the first samples of the source, so its parts are read one after the other.
@@ -82,7 +83,7 @@ def _take_turns(
     open_parts: deque[_OpenPart] = deque()
     while waiting or open_parts:
         while waiting and len(open_parts) < (1 if in_order else PARTS_AT_ONCE):
-            open_parts.append(_OpenPart(work, waiting.popleft(), bad, report, limit))
+            open_parts.append(_OpenPart(work, waiting.popleft(), bad, progress, limit))
         part = open_parts.popleft()
         turn = part.take(None if in_order else turn_bytes)
         if turn is not None:
@@ -112,13 +113,13 @@ class _OpenPart:
     """Reads one part of the source, and returns its samples in groups of about a given size."""
 
     def __init__(
-        self, work: IngestWork, part: SourcePart, bad: list[BadSample], report: Report, limit: _SampleLimit
+        self, work: IngestWork, part: SourcePart, bad: list[BadSample], progress: Progress, limit: _SampleLimit
     ) -> None:
         assert isinstance(work.source, StreamedSource)
         self._work = work
         self._split = part.split
         self._bad = bad
-        self._report = report
+        self._progress = progress
         self._limit = limit
         self._items = work.source.read(part)
         self._batch: CheckedBatch | None = None
@@ -146,7 +147,7 @@ class _OpenPart:
             if isinstance(kept, BadSample):
                 self._bad.append(kept)
                 continue
-            self._report(IngestProgress(kept.num_rows, kept.nbytes))
+            self._progress.advance(kept.nbytes, num_samples=kept.num_rows)
             batch = check_batch(self._work, kept, self._split, self._bad)
             if batch.num_samples:
                 return batch

@@ -14,13 +14,15 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from itertools import islice
+from operator import sub
 from typing import Any, Final, Literal
 
 from datasvc.child_process import end_with_parent
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install
+from datasvc.progress import Progress
 from datasvc.repository import Repository
-from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, UnitResult
+from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
 from datasvc.shards.ingestion.build_listed import build_listed
 from datasvc.shards.ingestion.build_streamed import build_streamed
 from datasvc.shards.ingestion.lean_memory import keep_lean
@@ -41,7 +43,7 @@ def build_unit(
     unit: IngestUnit,
     repository: Repository,
     earlier: Mapping[tuple[str, int], BuiltShard],
-    report: Report,
+    progress: Progress,
 ) -> UnitResult:
     """Build and store the shards of one unit, in the current process.
 
@@ -50,15 +52,15 @@ def build_unit(
         unit: the unit to build.
         repository: the repository, opened by the current process.
         earlier: shards of the unit that an interrupted run stored, by split and ordinal.
-        report: called with the progress.
+        progress: counts what is built.
 
     Raises:
         DatasvcError: as `build_listed` and `build_streamed`.
     """
     journal = repository.journal(work.name, work.fingerprint, work.attempt)
     if unit.files:
-        return build_listed(work, unit, repository, journal, report)
-    return build_streamed(work, unit, repository, journal, report, earlier)
+        return build_listed(work, unit, repository, journal, progress)
+    return build_streamed(work, unit, repository, journal, progress, earlier)
 
 
 def run_units(
@@ -69,7 +71,7 @@ def run_units(
     *,
     engine: EngineName,
     workers: int,
-    report: Report,
+    progress: Progress,
     on_result: OnResult,
     cleanup: ExitStack,
 ) -> None:
@@ -82,7 +84,7 @@ def run_units(
         earlier: by unit, shards that an interrupted run stored.
         engine: "local" or "ray".
         workers: number of units to build at once.
-        report: called with the progress, in this process.
+        progress: counts what is built, in this process.
         on_result: called with the result of each unit as soon as it is finished, in this process.
         cleanup: its close waits for the exit of the worker processes, which happens in the background.
 
@@ -92,12 +94,12 @@ def run_units(
         DatasvcError: the first error of a unit; units in progress stop when `cleanup` is closed.
     """
     if engine == "ray":
-        _run_ray(work, units, earlier, workers, report, on_result)
+        _run_ray(work, units, earlier, workers, progress, on_result)
     elif min(workers, len(units)) <= 1:
         for unit in units:
-            on_result(build_unit(work, unit, repository, earlier.get(unit.number, {}), report))
+            on_result(build_unit(work, unit, repository, earlier.get(unit.number, {}), progress))
     else:
-        _run_processes(work, units, earlier, min(workers, len(units)), report, on_result, cleanup)
+        _run_processes(work, units, earlier, min(workers, len(units)), progress, on_result, cleanup)
 
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
@@ -118,7 +120,7 @@ def _run_processes(
     units: Sequence[IngestUnit],
     earlier: EarlierByUnit,
     workers: int,
-    report: Report,
+    progress: Progress,
     on_result: OnResult,
     cleanup: ExitStack,
 ) -> None:
@@ -134,9 +136,9 @@ def _run_processes(
         return executor.submit(_build_in_worker, unit.number if inherited else unit, earlier.get(unit.number, {}))
 
     try:
-        for result in _run_bounded(submit, units, _QUEUED_PER_WORKER * workers, lambda: report(counters.read())):
+        for result in _run_bounded(submit, units, _QUEUED_PER_WORKER * workers, lambda: counters.pass_on(progress)):
             on_result(result)
-        report(counters.read())
+        counters.pass_on(progress)
     except BrokenProcessPool as error:
         raise UnavailableError(
             "a worker process of the ingest died: it was killed, ran out of memory, or was started by a script "
@@ -179,33 +181,34 @@ class _Counters:
         self._slots = context.SimpleQueue()
         for slot in range(workers):
             self._slots.put(slot)
-        self._numbers = context.RawArray("q", 3 * workers)
-        self._read = IngestProgress()
+        self._counts = context.RawArray("q", 3 * workers)
+        self._passed_on = (0, 0, 0)
 
-    def take_slot(self) -> Report:
-        """Return the function that counts the progress of one worker. Each worker calls this once."""
-        start = 3 * int(self._slots.get())
+    def take_slot(self) -> _WorkerProgress:
+        """Return the progress of one worker. Each worker calls this once."""
+        return _WorkerProgress(self._counts, 3 * int(self._slots.get()))
 
-        def report(progress: IngestProgress) -> None:
-            self._numbers[start] += progress.num_samples
-            self._numbers[start + 1] += progress.size_bytes
-            self._numbers[start + 2] += progress.num_shards
-
-        return report
-
-    def read(self) -> IngestProgress:
-        """Return the progress since the last call."""
-        numbers = self._numbers[:]
-        total = IngestProgress(sum(numbers[0::3]), sum(numbers[1::3]), sum(numbers[2::3]))
-        before, self._read = self._read, total
-        return IngestProgress(
-            total.num_samples - before.num_samples,
-            total.size_bytes - before.size_bytes,
-            total.num_shards - before.num_shards,
-        )
+    def pass_on(self, progress: Progress) -> None:
+        """Advance `progress` by what the workers have counted since the last call."""
+        counts = self._counts[:]
+        totals = (sum(counts[0::3]), sum(counts[1::3]), sum(counts[2::3]))
+        size_bytes, num_samples, num_shards = map(sub, totals, self._passed_on)
+        self._passed_on = totals
+        progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
 
 
-_in_worker: tuple[IngestWork, Repository, Report, Mapping[int, IngestUnit]] | None = None
+class _WorkerProgress(Progress):
+    """Adds to three counts of an array: bytes, samples and shards."""
+
+    def __init__(self, counts: Any, start: int) -> None:
+        self.counts, self._start = counts, start
+
+    def advance(self, amount: int, *, num_samples: int = 0, num_shards: int = 0, **_: object) -> None:
+        for place, number in enumerate((amount, num_samples, num_shards), self._start):
+            self.counts[place] += number
+
+
+_in_worker: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]] | None = None
 
 
 def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int, IngestUnit]) -> None:
@@ -217,8 +220,8 @@ def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int,
 
 def _build_in_worker(unit: IngestUnit | int, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
     assert _in_worker is not None
-    work, repository, report, inherited = _in_worker
-    return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, report)
+    work, repository, progress, inherited = _in_worker
+    return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, progress)
 
 
 def _run_ray(
@@ -226,7 +229,7 @@ def _run_ray(
     units: Sequence[IngestUnit],
     earlier: EarlierByUnit,
     workers: int,
-    report: Report,
+    progress: Progress,
     on_result: OnResult,
 ) -> None:
     try:
@@ -241,7 +244,7 @@ def _run_ray(
     waiting = iter(units)
     pending: list[Any] = []
     try:
-        _collect_from_ray(ray, build, shared, waiting, pending, earlier, workers, report, on_result)
+        _collect_from_ray(ray, build, shared, waiting, pending, earlier, workers, progress, on_result)
     finally:
         for task in pending:
             ray.cancel(task, force=False)
@@ -255,7 +258,7 @@ def _collect_from_ray(
     pending: list[Any],
     earlier: EarlierByUnit,
     workers: int,
-    report: Report,
+    progress: Progress,
     on_result: OnResult,
 ) -> None:
     """Keep `workers` tasks in `pending` until all units are finished."""
@@ -267,7 +270,7 @@ def _collect_from_ray(
         done, pending[:] = ray.wait(pending)
         for task in done:
             try:
-                result, progress = ray.get(task)
+                result, (size_bytes, num_samples, num_shards) = ray.get(task)
             # The error of the unit itself, as the other executors raise it.
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from error
@@ -275,18 +278,13 @@ def _collect_from_ray(
                 raise UnavailableError(
                     f"a Ray worker of the ingest failed: {error}; run the same command again"
                 ) from error
-            report(progress)
+            progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
             on_result(result)
 
 
 def _build_on_ray(
     work: IngestWork, unit: IngestUnit, earlier: Mapping[tuple[str, int], BuiltShard]
-) -> tuple[UnitResult, IngestProgress]:
-    done: list[IngestProgress] = []
-    result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done.append)
-    total = IngestProgress(
-        sum(progress.num_samples for progress in done),
-        sum(progress.size_bytes for progress in done),
-        sum(progress.num_shards for progress in done),
-    )
-    return result, total
+) -> tuple[UnitResult, list[int]]:
+    done = _WorkerProgress([0, 0, 0], 0)
+    result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done)
+    return result, done.counts

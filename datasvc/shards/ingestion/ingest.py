@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.references import check_name
@@ -27,7 +28,7 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding
-from datasvc.shards.ingestion.build import BuiltShard, IngestProgress, IngestWork, Report, UnitResult
+from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
 from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
 from datasvc.shards.ingestion.executors import EngineName, run_units
@@ -114,7 +115,7 @@ def ingest(
     engine: EngineName = "local",
     workers: int | None = 1,
     message: str = "",
-    report: Report | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> IngestReport:
     """Ingest a source as the next version of data set `name`. Existing versions stay unchanged.
 
@@ -144,7 +145,7 @@ def ingest(
         engine: "local" for processes on this machine, "ray" for a Ray cluster.
         workers: number of processes that build shards; 1 for this process only, None for one per core.
         message: text stored with the version.
-        report: called with the progress since the previous call.
+        progress: counts the bytes, samples and shards.
 
     Raises:
         ConfigError: an option is out of range; the source mixes layouts; or its columns are inconsistent, or
@@ -175,9 +176,10 @@ def ingest(
     num_workers = count_workers(opened, workers, engine)
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
     source_classes = combine_classes(head_classes, [opened.classes])
+    progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, options, source_classes)
     with ExitStack() as cleanup:
-        results, num_resumed = _build(plan, engine, num_workers, report or _discard_progress, cleanup)
+        results, num_resumed = _build(plan, engine, num_workers, progress, cleanup)
         if isinstance(source, (str, os.PathLike)) or source_options is not None:
             _check_unchanged(plan, source_options)
         tables = _tables(plan, results)
@@ -294,7 +296,7 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
 
 
 def _build(
-    plan: _Plan, engine: EngineName, workers: int, report: Report, cleanup: ExitStack
+    plan: _Plan, engine: EngineName, workers: int, progress: Progress, cleanup: ExitStack
 ) -> tuple[list[UnitResult], int]:
     """Build all units that the journal does not have; return all results in order, and the number of old shards."""
     done, earlier = _read_journal(plan)
@@ -304,7 +306,7 @@ def _build(
         if unit.number in results:
             shards = results[unit.number].shards
             num_samples = sum(shard.row.statistics.num_samples for shard in shards)
-            report(IngestProgress(num_samples, unit.size_bytes, len(shards)))
+            progress.advance(unit.size_bytes, num_samples=num_samples, num_shards=len(shards))
 
     def add(result: UnitResult) -> None:
         results[result.number] = result
@@ -317,7 +319,7 @@ def _build(
         earlier,
         engine=engine,
         workers=workers,
-        report=report,
+        progress=progress,
         on_result=add,
         cleanup=cleanup,
     )
@@ -444,7 +446,3 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")
-
-
-def _discard_progress(_: IngestProgress) -> None:
-    """Do nothing: the caller of `ingest` did not ask for progress."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.retries import map_exceptions
@@ -103,8 +104,7 @@ def verify(
     ref: str,
     *,
     deep: bool = False,
-    begin: Callable[[int], None] | None = None,
-    report: Callable[[int], None] | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> VerifyReport:
     """Find missing, truncated and changed objects of a data-set version, and samples shared by two splits.
 
@@ -115,8 +115,7 @@ def verify(
         ref: the version.
         deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without it,
             only the size of a shard is checked; tables, deletions and indexes are always hashed.
-        begin: called once, with the bytes of all shards.
-        report: called from several threads with the bytes of each shard after it was checked.
+        progress: counts the bytes of each shard that was checked.
 
     Raises:
         ConfigError, NotFoundError: `ref` does not resolve, or an object has a newer format than this datasvc reads.
@@ -137,10 +136,9 @@ def verify(
             )
     # Shards of an unreadable table are unknown, so their bytes are not counted.
     size_bytes = sum(table.size_bytes for _, table in readable)
-    if begin is not None:
-        begin(size_bytes)
+    progress.begin(size_bytes)
     for split, _ in readable:
-        problems += _SplitCheck(split, deep=deep).run(report)
+        problems += _SplitCheck(split, deep=deep).run(progress)
     overlaps: list[Overlap] = []
     tables = {split.name: table for split, table in readable}
     accepted = accepted_counts(dataset.entry.content) or {}
@@ -173,13 +171,12 @@ class _SplitCheck:
         self._deep = deep
         self._deletions = Deletions.build({})
 
-    def run(self, report: Callable[[int], None] | None) -> list[DatasetProblem]:
+    def run(self, progress: Progress) -> list[DatasetProblem]:
         problems = self._check_deletions()
 
         def check(number: int) -> list[DatasetProblem]:
             shard_problems = list(self._check_shard(number))
-            if report is not None:
-                report(self._table.shard(number).size_bytes)
+            progress.advance(self._table.shard(number).size_bytes)
             return shard_problems
 
         pool = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-verify")

@@ -167,9 +167,9 @@ def test_a_pin_waits_for_another_of_its_name_and_is_not_undone_with_it(tmp_path,
         failing, time_to_fail, done = threading.Event(), threading.Event(), []
         real = cache.stage
 
-        def stage(wanted, report=None):
+        def stage(wanted, progress):
             if failing.is_set():
-                return real(wanted, report)
+                return real(wanted, progress)
             failing.set()
             assert time_to_fail.wait(20)
             raise CacheFullError("no room")

@@ -18,10 +18,12 @@ from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.progress import NO_PROGRESS
 from datasvc.repository import ObjectInfo, Repository
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.examples import examples
+from tests.progress import RecordedProgress
 
 ROOT = Path(__file__).parents[3]
 CONTENT = os.urandom(1 << 16) * (3 * PART_BYTES >> 16) + b"tail"
@@ -88,23 +90,23 @@ def incoming(tmp_path):
     return tmp_path / "incoming"
 
 
-def fetch(incoming, sources, report=None, info=INFO):
+def fetch(incoming, sources, progress=NO_PROGRESS, info=INFO):
     """Transfer into a file that may be there already; returns the report."""
     descriptor = os.open(incoming, os.O_CREAT | os.O_RDWR)
     try:
         os.truncate(descriptor, info.size_bytes)
         with ReceivedParts(incoming.with_suffix(".parts"), info.size_bytes) as parts:
-            return transfer(info, descriptor, parts, sources, report)
+            return transfer(info, descriptor, parts, sources, progress)
     finally:
         os.close(descriptor)
 
 
 def test_an_object_comes_from_its_origin(incoming, requests):
-    origin, reported = Origin(), []
-    done = fetch(incoming, [OriginSource(origin, INFO.digest, requests)], lambda *piece: reported.append(piece))
+    origin, progress = Origin(), RecordedProgress()
+    done = fetch(incoming, [OriginSource(origin, INFO.digest, requests)], progress)
     assert incoming.read_bytes() == CONTENT
     assert (done.kind, done.num_corrupt, done.bytes_by_kind) == ("origin", 0, {"origin": len(CONTENT)})
-    assert sum(count for kind, count in reported if kind == "origin") == len(CONTENT)
+    assert progress.by_source == {"origin": len(CONTENT)}
 
 
 def test_an_object_comes_from_a_peer_and_the_origin_is_left_alone(incoming, requests):
@@ -146,7 +148,7 @@ def test_a_peer_continues_what_the_origin_began(incoming):
     origin = Origin(answer=answer)
     with peers_with(None) as (servers, peers):
         sources = [OriginSource(origin, INFO.digest, RequestPool(2)), *in_order(peers, servers)]
-        fetch(incoming, sources, lambda *_: written.set())
+        fetch(incoming, sources, RecordedProgress(on_advance=written.set))
         assert servers[0].requests[0][1] == f"bytes={origin.num_bytes}-"
     assert 0 < origin.num_bytes < len(CONTENT)
     assert incoming.read_bytes() == CONTENT
@@ -305,7 +307,9 @@ def test_a_full_disk_is_the_callers_business_and_what_has_arrived_stays(incoming
 
     monkeypatch.setattr("datasvc.cache.fetch.partial_file.os.pwrite", pwrite)
     with pytest.raises(OSError, match="No space left"):
-        fetch(incoming, [OriginSource(Origin(), INFO.digest, RequestPool(2))], lambda *_: written.set())
+        fetch(
+            incoming, [OriginSource(Origin(), INFO.digest, RequestPool(2))], RecordedProgress(on_advance=written.set)
+        )
     monkeypatch.undo()
     origin = Origin()
     fetch(incoming, [OriginSource(origin, INFO.digest, requests)])

@@ -10,6 +10,7 @@ from datasvc.models.registry.removal import remove
 from datasvc.models.tensors.tensor_table import join_chunks
 from datasvc.models.tensors.write import TensorBlock, store_chunks
 from datasvc.models.versions.commit import StoredState, VersionMetadata, commit
+from tests.progress import RecordedProgress
 
 
 def save_state(repository, state, **about):
@@ -69,9 +70,9 @@ def test_the_norm_of_a_change_over_many_chunks_is_that_of_the_whole(repository):
     after = before.clone()
     after[4_000_000:] += 0.01 * torch.randn(1_000_000)
     first, second = save_state(repository, {"w": before}), save_state(repository, {"w": after})
-    seen, totals = [], []
-    diff(repository, first, second, begin=totals.append, report=seen.append)
-    assert (totals, sum(seen), len(seen) > 1) == ([20_000_000], 20_000_000, True)
+    progress = RecordedProgress()
+    diff(repository, first, second, progress=progress)
+    assert (progress.totals, progress.total, len(progress.amounts) > 1) == ([20_000_000], 20_000_000, True)
     change = changes(repository, first, second)["w"]
     exact = (after.double() - before.double()).norm().item()
     assert math.isclose(change.norm, exact, rel_tol=1e-9)

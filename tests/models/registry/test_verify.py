@@ -16,6 +16,7 @@ from datasvc.models.versions.signing_keys import load_private_key, make_key, tru
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 from tests.models.every_kind import copy_of, equal, flip, links_of, records_of, save_every_kind, state_of
+from tests.progress import RecordedProgress
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -33,13 +34,13 @@ def object_files(repository):
 
 
 def test_whole_versions_verify_and_every_object_is_read_once(twice):
-    totals, counted = [], []
-    done = verify(twice, [V1, V2], deep=True, begin=totals.append, report=counted.append)
+    progress = RecordedProgress()
+    done = verify(twice, [V1, V2], deep=True, progress=progress)
     assert done.problems == ()
     assert done.versions == ("m@1", "m@2")
     tensors = {link.object: link.object_bytes for ref in ("m@1", "m@2") for link in links_of(twice, ref)}
     decoded = sum(record.nbytes for ref in ("m@1", "m@2") for record in records_of(twice, ref))
-    assert totals == [sum(tensors.values()) + decoded] == [sum(counted)]
+    assert progress.totals == [sum(tensors.values()) + decoded] == [progress.total]
     documents = {describe_model(twice, ref).entry[role] for ref in ("m@1", "m@2") for role in ("tensors", "state")}
     assert documents | set(tensors) <= set(object_files(twice))
     assert done.num_objects >= len(documents) + len(tensors)
@@ -115,13 +116,14 @@ def test_a_version_that_is_removed_meanwhile_is_no_problem(twice):
     last = describe_model(twice, "m@3")
     objects = [link.object for link in links_of(twice, "m@3")]
 
-    def remove(_size_bytes):
+    def remove():
         twice.removals("models", "m").add([3])
         for digest in (*objects, last.tensors):
             object_files(twice)[digest].unlink()
 
     flip(object_files(twice)[last.entry["state"]], 20)
-    assert verify(twice, [V1, V2, Resolved("models", "m", 3)], deep=True, begin=remove).problems == ()
+    progress = RecordedProgress(on_begin=remove)
+    assert verify(twice, [V1, V2, Resolved("models", "m", 3)], deep=True, progress=progress).problems == ()
 
 
 def test_a_sharding_and_the_code_of_a_version_are_read_too(twice):

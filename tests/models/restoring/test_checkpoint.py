@@ -21,6 +21,7 @@ from datasvc.models.tensors.chunk_writer import OWN_OBJECT_BYTES
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.commit import base_records
 from datasvc.repository import Repository
+from tests.progress import RecordedProgress
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -303,7 +304,7 @@ def test_an_entry_says_what_was_added_what_is_not_finite_and_what_it_holds(repos
 
 
 def test_saving_reports_its_progress(repository):
-    seen = []
-    save(repository, "m", {"w": torch.ones(1000)}, step=0, report=seen.append)
-    restore(repository, "m", report=seen.append)
-    assert sum(seen) == 8000
+    progress = RecordedProgress()
+    save(repository, "m", {"w": torch.ones(1000)}, step=0, progress=progress)
+    restore(repository, "m", progress=progress)
+    assert progress.total == 8000

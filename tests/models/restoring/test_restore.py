@@ -14,6 +14,7 @@ from datasvc.models.versions.signing import sign
 from datasvc.models.versions.signing_keys import load_private_key, make_key
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.models.every_kind import copy_of, equal, flip, links_of, save_every_kind, state_of
+from tests.progress import RecordedProgress
 
 
 @pytest.fixture
@@ -166,9 +167,9 @@ def test_a_part_is_restored_by_way_of_the_cache_and_nothing_else_is_staged(store
 
 
 def test_progress_counts_every_byte_of_every_tensor(stored, cache):
-    totals, counted = [], []
-    done = restore(stored, "m@2", cache=cache, begin=totals.append, report=counted.append)
-    assert totals == [sum(counted)] == [done.report.size_bytes]
+    progress = RecordedProgress()
+    done = restore(stored, "m@2", cache=cache, progress=progress)
+    assert progress.totals == [progress.total] == [done.report.size_bytes]
 
 
 def test_peers_without_a_cache_are_refused(stored, cache):
@@ -184,14 +185,14 @@ def test_a_model_that_was_opened_with_a_cache_and_second_copies_comes_back_throu
     for digest in objects:
         stored.objects.local_path(digest).unlink()
     Cache(tmp_path / "cache", budget="50MB").close()
-    repo, counted = datasvc.open(stored.url), []
+    repo, progress = datasvc.open(stored.url), RecordedProgress()
     with PeerServer({}) as peer:
         peers = Peers(Strangers(peer.url), PeerSettings())
         with repo.model("m", cache=tmp_path / "cache", peers=peers, fallback=[copy.url]) as model:
-            first, again = model.restore(report=counted.append), model.restore("m@2")
+            first, again = model.restore(progress=progress), model.restore("m@2")
         assert peer.requests, "a peer was asked first"
     assert equal(first.state, state_of(1))
-    assert (first.report.came_bytes, sum(counted)) == ({"origin": size_of(objects)}, first.report.size_bytes)
+    assert (first.report.came_bytes, progress.total) == ({"origin": size_of(objects)}, first.report.size_bytes)
     assert again.report.came_bytes == {"resident": size_of(objects)}
 
 

@@ -21,6 +21,7 @@ from datasvc.repository import Objects, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
 from datasvc.repository.objects.objects import digest_of
 from tests.examples import examples
+from tests.progress import RecordedProgress
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 
 BIG = 50_000  # elements: more than the 64 KiB that have an object of their own, encoded too
@@ -193,7 +194,7 @@ def test_memory_between_is_given_back_as_soon_as_a_tensor_is_there(objects, monk
         objects,
         stored.records,
         into=into,
-        report=lambda _: living.append(sum(each() is not None for each in between)),
+        progress=RecordedProgress(on_advance=lambda: living.append(sum(each() is not None for each in between))),
     )
     assert living == [3, 2, 2, 1, 1, 0]  # two chunks each
     assert all(torch.equal(into[name], state[name]) for name in state)
@@ -339,11 +340,11 @@ def test_nan_and_infinities_are_counted(objects):
 
 
 def test_progress_is_reported_in_bytes(objects):
-    state, seen = {"a": weights(), "b": weights(1, 10)}, []
-    stored = store_tensors(objects, state, report=seen.append, chunk_bytes=100_000)
-    assert sum(seen) == BIG * 4 + 40
-    load_tensors(objects, stored.records, report=seen.append)
-    assert sum(seen) == 2 * (BIG * 4 + 40)
+    state, progress = {"a": weights(), "b": weights(1, 10)}, RecordedProgress()
+    stored = store_tensors(objects, state, progress=progress, chunk_bytes=100_000)
+    assert progress.total == BIG * 4 + 40
+    load_tensors(objects, stored.records, progress=progress)
+    assert progress.total == 2 * (BIG * 4 + 40)
 
 
 def test_an_unknown_codec_and_tensors_without_bytes_are_refused(objects):

@@ -26,6 +26,7 @@ from datasvc.repository.store import file_age
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.versions.version_entry import read_val_fraction
 from tests.models.stored import flip_last_byte
+from tests.progress import RecordedProgress
 from tests.samples import write_folder
 
 
@@ -107,10 +108,11 @@ def test_only_missing_objects_move(repository, other):
     first = transfer(repository, other, ["net"])
     assert first.num_objects == len(objects(other))
     save(repository, "net", {**state(0), "step": 9}, step=9, code=NO_CODE)
-    seen = []
-    second = transfer(repository, other, ["net"], begin=seen.append, report=seen.append)
+    progress = RecordedProgress()
+    second = transfer(repository, other, ["net"], progress=progress)
     assert second.num_objects == 1  # the state: all tensors, and so their table, are those of before
-    assert seen[0] == sum(seen[1:]) > second.bytes
+    assert progress.totals == [progress.total]
+    assert progress.total > second.bytes
     assert transfer(repository, other, ["net"]).bytes == 0
 
 
@@ -224,18 +226,19 @@ def test_nothing_is_appended_to_an_unrelated_data_set(repository, other, tmp_pat
     ingest_pets(other, tmp_path, "y")
     save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
     before = objects(other)
-    begun = []
+    progress = RecordedProgress()
     with pytest.raises(ConfigError, match=r"has another data set 'pets'.*--rename-data pets=NAME"):
-        transfer(repository, other, ["net"], with_data=True, begin=begun.append)
-    assert (begun, objects(other), other.names("models")) == ([], before, [])
+        transfer(repository, other, ["net"], with_data=True, progress=progress)
+    assert (progress.totals, objects(other), other.names("models")) == ([], before, [])
     assert other.versions("datasets", "pets").head() == 1
 
 
 def test_an_unrelated_data_set_that_appears_during_a_transfer_is_not_appended_to(repository, other, tmp_path):
     ingest_pets(repository, tmp_path, "x")
     save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
+    progress = RecordedProgress(on_begin=lambda: ingest_pets(other, tmp_path, "y"))
     with pytest.raises(ConfigError, match="has another data set 'pets'"):
-        transfer(repository, other, ["net"], with_data=True, begin=lambda _bytes: ingest_pets(other, tmp_path, "y"))
+        transfer(repository, other, ["net"], with_data=True, progress=progress)
     assert (other.versions("datasets", "pets").head(), other.names("models")) == (1, [])
 
 

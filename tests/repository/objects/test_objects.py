@@ -10,6 +10,7 @@ from datasvc.repository import Objects, Storage
 from datasvc.repository.objects.objects import digest_of, parse_digest
 from datasvc.repository.store.cancellation import CancellationToken
 from tests.cluster.store import FileStore
+from tests.progress import RecordedProgress
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def test_an_object_of_many_ranges_arrives_in_order(objects, monkeypatch):
     monkeypatch.setattr("datasvc.repository.objects.objects._RANGE_BYTES", 1000)
     content = os.urandom(12_345)
     info = objects.put(content)
-    sink, counted = io.BytesIO(), []
-    objects.fetch(info.digest, info.size_bytes, sink, report=counted.append)
+    sink, progress = io.BytesIO(), RecordedProgress()
+    objects.fetch(info.digest, info.size_bytes, sink, progress=progress)
     assert sink.getvalue() == content
-    assert sum(counted) == len(content)
+    assert progress.total == len(content)
 
 
 def test_a_writer_that_fails_leaves_no_object_and_no_temporary_file(tmp_path):

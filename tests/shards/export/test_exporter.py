@@ -19,6 +19,7 @@ from datasvc.shards import open_dataset
 from datasvc.shards.export import FORMATS
 from datasvc.shards.format.schema import image_schema, shard_schema
 from datasvc.shards.versions.delete import delete
+from tests.progress import RecordedProgress
 from tests.shards.export import test_folder, test_lmdb, test_parquet, test_tfrecord, test_webdataset
 from tests.shards.export.contents import CLASSES, KEY_FIELD, exported, files, photos, write_photos
 from tests.shards.written_versions import describe_table, write_table, write_version
@@ -102,14 +103,15 @@ def test_a_column_that_old_shards_lack_is_null_in_them(repository, tmp_path):
 )
 def test_any_number_of_workers_writes_the_same_files(repository, tmp_path, export_format):
     dataset = write_photos(repository, [f"{number}" for number in range(20)], shards=5)
-    counted = []
+    progress = RecordedProgress()
     reports = [
-        exported(dataset, tmp_path / f"{workers}", export_format, workers=workers, report=counted.append)
+        exported(dataset, tmp_path / f"{workers}", export_format, workers=workers, progress=progress)
         for workers in (1, 3)
     ]
     assert files(tmp_path / "1") == files(tmp_path / "3")
     assert reports[0].splits == reports[1].splits
-    assert sum(counted) == 2 * sum(split.table.size_bytes for split in dataset.values())
+    size_bytes = sum(split.table.size_bytes for split in dataset.values())
+    assert (progress.totals, progress.total) == ([size_bytes, size_bytes], 2 * size_bytes)
 
 
 def test_the_summary_says_what_is_there(repository, tmp_path):
@@ -190,7 +192,7 @@ def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
 
     dataset = write_photos(repository)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("datasvc.shards.export.progress.ExportRecords.tidy", interrupted)
+        patch.setattr("datasvc.shards.export.records.ExportRecords.tidy", interrupted)
         exported(dataset, tmp_path / "out", "folder")
     for path in (tmp_path / "out" / ".datasvc-export").iterdir():
         if path.suffix != ".json":
@@ -276,12 +278,12 @@ def test_two_exports_at_once_do_not_meet_in_one_folder(repository, tmp_path):
     dataset = write_photos(repository)
     refused = []
 
-    def export_again(_bytes):
+    def export_again():
         with pytest.raises(ConflictError, match="another process is exporting") as caught:
             exported(dataset, tmp_path / "out", "webdataset")
         refused.append(caught)
 
-    exported(dataset, tmp_path / "out", "webdataset", report=export_again)
+    exported(dataset, tmp_path / "out", "webdataset", progress=RecordedProgress(on_advance=export_again))
     assert len(refused) == 3
     test_webdataset.check(dataset, tmp_path / "out")
 

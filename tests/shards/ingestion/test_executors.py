@@ -22,6 +22,7 @@ from datasvc.shards.ingestion.ingest_commit import IngestCommit
 from datasvc.shards.sources import ImageFolderSource, SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.versions.verify import verify
+from tests.progress import RecordedProgress
 from tests.samples import class_sorted, jpeg, write_tars
 
 ROOT = Path(__file__).parents[3]
@@ -87,10 +88,10 @@ def test_ray_gives_the_same_digests_and_errors(tmp_path, source):
     try:
         one, cluster = (Repository.create(str(tmp_path / name)) for name in ("one", "cluster"))
         ingest(one, str(where), "pets", **options)
-        seen = []
-        ingest(cluster, str(where), "pets", engine="ray", workers=2, report=seen.append, **options)
+        progress = RecordedProgress()
+        ingest(cluster, str(where), "pets", engine="ray", workers=2, progress=progress, **options)
         assert digests(one, "pets") == digests(cluster, "pets")
-        assert sum(progress.num_samples for progress in seen) > 0
+        assert progress.num_samples > 0
         listed = ImageFolderSource.list(str(tmp_path / "source"))
         files = next(iter(listed.splits.values()))
         files[0] = files[0]._replace(size_bytes=files[0].size_bytes + 1)
@@ -203,8 +204,9 @@ def test_a_table_that_changes_while_it_is_ingested_is_noticed(repository, tmp_pa
 def test_a_table_that_changes_after_it_was_read_is_noticed(repository, tmp_path, as_source):
     path = tmp_path / "table.csv"
     path.write_text("a\n1\n", encoding="utf-8")
+    progress = RecordedProgress(on_advance=lambda: os.utime(path, (1, 1)))
     with pytest.raises(SourceChangedError, match="nothing was committed"):
-        ingest(repository, as_source(path), "table", report=lambda _progress: os.utime(path, (1, 1)))
+        ingest(repository, as_source(path), "table", progress=progress)
     assert repository.names("datasets") == []
 
 

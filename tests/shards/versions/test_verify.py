@@ -13,6 +13,7 @@ from datasvc.shards.format.salvage import missing_rows, readable_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
+from tests.progress import RecordedProgress
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import LABELLED_SCHEMA, describe_table, write_table, write_version
 
@@ -265,10 +266,10 @@ def test_damage_in_a_remote_store_is_found_like_in_a_local_one(url, deep, monkey
 
 def test_the_bytes_of_all_shards_are_reported_whatever_is_found(pets):
     shard_path(pets, 0).unlink()
-    begun, seen = [], []
-    done = verify(pets, "pets", begin=begun.append, report=seen.append)
-    assert begun == [sum(seen)] == [done.size_bytes]
-    assert len(seen) == done.num_shards == 3
+    progress = RecordedProgress()
+    done = verify(pets, "pets", progress=progress)
+    assert progress.totals == [progress.total] == [done.size_bytes]
+    assert len(progress.amounts) == done.num_shards == 3
 
 
 def test_a_store_that_does_not_answer_is_no_damage(pets, monkeypatch):

@@ -31,7 +31,7 @@ def unit_path(split: str, number: int, extension: str = "json") -> str:
 
 
 class ExportRecords:
-    """The records of one export; create it by `open_progress`.
+    """The records of one export; create it by `open_records`.
 
     Args:
         destination: destination of the export.
@@ -73,7 +73,7 @@ class ExportRecords:
 
 
 @contextmanager
-def open_progress(destination: Destination, plan: Mapping[str, Any]) -> Iterator[ExportRecords]:
+def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[ExportRecords]:
     """Start an export, or continue one that was interrupted.
 
     Raises:
