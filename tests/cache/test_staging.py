@@ -51,6 +51,14 @@ def test_staging_a_second_data_set_does_not_evict_what_it_has_just_staged(tmp_pa
         assert cache.stage([second]).fetched_bytes == 0
 
 
+def test_staging_on_a_full_disk_leaves_nothing_free_for_a_guarantee_that_is_not_used(tmp_path, splits):
+    with Cache(tmp_path / "cache", budget="1MB") as cache:
+        cache.set_quota("other", Quota(guaranteed_bytes=900_000))
+        with cache._opened.catalogue._writing() as (tables, _):
+            tables.limit_bytes = 500_000
+        assert cache.stage(splits).num_left == 0
+
+
 def test_staging_reports_every_byte_once(tmp_path, splits):
     size = sum(split.table.size_bytes for split in splits)
     with Cache(tmp_path / "cache", budget="1MB") as cache:

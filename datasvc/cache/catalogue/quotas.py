@@ -62,8 +62,7 @@ class Account:
         quotas: quotas of the tenants that have one.
         used_bytes: reserved and resident bytes by tenant.
         quarantined_bytes: bytes of quarantined files, which count for no tenant.
-        is_limited_by_disk: whether the disk was full below the budget. Then `missing` and `helps` do not reserve
-            unused guarantees; `available` still subtracts the guarantees of other tenants.
+        is_limited_by_disk: whether the disk was full below the budget. Then unused guarantees are not reserved.
     """
 
     budget_bytes: int
@@ -86,8 +85,11 @@ class Account:
 
         Quarantined bytes are not subtracted.
         """
-        guaranteed_to_others = sum(quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant)
-        unreserved_bytes = self.budget_bytes - guaranteed_to_others
+        others = {name: quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant}
+        if self.is_limited_by_disk:
+            # What others use below their guarantees cannot be evicted; the unused rest reserves nothing.
+            others = {name: min(self.used(name), guaranteed) for name, guaranteed in others.items()}
+        unreserved_bytes = self.budget_bytes - sum(others.values())
         maximum = self.quota(tenant).maximum_bytes
         return unreserved_bytes if maximum is None else min(unreserved_bytes, maximum)
 

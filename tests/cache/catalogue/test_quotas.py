@@ -76,6 +76,18 @@ def test_what_is_said_to_be_available_fits_once_the_others_are_down_to_their_gua
     assert account.missing(tenant, available + 1) > 0
 
 
+@given(accounts, st.sampled_from(TENANTS))
+def test_on_a_full_disk_what_is_available_fits_once_the_others_are_down_to_what_cannot_be_evicted(account, tenant):
+    """A guarantee that a tenant does not use reserves nothing there."""
+    account.is_limited_by_disk, account.quarantined_bytes, account.used_bytes[tenant] = True, 0, 0
+    available = account.available(tenant)
+    for name in account.used_bytes:
+        account.used_bytes[name] = min(account.used(name), account.quota(name).guaranteed_bytes)
+    if available >= 0:
+        assert account.missing(tenant, available) <= 0
+    assert account.missing(tenant, available + 1) > 0
+
+
 def test_more_guarantees_than_budget_are_refused():
     with pytest.raises(ConfigError, match=r"all tenants together are guaranteed 20 bytes.*raise the budget"):
         check_quotas({"a": Quota(10), "b": Quota(10)}, 19)
