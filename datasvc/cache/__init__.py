@@ -1,8 +1,10 @@
 """The cache of a node: one folder with a hard budget, shared by all processes of the node, without a daemon."""
 
-from datasvc.cache.cache import Acquired, Cache, CachedShards
+from datasvc.cache.cache import Cache
+from datasvc.cache.cached_shards import CachedShards
 from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.quotas import Quota
+from datasvc.cache.job import Acquired, CacheJob
 from datasvc.cache.scrub import ScrubReport
 from datasvc.cache.staging import StageReport
 from datasvc.cache.status import CacheStatus, TenantUsage
@@ -10,6 +12,7 @@ from datasvc.cache.status import CacheStatus, TenantUsage
 __all__ = [
     "Acquired",
     "Cache",
+    "CacheJob",
     "CacheStatus",
     "CachedShards",
     "Quota",

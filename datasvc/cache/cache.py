@@ -1,54 +1,35 @@
-"""The public interface of a node's cache: `Cache`, and the shards of one repository read through it."""
+"""The public interface of a node's cache."""
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple, Self
 
+from datasvc.cache.cached_shards import CachedShards
 from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.fetch.fetch import Fetcher, Outcome
+from datasvc.cache.job import CacheJob
 from datasvc.cache.peers.peers import Peers
-from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
+from datasvc.cache.process_handle import CacheFolder
 from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
-from datasvc.cache.sources.remote_file import Store
 from datasvc.cache.staging import StageReport, stage_objects
 from datasvc.cache.status import CacheStatus, read_status
 from datasvc.errors import ConfigError
-from datasvc.order import NextUse
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import check_name
-from datasvc.shards.format.reader import Shard
-from datasvc.shards.versions.dataset import ShardRequest, Split
+from datasvc.shards.versions.dataset import Split
 
 
-class Acquired(NamedTuple):
-    """An object on which this process has a hold.
-
-    Attributes:
-        path: file of the object; it exists until the object is released.
-        outcome: "resident" if the object was there already, otherwise its source: "origin" or "peer".
-    """
-
-    path: Path
-    outcome: Outcome
-
-
-class Cache:
+class Cache(CacheJob):
     """The cache of this node in `folder`; any number of processes may open it at the same time.
 
-    An object that this process has acquired is not evicted until it is released, or until the process exits.
+    It is the job of its process, see `CacheJob`; `new_job` starts further ones, for access orders. An object that
+    this process has acquired is not evicted until it is released, or until the process exits.
 
     Args:
         folder: folder on a local disk, used by the cache alone.
@@ -70,24 +51,14 @@ class Cache:
         tenant: str = DEFAULT_TENANT,
         peers: Peers | None = None,
     ) -> None:
-        self.folder = Path(folder).expanduser().resolve()
-        self.tenant = check_name(tenant, "tenant")
-        self.peers = peers
-        budget_bytes = None if budget is None else parse_budget(str(budget), self.folder)
-        opened = join_folder(self.folder)
-        self._opened: CacheFolder | None = opened
-        self._fetcher = opened.fetcher(self.tenant, peers)
-        # Also runs if this object is collected without `close`.
-        self._leave = weakref.finalize(self, leave_folder, self.folder, opened)
+        path = Path(folder).expanduser().resolve()
+        budget_bytes = None if budget is None else parse_budget(str(budget), path)
+        super().__init__(path, check_name(tenant, "tenant"), peers)
+        catalogue = self._open().catalogue
         if budget_bytes is not None:
-            opened.catalogue.configure(lambda current: replace(current, budget_bytes=budget_bytes))
-        elif not opened.catalogue.configuration.budget_bytes:
-            raise ConfigError(f"the cache {self.folder} has no budget yet; set one, such as budget='50GB'")
-
-    @property
-    def budget_bytes(self) -> int:
-        """Most bytes that this tenant may use: the budget of the node minus the guarantees of other tenants."""
-        return self._open().catalogue.account().available(self.tenant)
+            catalogue.configure(lambda current: replace(current, budget_bytes=budget_bytes))
+        elif not catalogue.configuration.budget_bytes:
+            raise ConfigError(f"the cache {path} has no budget yet; set one, such as budget='50GB'")
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
         """Return the bytes available for `digests`: the budget minus other pinned objects."""
@@ -109,83 +80,15 @@ class Cache:
     def shards(self, repository: Repository) -> CachedShards:
         """Return a store of the shards of `repository` that reads through this cache, and outlives `close`."""
         self._open()
-        return CachedShards(self.folder, repository, self._fetcher)
+        return CachedShards(CacheJob(self.folder, self.tenant, self.peers), repository)
 
-    def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
-        """Make an object resident, and add a hold on it until `release`.
-
-        Args:
-            info: the object.
-            repository: origin of the object: a repository, or a remote file.
-            progress: counts the bytes that arrive, by source.
-
-        Raises:
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
-            ConfigError: this cache is closed, or was opened before a fork.
-        """
-        opened = self._open()
-        outcome = opened.acquire(info, repository, self._fetcher, progress)
-        return Acquired(opened.files.object_path(info.digest), outcome)
-
-    def new_job(self, note: str = "") -> str:
-        """Register one access order of this process, and return its job id; see `CacheFolder.new_job`."""
-        return self._open().new_job(note)
-
-    def end_job(self, job_id: str) -> None:
-        """Mark a job of `new_job` as ended: its objects are evicted first."""
-        self._open().end_job(job_id)
-
-    def release(self, digest: Digest, reuse: NextUse | None = None, *, job_id: str | None = None) -> None:
-        """Remove one hold of this process; an object without holds may be evicted.
+    def new_job(self, note: str = "") -> CacheJob:
+        """Start a job of one access order, which has a clock of its own. It is valid until this process exits.
 
         Args:
-            digest: the object.
-            reuse: next use by this job; None: unknown. Ignored if another job needs the object sooner.
-            job_id: job of `new_job` that declares the next use; None: this process.
+            note: description of the job, shown in the status.
         """
-        self._open().release(digest, reuse, job_id=job_id)
-
-    def prefetch(
-        self, info: ObjectInfo, repository: Store, reuse: NextUse, *, evict: bool = True, job_id: str | None = None
-    ) -> Outcome:
-        """Make an object resident before its use, without a hold, and without waiting for other fetches.
-
-        Args:
-            info: the object.
-            repository: origin of the object: a repository, or a remote file.
-            reuse: next use of the object; nothing is evicted for it that is needed sooner.
-            evict: whether objects that a job may need again can be evicted.
-            job_id: as for `release`.
-
-        Returns:
-            As `acquire`; or "later": the fetch would evict objects needed sooner, and nothing was done; or "busy":
-            another thread or process fetches the object.
-
-        Raises:
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError, ConfigError: as `acquire`.
-        """
-        return self._open().prefetch(info, repository, self._fetcher, reuse, evict=evict, job_id=job_id)
-
-    def expect(
-        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False, job_id: str | None = None
-    ) -> None:
-        """Declare the next uses of objects by this job; those that are resident are assigned to it.
-
-        An object that another running job needs as soon stays assigned to that job.
-
-        Args:
-            next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
-            now: current value of the job's clock. Bytes.
-            passed_only: leave the job's own objects unchanged if their next use is still ahead.
-            job_id: as for `release`.
-        """
-        self._open().expect(next_uses, now, passed_only=passed_only, job_id=job_id)
-
-    @contextmanager
-    def resident(self, digest: Digest) -> Iterator[Path | None]:
-        """Yield the file of a resident, verified object, with a hold inside the block; None if it is not resident."""
-        with self._open().resident(digest) as path:
-            yield path
+        return CacheJob(self.folder, self.tenant, self.peers, self._open().new_job_id(note))
 
     def stage(
         self,
@@ -206,13 +109,11 @@ class Cache:
         Raises:
             CacheFullError: the shards exceed the budget, and nothing was fetched; or the space that objects in use
                 leave was not enough.
-            CorruptDataError, NotFoundError, UnavailableError: see `Fetcher.fetch`.
+            CorruptDataError, NotFoundError, UnavailableError: see `CacheJob.acquire`.
         """
         return stage_objects(
-            self._open(),
-            self._fetcher,
+            self,
             ((info, split.repository) for split in splits for info in split.table.shards()),
-            tenant=self.tenant,
             progress=progress,
             num_threads=num_threads,
             stop=stop or threading.Event(),
@@ -283,83 +184,3 @@ class Cache:
         opened = self._open()
         opened.count_hits()
         return opened.catalogue.counters()
-
-    def count(self, name: str, number: int) -> None:
-        """Add to a counter."""
-        self._open().catalogue.count({name: number})
-
-    def close(self) -> None:
-        """Close the cache. Holds stay until they are released; closing again does nothing."""
-        self._opened = None
-        self._leave()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open(self) -> CacheFolder:
-        if self._opened is None:
-            raise ConfigError(f"the cache {self.folder} was closed; open it again")
-        self._opened.check_process()
-        return self._opened
-
-
-class CachedShards:
-    """A `ShardStore` of one repository that reads through a node's cache. Created by `Cache.shards`.
-
-    Shards that were not released are released when this object is garbage-collected.
-    """
-
-    def __init__(self, folder: Path, repository: Repository, fetcher: Fetcher) -> None:
-        self._opened = join_folder(folder)
-        self._repository = repository
-        self._fetcher = fetcher
-        self._held: Counter[Digest] = Counter()
-        weakref.finalize(self, _abandon, folder, self._opened, self._held)
-
-    def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard, mapped from the cache; it is not evicted before `release_shard`.
-
-        Raises:
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Cache.acquire`.
-        """
-        return self.open(info)[0]
-
-    def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
-        """Return the shard as `open_shard` does, and its source."""
-        outcome = self._opened.acquire(info, self._repository, self._fetcher)
-        self._held[info.digest] += 1
-        try:
-            return Shard.map(self._opened.files.object_name(info.digest)), outcome
-        except BaseException:
-            self.release_shard(info)
-            raise
-
-    def release_shard(self, info: ObjectInfo, reuse: NextUse | None = None, *, job_id: str | None = None) -> None:
-        """Allow the shard to be evicted when space is needed; existing views of it stay readable."""
-        biased = None if reuse is None else self._fetcher.bias_to_owned(info.digest, reuse)
-        self._opened.release(info.digest, biased, job_id=job_id)
-        self._held[info.digest] -= 1
-
-    def is_resident(self, info: ObjectInfo) -> bool:
-        """Return whether a shard can be opened without a fetch. Raises ConfigError in a forked child."""
-        self._opened.check_process()
-        return self._opened.catalogue.is_ready(info)
-
-    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
-        """Return {}: without an access order, this store waits for complete shards."""
-        return {}
-
-    def advance(self, epoch: int, position: int) -> None:
-        """Do nothing: this store declares no next uses."""
-
-
-def _abandon(folder: Path, opened: CacheFolder, held: Counter[Digest]) -> None:
-    """Release the shards of a collected `CachedShards`, and close its use of the folder. Runs in a finalizer."""
-    if opened.process == os.getpid():
-        opened.locks.abandon(held.elements())
-    leave_folder(folder, opened)

@@ -8,32 +8,33 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from itertools import count, islice
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import Lease, name_order
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.recovery import open_catalogue
-from datasvc.cache.fetch.fetch import Fetcher, Outcome
-from datasvc.cache.peers.peers import Peers
+from datasvc.cache.fetch.fetch import Fetcher
 from datasvc.cache.sources.origin_source import RequestPool
-from datasvc.cache.sources.remote_file import Store
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.order import NextUse
-from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Digest, ObjectInfo
-
-_ROWS_AT_ONCE = 1000
 
 
 class CacheFolder:
-    """A cache folder that is open in this process.
+    """A cache folder that is open in this process: what all its jobs share.
 
     Args:
         folder: folder of the cache.
+
+    Attributes:
+        files: files of the cache.
+        locks: object locks of this process.
+        catalogue: the catalogue.
+        fetcher: fetches objects into the cache.
+        lease_id: id of this process's lease, which is the id of its job.
+        process: id of the process that opened the folder.
+        num_users: number of `join_folder` calls without their `leave_folder`.
 
     Raises:
         ConfigError, CorruptDataError, UnavailableError: see `Cache`.
@@ -48,10 +49,12 @@ class CacheFolder:
             opened.callback(self._open_lock.close)
             opened.callback(self.catalogue.close)
             self._lease = Lease(self.files.leases)
-            self.catalogue.register(self._lease.id, "")
+            self.lease_id = self._lease.id
+            self.catalogue.register(self.lease_id, "")
             # All steps have succeeded: `close` is responsible from here on.
             opened.pop_all()
-        self.requests = RequestPool()
+        self._requests = RequestPool()
+        self.fetcher = Fetcher(self.catalogue, self.files, self._requests)
         self._num_hits = 0
         self._order_numbers = count(1)
         self._lock = threading.Lock()
@@ -60,7 +63,7 @@ class CacheFolder:
 
     def close(self) -> None:
         """Close database, locks and lease, and end the requests in progress."""
-        self.requests.close()
+        self._requests.close()
         with suppress(UnavailableError):  # the last cache hits may stay uncounted
             self.count_hits()
         self._lease.close()
@@ -75,96 +78,11 @@ class CacheFolder:
         self._open_lock.close()
         self._lease.abandon()
 
-    def fetcher(self, tenant: str, peers: Peers | None) -> Fetcher:
-        """Return a fetcher that charges the quota of a tenant."""
-        return Fetcher(self.catalogue, self.files, self._lease.id, tenant, self.requests, peers)
-
-    def acquire(
-        self, info: ObjectInfo, repository: Store, fetcher: Fetcher, progress: Progress = NO_PROGRESS
-    ) -> Outcome:
-        """Make an object resident, and add a hold on it until `release`.
-
-        Raises the errors of `Fetcher.fetch`, and those of `check_process`.
-        """
-        self.check_process()
-        # The hold comes first: from here on, no process can evict an object that the catalogue says is resident.
-        self.locks.acquire(info.digest)
-        try:
-            if self.catalogue.is_ready(info):
-                self._count_hit()  # in memory, until the next release: a hit writes nothing to the catalogue
-                return "resident"
-            return fetcher.fetch(info, repository, progress)
-        except BaseException:
-            self.locks.release(info.digest)
-            raise
-
-    def new_job(self, note: str = "") -> str:
-        """Register one access order of this process, which has its own clock, and return its job id.
-
-        Other processes can use the id too, such as the stager that fetches for the order. The job is valid until
-        `end_job`, or until this process exits.
-
-        Args:
-            note: description of the job, shown in the status.
-        """
-        self.check_process()
-        job_id = name_order(self._lease.id, next(self._order_numbers))
+    def new_job_id(self, note: str) -> str:
+        """Register one access order of this process; return its id, which is valid until this process exits."""
+        job_id = name_order(self.lease_id, next(self._order_numbers))
         self.catalogue.register(job_id, note)
         return job_id
-
-    def end_job(self, job_id: str) -> None:
-        """Mark a job as ended: its objects are evicted first. Ending it again does nothing."""
-        self.check_process()
-        self.catalogue.retire(job_id)
-
-    def release(self, digest: Digest, reuse: NextUse | None = None, *, job_id: str | None = None) -> None:
-        """Remove one hold of this process; see `Cache.release`. Raises ConfigError if it has none."""
-        self.check_process()
-        if not self.locks.count(digest):
-            raise ConfigError(f"object {digest} cannot be released: it was not acquired, or was released already")
-        try:
-            # Before the hold is removed: an eviction right after it must see the next use.
-            self.catalogue.release(digest, job_id or self._lease.id, reuse, self._take_hits())
-        finally:
-            self.locks.release(digest)
-
-    def prefetch(
-        self,
-        info: ObjectInfo,
-        repository: Store,
-        fetcher: Fetcher,
-        reuse: NextUse,
-        *,
-        evict: bool,
-        job_id: str | None = None,
-    ) -> Outcome:
-        """Make an object resident before its use, without a hold. Raises the errors of `Fetcher.fetch`."""
-        self.check_process()
-        if self.catalogue.is_ready(info):
-            return "resident"
-        return fetcher.fetch(info, repository, prefetch=reuse, evict=evict, job_id=job_id)
-
-    def expect(
-        self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool, job_id: str | None = None
-    ) -> None:
-        """Declare the next uses of objects by this process; see `Cache.expect`."""
-        self.check_process()
-        remaining = iter(next_uses.items())
-        # In chunks: a write transaction blocks the writes of all other processes.
-        while chunk := dict(islice(remaining, _ROWS_AT_ONCE)):
-            self.catalogue.expect(chunk, job_id or self._lease.id, now, passed_only=passed_only)
-
-    @contextmanager
-    def resident(self, digest: Digest) -> Iterator[Path | None]:
-        """Yield the file of a resident, verified object, with a hold inside the block; None if it is not resident."""
-        self.check_process()
-        self.locks.acquire(digest)
-        try:
-            record = self.catalogue.record(digest)
-            info = None if record is None else ObjectInfo(digest, record.size_bytes)
-            yield self.files.object_path(digest) if info is not None and self.catalogue.is_ready(info) else None
-        finally:
-            self.locks.release(digest)
 
     def check_process(self) -> None:
         """Raise ConfigError in a forked child: LMDB does not support a fork with an open database."""
@@ -176,15 +94,17 @@ class CacheFolder:
 
     def count_hits(self) -> None:
         """Add the cache hits since the last release to the counters; otherwise the next release adds them."""
-        hits = self._take_hits()
+        hits = self.take_hits()
         if hits:
             self.catalogue.count(hits)
 
-    def _count_hit(self) -> None:
+    def count_hit(self) -> None:
+        """Count a cache hit in memory."""
         with self._lock:
             self._num_hits += 1
 
-    def _take_hits(self) -> dict[str, int]:
+    def take_hits(self) -> dict[str, int]:
+        """Return the hits since the last call, as counters to add to the catalogue."""
         with self._lock:
             taken, self._num_hits = self._num_hits, 0
         return {"hits": taken} if taken else {}

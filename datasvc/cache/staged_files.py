@@ -17,7 +17,7 @@ from pathlib import Path
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.catalogue.file_links import FileLink
-from datasvc.cache.fetch.fetch import Outcome
+from datasvc.cache.job import Outcome
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest
@@ -67,8 +67,6 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGR
         acquired = cache.acquire(file.info, file, progress)
         with lock:
             held.append(file.info.digest)
-        if acquired.outcome == "resident":
-            progress.advance(file.info.size_bytes, source="resident")
         return StagedFile(url, link.make(file.file_name), acquired.outcome, file.info.size_bytes)
 
     try:

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.fetch.fetch import Fetcher, Outcome
-from datasvc.cache.process_handle import CacheFolder
+from datasvc.cache.job import CacheJob, Outcome
 from datasvc.errors import CacheFullError
 from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Repository
@@ -53,11 +52,9 @@ class StageReport:
 
 
 def stage_objects(
-    folder: CacheFolder,
-    fetcher: Fetcher,
+    job: CacheJob,
     requests: Iterable[tuple[ObjectInfo, Repository]],
     *,
-    tenant: str,
     progress: Progress,
     num_threads: int | None,
     stop: threading.Event,
@@ -65,12 +62,12 @@ def stage_objects(
     """Make objects resident, with holds until all have arrived so that none evicts another; see `Cache.stage`."""
     objects = {info.digest: (info, repository) for info, repository in requests}
     needed = sum(footprint(info.size_bytes) for info, _ in objects.values())
-    account = folder.catalogue.account()
     # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
     # A smaller one may fail later, because pinned objects and objects in use are not subtracted here.
-    if needed > account.available(tenant):
+    available_bytes = job.budget_bytes
+    if needed > available_bytes:
         raise CacheFullError(
-            f"staging needs {needed} bytes, and {account.available(tenant)} of the budget of {folder.files.folder} "
+            f"staging needs {needed} bytes, and {available_bytes} of the budget of {job.folder} "
             "are available; raise the budget with --budget, or do not stage: a loader with shuffle='windowed' "
             "streams through a smaller cache"
         )
@@ -81,11 +78,9 @@ def stage_objects(
     def stage_one(info: ObjectInfo, repository: Repository) -> None:
         if stop.is_set():
             return
-        outcome = folder.acquire(info, repository, fetcher, progress)
+        _, outcome = job.hold(info, repository, progress)
         held.append(info.digest)
         arrived.append((outcome, info.size_bytes))
-        if outcome == "resident":
-            progress.advance(info.size_bytes, source="resident")
 
     try:
         threads = num_threads or _choose_threads(len(objects), needed)
@@ -102,7 +97,7 @@ def stage_objects(
                 raise
     finally:
         for digest in held:
-            folder.release(digest)
+            job.release(digest)
     return _summary(arrived, len(objects))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from datasvc.cache.catalogue.catalogue import CacheJob
+from datasvc.cache.catalogue.lease import RunningJob
 from datasvc.cache.catalogue.pins import read_pins
 from datasvc.cache.catalogue.records import RESERVED, footprint
 from datasvc.cache.process_handle import CacheFolder
@@ -57,7 +57,7 @@ class CacheStatus:
     num_resident: int
     pins: Mapping[str, int]
     tenants: Mapping[str, TenantUsage]
-    jobs: tuple[CacheJob, ...]
+    jobs: tuple[RunningJob, ...]
     counters: Mapping[str, int]
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from datasvc.cache.fetch.fetch import Outcome
+from datasvc.cache.job import Outcome
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage

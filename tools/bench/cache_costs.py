@@ -72,17 +72,14 @@ def _hits(cache: Cache, split: Split, infos: Sequence[ObjectInfo]) -> dict[str, 
     def acquire(info: ObjectInfo) -> None:
         cache.acquire(info, split.repository)
 
-    opened = join_folder(cache.folder)
-    fetcher = opened.fetcher(cache.tenant, None)
     mapped = []
 
     def acquire_and_map(info: ObjectInfo) -> None:
         # As loaders do; what is mapped is let go of when it is released.
-        opened.acquire(info, split.repository, fetcher)
-        mapped.append(MappedFile(opened.files.object_name(info.digest)))
+        mapped.append(MappedFile(cache.hold(info, split.repository)[0]))
 
     def unmap(info: ObjectInfo) -> None:
-        opened.release(info.digest)
+        cache.release(info.digest)
         mapped.pop()
 
     def release(info: ObjectInfo) -> None:

@@ -16,9 +16,11 @@ from origin import Limits
 from report import Report, alternate
 
 from datasvc.cache import Cache
+from datasvc.cache.fetch.fetch import Fetcher
 from datasvc.cache.process_handle import join_folder, leave_folder
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.cache.staging import stage_objects
+from datasvc.progress import NO_PROGRESS
 from datasvc.repository import ObjectInfo, Repository
 
 RATE_BYTES_S = 35e6
@@ -33,13 +35,10 @@ def stage(repository: Repository, infos: Sequence[ObjectInfo], requests: int, fo
     total_bytes = sum(info.size_bytes for info in infos)
     with Cache(folder / "cache", budget=2 * total_bytes) as cache:
         opened = join_folder(cache.folder)
-        opened.requests = RequestPool(requests)
-        fetcher = opened.fetcher(cache.tenant, None)
+        opened.fetcher = Fetcher(opened.catalogue, opened.files, RequestPool(requests))
         wanted = [(info, repository) for info in infos]
         started = time.perf_counter()
-        found = stage_objects(
-            opened, fetcher, wanted, tenant=cache.tenant, progress=None, num_threads=None, stop=threading.Event()
-        )
+        found = stage_objects(cache, wanted, progress=NO_PROGRESS, num_threads=None, stop=threading.Event())
         seconds = time.perf_counter() - started
         assert found.origin_bytes == total_bytes, found
         leave_folder(cache.folder, opened)

@@ -15,25 +15,22 @@ from the files, and each file is verified before it is used (`recovery`).
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 import lmdb
 
 from datasvc.cache.catalogue.configuration import Configuration
-from datasvc.cache.catalogue.eviction import distance_bytes
 from datasvc.cache.catalogue.files import Files, ScannedFile
-from datasvc.cache.catalogue.lease import is_held, lease_of
+from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
-from datasvc.cache.catalogue.tables import CatalogueTables, Tables
-from datasvc.errors import CacheFullError, CorruptDataError, UnavailableError
+from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure
+from datasvc.errors import CacheFullError
 from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo
 
@@ -62,20 +59,6 @@ SUPERSEDED: Final = "superseded"
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
 # A minimum, because the disk may lack only a few bytes: every call of `shrink` must free some space, or raise.
 _MIN_SHRINK_BYTES: Final = 64 << 10
-
-
-class CacheJob(NamedTuple):
-    """A process that has the cache open, or one access order of such a process.
-
-    Attributes:
-        lease_id: lease of the process; an access order adds a dot and a number.
-        clock_bytes: bytes that the job has served, as it last reported.
-        note: description that the job gave of itself.
-    """
-
-    lease_id: str
-    clock_bytes: int
-    note: str
 
 
 class Catalogue:
@@ -162,7 +145,7 @@ class Catalogue:
             with self.env.begin() as txn:
                 state = CatalogueTables(self._tables, txn).state(info.digest)
         except lmdb.Error as error:
-            raise self._to_error(error) from error
+            raise describe_failure(self._files.catalogue, error) from error
         return state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
 
     def reserve(
@@ -195,7 +178,7 @@ class Catalogue:
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return BUSY
             if record is not None and record.size_bytes != info.size_bytes:
-                self._remove_wrong_size(tables, space, info, record)
+                space.remove_wrong_size(info, record)
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return RESIDENT_ALREADY
@@ -257,7 +240,7 @@ class Catalogue:
             tables.put(digest, record, record._replace(state=RESIDENT, next_use=tables.next_use(job_id, reuse)))
             tables.count(counts)
 
-    def drop(self, digest: Digest, job_id: str, counts: Mapping[str, int] | None = None) -> None:
+    def drop(self, digest: Digest, job_id: str) -> None:
         """Remove the caller's reservation, if it has one, after a failed fetch."""
         with self._writing() as (tables, space):
             record = tables.get(digest)
@@ -265,7 +248,6 @@ class Catalogue:
                 # The file may be published, or unverified: without a record its space would not be counted.
                 space.forget(digest, record)
             self._files.remove_incoming(digest)
-            tables.count(counts)
 
     def release(
         self, digest: Digest, job_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
@@ -278,7 +260,7 @@ class Catalogue:
             record = tables.get(digest)
             if record is not None and record.state == RESIDENT:
                 next_use = tables.next_use(job_id, reuse)
-                _claim(tables, space, digest, record._replace(job_id=job_id, next_use=next_use))
+                space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
             tables.count(counts)
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
@@ -299,7 +281,7 @@ class Catalogue:
                 if record is None or record.state == RESERVED:
                     continue
                 if not (passed_only and record.job_id == job_id and record.next_use >= now):
-                    _claim(tables, space, digest, record._replace(job_id=job_id, next_use=next_use))
+                    space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
 
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
         """Lower the limit to what a full disk can hold, and evict until the caller's object fits below it.
@@ -417,12 +399,12 @@ class Catalogue:
         with self._reading() as tables:
             return tables.pinned()
 
-    def jobs(self) -> list[CacheJob]:
+    def jobs(self) -> list[RunningJob]:
         """Return the running jobs that have the cache open."""
         with self._reading() as tables:
             rows = tables.jobs()
         return [
-            CacheJob(row.job_id, row.clock_bytes, row.note)
+            RunningJob(row.job_id, row.clock_bytes, row.note)
             for row in rows
             if row.clock_bytes is not None
             and row.job_id != NO_JOB
@@ -435,19 +417,6 @@ class Catalogue:
             configuration.write(self._files.folder)
         tables.configuration = configuration
         tables.limit_bytes = configuration.budget_bytes
-
-    def _remove_wrong_size(
-        self, tables: CatalogueTables, space: SpaceAllocator, info: ObjectInfo, record: ObjectRecord
-    ) -> None:
-        if record.state == RESIDENT:
-            # The digest of the resident file was verified, so the requested size is wrong. The file may be mapped.
-            raise CorruptDataError(
-                f"object {info.digest[:12]}... has {record.size_bytes} bytes, but {info.size_bytes} were requested: "
-                "the shard table or index that names this size is wrong; verify the repository"
-            )
-        tables.count({"corrupt": 1 if record.state == UNVERIFIED else 0})
-        space.forget(info.digest, record)
-        self._files.remove_incoming(info.digest)
 
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
@@ -469,37 +438,4 @@ class Catalogue:
         try:
             yield
         except lmdb.Error as error:
-            raise self._to_error(error) from error
-
-    def _to_error(self, error: lmdb.Error) -> UnavailableError:
-        return describe_failure(self._files.catalogue, error)
-
-
-def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
-    """Return the error to raise for a failure of the database at `path`."""
-    if isinstance(error, lmdb.LockError):
-        # LMDB locks a byte per process id: https://github.com/LMDB/lmdb, mdb.c, mdb_reader_pid.
-        return UnavailableError(
-            f"the cache catalogue {path} is in use by a process of the same process id as this one ({os.getpid()}): "
-            "the two run in containers with separate process ids. Share the process ids of the node (Kubernetes: "
-            "hostPID: true; Docker: --pid=host), or let one `datasvc serve` per node open the cache"
-        )
-    return UnavailableError(
-        f"the cache catalogue {path} failed: {error}. If it is damaged, end the jobs that use it and remove that "
-        "folder: the next process that opens the cache rebuilds it, and no cached object is lost"
-    )
-
-
-def _claim(tables: CatalogueTables, space: SpaceAllocator, digest: Digest, claim: ObjectRecord) -> None:
-    """Write the record `claim`, unless another running job needs the object at the same distance or sooner.
-
-    A record of the same job or of its process is always replaced; the process made it before it knew the order.
-    """
-    record, claimant = tables.get(digest), tables.job(claim.job_id)
-    assert record is not None
-    other = None if record.job_id in {claim.job_id, lease_of(claim.job_id)} else tables.job(record.job_id)
-    if other is not None:
-        claimed_bytes = distance_bytes(claim.next_use, None if claimant is None else claimant.clock_bytes)
-        if distance_bytes(record.next_use, other.clock_bytes) <= claimed_bytes and space.is_alive(other):
-            return
-    tables.put(digest, record, claim)
+            raise describe_failure(self._files.catalogue, error) from error

@@ -11,9 +11,24 @@ import fcntl
 import os
 import secrets
 from pathlib import Path
+from typing import NamedTuple
 
 from datasvc.durable import TEMPORARY_PREFIX
 from datasvc.errors import ConfigError
+
+
+class RunningJob(NamedTuple):
+    """A process that has the cache open, or one access order of such a process.
+
+    Attributes:
+        lease_id: lease of the process; an access order adds a dot and a number.
+        clock_bytes: bytes that the job has served, as it last reported.
+        note: description that the job gave of itself.
+    """
+
+    lease_id: str
+    clock_bytes: int
+    note: str
 
 
 class Lease:

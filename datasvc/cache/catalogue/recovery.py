@@ -18,12 +18,13 @@ from typing import Final
 import lmdb
 
 from datasvc import durable
-from datasvc.cache.catalogue.catalogue import Catalogue, describe_failure
+from datasvc.cache.catalogue.catalogue import Catalogue
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import sweep, unlock_and_close
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.pins import read_pins
+from datasvc.cache.catalogue.tables import describe_failure
 from datasvc.errors import CorruptDataError
 
 # lmdb.h, mdb.c: both meta pages are at the start of the file; mm_last_pg of MDB_meta is at offset 136.

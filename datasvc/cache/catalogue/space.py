@@ -17,9 +17,9 @@ from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import is_held, lease_of
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import Account
-from datasvc.cache.catalogue.records import ObjectRecord, footprint
+from datasvc.cache.catalogue.records import RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.tables import CatalogueTables, JobRow
-from datasvc.errors import CacheFullError
+from datasvc.errors import CacheFullError, CorruptDataError
 from datasvc.order import NEVER
 from datasvc.repository import Digest, ObjectInfo
 
@@ -153,6 +153,37 @@ class SpaceAllocator:
         for job in self._tables.jobs():
             if not self.is_alive(job):
                 self._tables.unregister(job.job_id)
+
+    def claim(self, digest: Digest, claim: ObjectRecord) -> None:
+        """Write the record `claim`, unless another running job needs the object at the same distance or sooner.
+
+        A record of the same job or of its process is always replaced; the process made it before it knew the order.
+        """
+        record, claimant = self._tables.get(digest), self._tables.job(claim.job_id)
+        assert record is not None
+        is_own = record.job_id in {claim.job_id, lease_of(claim.job_id)}
+        other = None if is_own else self._tables.job(record.job_id)
+        if other is not None:
+            claimed_bytes = distance_bytes(claim.next_use, None if claimant is None else claimant.clock_bytes)
+            if distance_bytes(record.next_use, other.clock_bytes) <= claimed_bytes and self.is_alive(other):
+                return
+        self._tables.put(digest, record, claim)
+
+    def remove_wrong_size(self, info: ObjectInfo, record: ObjectRecord) -> None:
+        """Remove an unverified object that has another size than `info`.
+
+        Raises:
+            CorruptDataError: the object is verified, so the size in `info` is wrong.
+        """
+        if record.state == RESIDENT:
+            # The digest of the resident file was verified, so the requested size is wrong. The file may be mapped.
+            raise CorruptDataError(
+                f"object {info.digest[:12]}... has {record.size_bytes} bytes, but {info.size_bytes} were requested: "
+                "the shard table or index that names this size is wrong; verify the repository"
+            )
+        self._tables.count({"corrupt": 1 if record.state == UNVERIFIED else 0})
+        self.forget(info.digest, record)
+        self._files.remove_incoming(info.digest)
 
     def forget(self, digest: Digest, record: ObjectRecord) -> None:
         """Remove the file, the link and the record of an object."""

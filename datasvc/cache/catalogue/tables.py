@@ -10,8 +10,10 @@ meta        numbers by name: "u:TENANT" bytes that a tenant uses, "n:NAME" a cou
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import lmdb
@@ -28,6 +30,7 @@ from datasvc.cache.catalogue.records import (
     parse_order_key,
     parse_order_value,
 )
+from datasvc.errors import UnavailableError
 from datasvc.order import NextUse
 from datasvc.repository import Digest
 
@@ -328,3 +331,18 @@ def _parse_job(job_id: str, value: bytes) -> JobRow:
 def _pin_key(digest: Digest, name: str) -> bytes:
     # LMDB keys have at most 511 bytes; the full name is in the pin's file.
     return bytes.fromhex(digest) + name.encode()[:400]
+
+
+def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
+    """Return the error to raise for a failure of the database at `path`."""
+    if isinstance(error, lmdb.LockError):
+        # LMDB locks a byte per process id: https://github.com/LMDB/lmdb, mdb.c, mdb_reader_pid.
+        return UnavailableError(
+            f"the cache catalogue {path} is in use by a process of the same process id as this one ({os.getpid()}): "
+            "the two run in containers with separate process ids. Share the process ids of the node (Kubernetes: "
+            "hostPID: true; Docker: --pid=host), or let one `datasvc serve` per node open the cache"
+        )
+    return UnavailableError(
+        f"the cache catalogue {path} failed: {error}. If it is damaged, end the jobs that use it and remove that "
+        "folder: the next process that opens the cache rebuilds it, and no cached object is lost"
+    )

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from datasvc.cache.cache import Cache
-from datasvc.cache.fetch.fetch import Outcome
+from datasvc.cache.cached_shards import CachedShards
+from datasvc.cache.job import Outcome
 from datasvc.cache.prefetch.partial_shards import PartialShardReader
 from datasvc.cache.prefetch.stager import Stager, StagerJob
 from datasvc.cache.prefetch.timeline import UseTimeline
@@ -46,17 +47,16 @@ class PrefetchingShardStore:
         num_ranks: int = 1,
         step_bytes: int | None = None,
     ) -> None:
-        self._cache = cache
-        self._shards = cache.shards(split.repository)
+        # One job per store: two loaders of one process have separate clocks.
+        self._job = cache.new_job(f"{split.dataset}/{split.name}")
+        self._shards = CachedShards(self._job, split.repository)
         self._split, self._config, self._lanes = split, config, lanes
         self._step_bytes = step_bytes
         self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
-        # One job per store: two loaders of one process have separate clocks.
-        self._job_id = cache.new_job(f"{split.dataset}/{split.name}")
         self._early = PartialShardReader(
-            split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=cache.count
+            split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=self._job.count
         )
         self._stager: Stager | None = None
         self._fetching: set[Digest] = set()
@@ -90,7 +90,7 @@ class PrefetchingShardStore:
     def release_shard(self, info: ObjectInfo) -> None:
         """Allow the shard to be evicted, and declare its next use by this job."""
         reuse = self._timeline.reuse(self._numbers[info.digest], *self._cursor)
-        self._shards.release_shard(info, reuse, job_id=self._job_id)
+        self._shards.release_shard(info, reuse)
 
     def advance(self, epoch: int, position: int) -> None:
         """Record the position before which all samples were served, and send it to the stager if one runs."""
@@ -115,7 +115,7 @@ class PrefetchingShardStore:
             now = self._timeline.clock(*self._cursor)
             try:
                 with suppress(DatasvcError):  # opening the shard raises the same error
-                    self._cache.prefetch(info, self._split.repository, NextUse(now, now), job_id=self._job_id)
+                    self._job.prefetch(info, self._split.repository, NextUse(now, now))
             finally:
                 self._fetching.discard(info.digest)
 
@@ -131,15 +131,12 @@ class PrefetchingShardStore:
     def _start(self) -> None:
         epoch, position = self._cursor
         job = StagerJob(
-            self._cache.folder,
-            self._cache.tenant,
-            self._cache.peers,
+            self._job,
             self._split,
             self._config,
             self._lanes,
             epoch,
             position,
-            self._job_id,
             self._step_bytes,
         )
         self._stager = Stager(job)

@@ -22,12 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import BinaryIO
 
-from datasvc.cache.cache import Cache
-from datasvc.cache.fetch.fetch import Outcome
-from datasvc.cache.peers.peers import Peers
+from datasvc.cache.job import CacheJob, Outcome
 from datasvc.cache.prefetch.timeline import NeededShard, UseTimeline
 from datasvc.cache.prefetch.window_budget import choose_ahead_bytes
 from datasvc.child_process import ChildProcess
@@ -46,27 +43,21 @@ class StagerJob:
     """The input of a stager.
 
     Attributes:
-        folder: folder of the cache.
-        tenant: tenant whose quota is charged.
-        peers: other nodes.
+        cache: handle of the job on the cache; sent to another process, it opens the cache there.
         split: split that the job reads.
         config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
         epoch: current epoch of the job.
         position: current position in the epoch.
-        job_id: job that declares the next uses, see `Cache.new_job`.
         step_bytes: see `UseTimeline`.
     """
 
-    folder: Path
-    tenant: str
-    peers: Peers | None
+    cache: CacheJob
     split: Split
     config: OrderConfig
     lanes: Sequence[int] | None
     epoch: int
     position: int
-    job_id: str
     step_bytes: int | None = None
 
 
@@ -93,21 +84,19 @@ class JobPrefetcher:
     """Chooses and fetches the shards that one job needs next, while the cache has space.
 
     Args:
-        cache: cache of the node.
         job: job whose access order is followed.
 
     Attributes:
         num_at_once: number of shards to fetch in parallel.
     """
 
-    def __init__(self, cache: Cache, job: StagerJob) -> None:
-        self._cache = cache
+    def __init__(self, job: StagerJob) -> None:
+        self._job = job.cache
         self._split = job.split
-        self._job_id = job.job_id
         self._timeline = UseTimeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
         self._cursor = job.epoch, job.position
-        self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, cache.budget_bytes)
-        self.num_at_once = _choose_shards_at_once(job.split, cache.budget_bytes)
+        self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, self._job.budget_bytes)
+        self.num_at_once = _choose_shards_at_once(job.split, self._job.budget_bytes)
         self._waiting: deque[NeededShard] = deque()
         self._deferred: list[tuple[int, NeededShard]] = []  # with the clock value at which to try again
         self._in_progress: set[int] = set()
@@ -156,7 +145,7 @@ class JobPrefetcher:
         except DatasvcError:
             # Not raised: the job meets and reports the same error if it persists until the shard is needed.
             with suppress(DatasvcError):
-                self._cache.count("prefetch_failures", 1)
+                self._job.count("prefetch_failures", 1)
         finally:
             with self._lock:
                 self._in_progress.discard(needed.shard)
@@ -176,16 +165,16 @@ class JobPrefetcher:
         # A shard at the border of two lanes has several uses, and another one may be earlier.
         next_use = self._timeline.next_use(needed.shard, *self._cursor)
         reuse = NextUse(now, max(now, next_use))
-        outcome = self._cache.prefetch(info, self._split.repository, reuse, evict=evict, job_id=self._job_id)
+        outcome = self._job.prefetch(info, self._split.repository, reuse, evict=evict)
         if outcome == "resident":
-            self._cache.expect({info.digest: next_use}, now, job_id=self._job_id)
+            self._job.expect({info.digest: next_use}, now)
         return outcome
 
     def _expect(self, *, passed_only: bool) -> None:
         next_uses, infos = self._timeline.next_uses(*self._cursor), self._split.table.shards()
         expected = {infos[shard].digest: next_use for shard, next_use in next_uses.items()}
         now = self._timeline.clock(*self._cursor)
-        self._cache.expect(expected, now, passed_only=passed_only, job_id=self._job_id)
+        self._job.expect(expected, now, passed_only=passed_only)
 
 
 def _choose_shards_at_once(split: Split, budget_bytes: int) -> int:
@@ -200,8 +189,8 @@ def serve(pipe: BinaryIO) -> None:
     job: StagerJob = pickle.load(pipe)  # noqa: S301 - from our own parent process
     events: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(pipe, events), daemon=True, name="datasvc-job").start()
-    with Cache(job.folder, tenant=job.tenant, peers=job.peers) as cache:
-        prefetcher = JobPrefetcher(cache, job)
+    with job.cache:
+        prefetcher = JobPrefetcher(job)
         prefetcher.start()
         with ThreadPoolExecutor(prefetcher.num_at_once, thread_name_prefix="datasvc-ahead") as pool:
             while True:

@@ -127,8 +127,6 @@ class CachedSource:
             except (CorruptDataError, NotFoundError, UnavailableError, ConfigError) as error:
                 self._direct.bad.add(info.digest, repository.objects.location(info.digest), str(error))
                 continue
-            if acquired.outcome == "resident":
-                self._counter.advance(info.size_bytes, source="resident")
             try:
                 return _map(acquired.path)
             except BaseException:

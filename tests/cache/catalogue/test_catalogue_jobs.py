@@ -9,15 +9,15 @@ from tests.cache.processes import are_there, hold_in_a_process, kill
 @pytest.fixture
 def orders(cache):
     """Two orders of this process."""
-    return cache._opened.new_job("train"), cache._opened.new_job("validation")
+    return cache.new_job("train"), cache.new_job("validation")
 
 
-def bring(cache, origin, job_id, next_uses, now=0):
+def bring(cache, origin, job, next_uses, now=0):
     """Let an order have objects resident, and say when it needs them."""
     repository, infos = origin
     for info, next_use in zip(infos, next_uses, strict=False):
         cache.acquire(info, repository)
-        cache.release(info.digest, NextUse(now, next_use), job_id=job_id)
+        job.release(info.digest, NextUse(now, next_use))
 
 
 def record(cache, info):
@@ -29,10 +29,10 @@ def test_what_another_job_needs_soon_stays_when_one_that_needs_it_later_lets_go(
     train, validation = orders
     bring(cache, origin, train, [10, 900, 900, 900, 900])
     cache.acquire(infos[0], repository)
-    cache.release(infos[0].digest, NextUse(0, 100_000), job_id=validation)
+    validation.release(infos[0].digest, NextUse(0, 100_000))
     cache.acquire(infos[5], repository)
     assert are_there(cache, infos[:1]) == [True]
-    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (train, 10)
+    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (train.id, 10)
 
 
 def test_uses_are_compared_as_what_each_job_still_reads(cache, origin, orders):
@@ -41,26 +41,26 @@ def test_uses_are_compared_as_what_each_job_still_reads(cache, origin, orders):
     train, validation = orders
     bring(cache, origin, train, [500])
     cache.acquire(infos[0], repository)
-    cache.release(infos[0].digest, NextUse(1_000, 1_010), job_id=validation)
-    assert record(cache, infos[0]).job_id == validation
-    cache.expect({infos[0].digest: 400}, 0, job_id=train)
-    assert record(cache, infos[0]).job_id == validation
-    cache.expect({infos[0].digest: 5}, 0, job_id=train)
-    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (train, 5)
+    validation.release(infos[0].digest, NextUse(1_000, 1_010))
+    assert record(cache, infos[0]).job_id == validation.id
+    train.expect({infos[0].digest: 400}, 0)
+    assert record(cache, infos[0]).job_id == validation.id
+    train.expect({infos[0].digest: 5}, 0)
+    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (train.id, 5)
 
 
 def test_an_order_may_take_back_what_it_said_itself(cache, origin, orders):
     _, infos = origin
     bring(cache, origin, orders[0], [10])
-    cache.expect({infos[0].digest: 5_000}, 0, job_id=orders[0])
+    orders[0].expect({infos[0].digest: 5_000}, 0)
     assert record(cache, infos[0]).next_use == 5_000
 
 
 def test_what_an_order_says_counts_more_than_what_its_process_did_not_know(cache, origin, orders):
     repository, infos = origin
     cache.acquire(infos[0], repository)  # the process has it now, with no use that is known
-    cache.release(infos[0].digest, NextUse(0, NEVER), job_id=orders[0])
-    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (orders[0], NEVER)
+    orders[0].release(infos[0].digest, NextUse(0, NEVER))
+    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (orders[0].id, NEVER)
 
 
 def test_a_use_that_passed_is_judged_by_the_clock_of_who_said_it(cache, origin, orders):
@@ -68,11 +68,11 @@ def test_a_use_that_passed_is_judged_by_the_clock_of_who_said_it(cache, origin, 
     _, infos = origin
     train, validation = orders
     bring(cache, origin, train, [20])
-    cache.expect({infos[0].digest: 90_000}, 10_000, passed_only=True, job_id=validation)
-    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (train, 20)
-    cache.expect({infos[0].digest: 300}, 10, passed_only=True, job_id=train)
+    validation.expect({infos[0].digest: 90_000}, 10_000, passed_only=True)
+    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (train.id, 20)
+    train.expect({infos[0].digest: 300}, 10, passed_only=True)
     assert record(cache, infos[0]).next_use == 20
-    cache.expect({infos[0].digest: 300}, 21, passed_only=True, job_id=train)
+    train.expect({infos[0].digest: 300}, 21, passed_only=True)
     assert record(cache, infos[0]).next_use == 300
 
 
@@ -81,20 +81,20 @@ def test_what_a_dead_job_needed_soon_is_forgotten(cache, origin, orders):
     process = hold_in_a_process(cache, repository, infos[:1])
     other = next(job.lease_id for job in cache.status().jobs if job.lease_id.startswith(f"{process.pid}-"))
     cache._opened.catalogue.release(infos[0].digest, other, NextUse(0, 1))
-    cache.expect({infos[0].digest: 700}, 0, job_id=orders[0])
+    orders[0].expect({infos[0].digest: 700}, 0)
     assert record(cache, infos[0]).job_id == other
     kill(process)
-    cache.expect({infos[0].digest: 700}, 0, job_id=orders[0])
-    assert record(cache, infos[0]).job_id == orders[0]
+    orders[0].expect({infos[0].digest: 700}, 0)
+    assert record(cache, infos[0]).job_id == orders[0].id
 
 
 def test_two_orders_of_one_process_have_clocks_of_their_own(cache, origin, orders):
     _, infos = origin
     train, validation = orders
-    cache.expect({infos[0].digest: 1}, 1_000_000, job_id=train)
-    cache.expect({infos[0].digest: 1}, 3, job_id=validation)
+    train.expect({infos[0].digest: 1}, 1_000_000)
+    validation.expect({infos[0].digest: 1}, 3)
     clocks = {job.lease_id: (job.clock_bytes, job.note) for job in cache.status().jobs}
-    assert (clocks[train], clocks[validation]) == ((1_000_000, "train"), (3, "validation"))
+    assert (clocks[train.id], clocks[validation.id]) == ((1_000_000, "train"), (3, "validation"))
 
 
 def test_what_an_order_that_ended_left_goes_first_also_while_its_process_lives(cache, origin, orders):
@@ -103,9 +103,9 @@ def test_what_an_order_that_ended_left_goes_first_also_while_its_process_lives(c
     bring(cache, origin, train, [1, 2])
     for info in infos[2:5]:
         cache.acquire(info, repository)
-        cache.release(info.digest, NextUse(0, 1_000), job_id=validation)
-    cache._opened.end_job(train)
-    assert train not in {job.lease_id for job in cache.status().jobs}
+        validation.release(info.digest, NextUse(0, 1_000))
+    train.end()
+    assert train.id not in {job.lease_id for job in cache.status().jobs}
     for info in infos[5:7]:
         cache.acquire(info, repository)
     assert are_there(cache, infos[:5]) == [False, False, True, True, True]
@@ -113,13 +113,13 @@ def test_what_an_order_that_ended_left_goes_first_also_while_its_process_lives(c
 
 def test_an_order_that_ended_stays_so_when_it_lets_go_late_or_nothing_is_left_of_it(cache, origin, orders):
     repository, infos = origin
-    cache._opened.end_job(orders[0])
+    orders[0].end()
     for info in infos[:6]:  # full: whoever left nothing is forgotten
         cache.acquire(info, repository)
-        cache.release(info.digest, NextUse(0, 10), job_id=orders[1])
+        orders[1].release(info.digest, NextUse(0, 10))
     cache.acquire(infos[6], repository)
-    cache.release(infos[6].digest, NextUse(5, 10), job_id=orders[0])
-    assert orders[0] not in {job.lease_id for job in cache.status().jobs}
+    orders[0].release(infos[6].digest, NextUse(5, 10))
+    assert orders[0].id not in {job.lease_id for job in cache.status().jobs}
     bring(cache, origin, orders[1], [10])
     cache.acquire(infos[7], repository)
     assert are_there(cache, infos[6:7]) == [False]
@@ -127,5 +127,5 @@ def test_an_order_that_ended_stays_so_when_it_lets_go_late_or_nothing_is_left_of
 
 def test_a_prefetch_is_its_orders_own(cache, origin, orders):
     repository, infos = origin
-    assert cache.prefetch(infos[0], repository, NextUse(3, 50), job_id=orders[1]) == "origin"
-    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (orders[1], 50)
+    assert orders[1].prefetch(infos[0], repository, NextUse(3, 50)) == "origin"
+    assert (record(cache, infos[0]).job_id, record(cache, infos[0]).next_use) == (orders[1].id, 50)

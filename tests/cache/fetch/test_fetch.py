@@ -176,7 +176,7 @@ def test_an_interrupt_right_after_the_reservation_leaves_none(cache, origin, mon
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache._fetcher, "_is_intact", interrupted)
+    monkeypatch.setattr(cache._opened.fetcher, "is_intact", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.acquire(infos[0], repository)
     monkeypatch.undo()
@@ -209,7 +209,7 @@ def test_two_threads_on_one_object_of_which_one_fails_do_not_harm_each_other(cac
     repository, infos = origin
     catalogue = cache._opened.catalogue
     real_drop, dropped, reserved = catalogue.drop, threading.Event(), threading.Event()
-    real_transfer, calls = cache._fetcher._transfer, []
+    real_transfer, calls = cache._opened.fetcher.fetch, []
 
     def transfer(*arguments):
         calls.append(threading.get_ident())
@@ -224,7 +224,7 @@ def test_two_threads_on_one_object_of_which_one_fails_do_not_harm_each_other(cac
             dropped.set()
             assert reserved.wait(20)
 
-    monkeypatch.setattr(cache._fetcher, "_transfer", transfer)
+    monkeypatch.setattr(cache._opened.fetcher, "fetch", transfer)
     monkeypatch.setattr(catalogue, "drop", drop)
 
     def fail():

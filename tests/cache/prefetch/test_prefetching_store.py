@@ -15,6 +15,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.job import CacheJob
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.stager import JobPrefetcher, StagerJob
 from datasvc.cache.prefetch.timeline import UseTimeline
@@ -47,7 +48,7 @@ def used_bytes(split):
 
 
 def job(cache, split, epoch=0, position=0):
-    return StagerJob(cache.folder, cache.tenant, None, split, CONFIG, None, epoch, position, cache.new_job())
+    return StagerJob(cache.new_job(), split, CONFIG, None, epoch, position)
 
 
 def resident(cache, split):
@@ -63,13 +64,13 @@ def fetch_all(ahead):
         ahead.fetch(piece)
 
 
-def use_until(cache, split, timeline, start, stop, owner):
+def use_until(job, split, timeline, start, stop):
     """Use what an order needs and lets go of between two places near each other, as a loader does."""
     for piece in timeline.needed_shards(*start):
         if piece.stop <= timeline.clock(*stop) and stop[0] - start[0] <= 1:
             info = split.table.shard(piece.shard)
-            cache.acquire(info, split.repository)
-            cache.release(info.digest, timeline.reuse(piece.shard, *stop), job_id=owner)
+            job.acquire(info, split.repository)
+            job.release(info.digest, timeline.reuse(piece.shard, *stop))
 
 
 def needed_first(split, epoch, position, count):
@@ -82,7 +83,7 @@ def needed_first(split, epoch, position, count):
 def test_what_is_needed_first_is_fetched_first_and_pushed_out_by_nothing_that_is_needed_later(tmp_path, split):
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
-        ahead = JobPrefetcher(cache, job(cache, split))
+        ahead = JobPrefetcher(job(cache, split))
         ahead.start()
         fetch_all(ahead)
         there = resident(cache, split)
@@ -95,11 +96,11 @@ def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_pat
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
         running = job(cache, split)
-        ahead = JobPrefetcher(cache, running)
+        ahead = JobPrefetcher(running)
         ahead.start()
         timeline, before = UseTimeline(split.table, CONFIG), (0, 0)
         for epoch, position in [(0, 0), (0, 50), (0, 110), (1, 0), (1, 60), (3, 10), (0, 20)]:
-            use_until(cache, split, timeline, before, (epoch, position), running.job_id)
+            use_until(running.cache, split, timeline, before, (epoch, position))
             before = epoch, position
             ahead.advance(epoch, position)
             fetch_all(ahead)
@@ -114,7 +115,7 @@ def test_what_is_there_already_stays_for_its_next_use(tmp_path, split):
         info = split.table.shard(soon)
         cache.acquire(info, split.repository)
         cache.release(info.digest)  # as `datasvc stage` leaves it: nobody knows when it is needed
-        ahead = JobPrefetcher(cache, job(cache, split))
+        ahead = JobPrefetcher(job(cache, split))
         ahead.start()
         fetch_all(ahead)
         assert soon in resident(cache, split)
@@ -235,15 +236,16 @@ def test_a_shard_that_cannot_be_fetched_holds_up_no_other_and_is_not_asked_for_a
     counted = Counter()
     bad = UseTimeline(split.table, CONFIG).needed_shards(0, 0)[6].shard
 
-    class Failing(Cache):
+    class Failing(CacheJob):
         def prefetch(self, info, *words, **options):
             counted[info.digest] += 1
             if info == split.table.shard(bad):
                 raise CorruptDataError("bad")
             return super().prefetch(info, *words, **options)
 
-    with Failing(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        ahead = JobPrefetcher(cache, job(cache, split))
+    with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
+        failing = Failing(cache.folder, cache.tenant, None, cache.new_job().id)
+        ahead = JobPrefetcher(replace(job(cache, split), cache=failing))
         ahead.start()
         for position in range(10):
             ahead.advance(0, position)
@@ -266,7 +268,7 @@ def test_shards_are_used_again_after_a_close(tmp_path, split):
 
 def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
-        ranks = [JobPrefetcher(cache, replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
+        ranks = [JobPrefetcher(replace(job(cache, split), lanes=[lane])) for lane in (0, 1)]
         for ahead in ranks:
             ahead.start()
             fetch_all(ahead)

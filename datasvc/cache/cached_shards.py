@@ -1,0 +1,73 @@
+"""The shards of one repository, read through a node's cache."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from datasvc.cache.catalogue.next_use import bias_owned
+from datasvc.cache.job import CacheJob, Outcome
+from datasvc.order import NextUse
+from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.shards.format.reader import Shard
+from datasvc.shards.versions.dataset import ShardRequest
+
+
+class CachedShards:
+    """A `ShardStore` of one repository that reads through a node's cache, for one job.
+
+    Shards that were not released are released when this object is garbage-collected.
+
+    Args:
+        job: job that reads the shards; it stays open until this object is collected.
+        repository: origin of the shards.
+    """
+
+    def __init__(self, job: CacheJob, repository: Repository) -> None:
+        self._job = job
+        self._repository = repository
+        self._held: Counter[Digest] = Counter()
+        # Refers to the job, which therefore stays open until its holds are released.
+        weakref.finalize(self, job.abandon, self._held)
+
+    def open_shard(self, info: ObjectInfo) -> Shard:
+        """Return the shard, mapped from the cache; it is not evicted before `release_shard`.
+
+        Raises:
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `CacheJob.acquire`.
+        """
+        return self.open(info)[0]
+
+    def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
+        """Return the shard as `open_shard` does, and its source."""
+        name, outcome = self._job.hold(info, self._repository)
+        self._held[info.digest] += 1
+        try:
+            return Shard.map(name), outcome
+        except BaseException:
+            self.release_shard(info)
+            raise
+
+    def release_shard(self, info: ObjectInfo, reuse: NextUse | None = None) -> None:
+        """Allow the shard to be evicted when space is needed; existing views of it stay readable."""
+        peers = self._job.peers
+        if reuse is not None and peers is not None and peers.num_nodes > 1:
+            # A node keeps the objects that it owns longer than others, because other nodes request them from it.
+            owned = np.array([peers.owns(info.digest)])
+            reuse = NextUse(reuse.now, int(bias_owned(np.array([reuse.next_use]), owned)[0]))
+        self._job.release(info.digest, reuse)
+        self._held[info.digest] -= 1
+
+    def is_resident(self, info: ObjectInfo) -> bool:
+        """Return whether a shard can be opened without a fetch. Raises ConfigError in a forked child."""
+        return self._job.is_resident(info)
+
+    def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
+        """Return {}: without an access order, this store waits for complete shards."""
+        return {}
+
+    def advance(self, epoch: int, position: int) -> None:
+        """Do nothing: this store declares no next uses."""

@@ -1,0 +1,263 @@
+"""The handle of one job on a node's cache: everything that depends on the job, its tenant and its peers.
+
+A job is a process that has the cache open, or one access order of such a process, with a clock of its own. Below it
+is the catalogue, whose transactions decide what is resident: no other layer lies between the two.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+from datasvc.cache.catalogue.catalogue import BUSY, GRANTED, NoSpaceYet
+from datasvc.cache.peers.peers import Peers
+from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
+from datasvc.cache.sources.remote_file import Store
+from datasvc.errors import ConfigError, UnavailableError
+from datasvc.order import NextUse
+from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository import Digest, ObjectInfo
+
+Outcome = Literal["resident", "origin", "peer", "busy", "later"]
+
+_ROWS_AT_ONCE = 1000
+
+
+class Acquired(NamedTuple):
+    """An object on which this process has a hold.
+
+    Attributes:
+        path: file of the object; it exists until the object is released.
+        outcome: "resident" if the object was there already, otherwise its source: "origin" or "peer".
+    """
+
+    path: Path
+    outcome: Outcome
+
+
+class CacheJob:
+    """One job on a node's cache. `Cache` is the job of its process; `Cache.new_job` starts those of access orders.
+
+    A job can be opened again by its id in other processes, such as the stager that fetches for an access order.
+
+    Args:
+        folder: folder of the cache.
+        tenant: tenant whose quota is charged.
+        peers: other nodes to read objects from before the origin; None: no other nodes.
+        job_id: id of the job; None: the job of this process.
+
+    Attributes:
+        id: id of the job, under which the catalogue records its clock and its next uses.
+
+    Raises:
+        ConfigError, CorruptDataError, UnavailableError: see `Cache`.
+    """
+
+    def __init__(self, folder: Path, tenant: str, peers: Peers | None, job_id: str | None = None) -> None:
+        self.folder = folder
+        self.tenant = tenant
+        self.peers = peers
+        opened = join_folder(folder)
+        self.id = job_id or opened.lease_id
+        self._opened: CacheFolder | None = opened
+        # Also runs if this object is collected without `close`.
+        self._leave = weakref.finalize(self, leave_folder, folder, opened)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes that this tenant may use: the budget of the node minus the guarantees of other tenants."""
+        return self._open().catalogue.account().available(self.tenant)
+
+    def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
+        """Make an object resident, and add a hold on it until `release`.
+
+        Args:
+            info: the object.
+            repository: origin of the object: a repository, or a remote file.
+            progress: counts the bytes by source; those of a resident object as "resident".
+
+        Raises:
+            CacheFullError: the budget has no space for the object, or the disk is full and nothing can be evicted.
+            CorruptDataError: every source sent wrong bytes, the origin twice.
+            NotFoundError, UnavailableError: see `Fetcher.fetch`.
+            ConfigError: this cache is closed, or was opened before a fork.
+        """
+        name, outcome = self.hold(info, repository, progress)
+        return Acquired(Path(name), outcome)
+
+    def hold(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> tuple[str, Outcome]:
+        """As `acquire`, but return the path as text: creating a `Path` takes longer than opening a file."""
+        opened = self._open()
+        # The hold comes first: from here on, no process can evict an object that the catalogue says is resident.
+        opened.locks.acquire(info.digest)
+        try:
+            if opened.catalogue.is_ready(info):
+                opened.count_hit()  # in memory, until the next release: a hit writes nothing to the catalogue
+                outcome: Outcome = "resident"
+            else:
+                outcome = self._fetch(opened, info, repository, progress)
+        except BaseException:
+            opened.locks.release(info.digest)
+            raise
+        if outcome == "resident":
+            progress.advance(info.size_bytes, source="resident")
+        return opened.files.object_name(info.digest), outcome
+
+    def prefetch(self, info: ObjectInfo, repository: Store, reuse: NextUse, *, evict: bool = True) -> Outcome:
+        """Make an object resident before its use, without a hold, and without waiting for other fetches.
+
+        Args:
+            info: the object.
+            repository: origin of the object: a repository, or a remote file.
+            reuse: next use of the object; nothing is evicted for it that is needed sooner.
+            evict: whether objects that a job may need again can be evicted.
+
+        Returns:
+            As `acquire`; or "later": the fetch would evict objects needed sooner, and nothing was done; or "busy":
+            another thread or process fetches the object.
+
+        Raises:
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError, ConfigError: as `acquire`.
+        """
+        opened = self._open()
+        if opened.catalogue.is_ready(info):
+            return "resident"
+        return self._fetch(opened, info, repository, prefetch=reuse, evict=evict)
+
+    def release(self, digest: Digest, reuse: NextUse | None = None) -> None:
+        """Remove one hold of this process; an object without holds may be evicted.
+
+        Args:
+            digest: the object.
+            reuse: next use by this job; None: unknown. Ignored if another job needs the object sooner.
+
+        Raises:
+            ConfigError: this process has no hold on the object.
+        """
+        opened = self._open()
+        if not opened.locks.count(digest):
+            raise ConfigError(f"object {digest} cannot be released: it was not acquired, or was released already")
+        try:
+            # Before the hold is removed: an eviction right after it must see the next use.
+            opened.catalogue.release(digest, self.id, reuse, opened.take_hits())
+        finally:
+            opened.locks.release(digest)
+
+    def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False) -> None:
+        """Declare the next uses of objects by this job; those that are resident are assigned to it.
+
+        An object that another running job needs as soon stays assigned to that job.
+
+        Args:
+            next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
+            now: current value of the job's clock. Bytes.
+            passed_only: leave the job's own objects unchanged if their next use is still ahead.
+        """
+        catalogue, remaining = self._open().catalogue, iter(next_uses.items())
+        # In chunks: a write transaction blocks the writes of all other processes.
+        while chunk := dict(islice(remaining, _ROWS_AT_ONCE)):
+            catalogue.expect(chunk, self.id, now, passed_only=passed_only)
+
+    @contextmanager
+    def resident(self, digest: Digest) -> Iterator[Path | None]:
+        """Yield the file of a resident, verified object, with a hold inside the block; None if it is not resident."""
+        opened = self._open()
+        opened.locks.acquire(digest)
+        try:
+            record = opened.catalogue.record(digest)
+            is_ready = record is not None and opened.catalogue.is_ready(ObjectInfo(digest, record.size_bytes))
+            yield opened.files.object_path(digest) if is_ready else None
+        finally:
+            opened.locks.release(digest)
+
+    def is_resident(self, info: ObjectInfo) -> bool:
+        """Return whether an object can be acquired without a fetch. Raises ConfigError in a forked child."""
+        return self._open().catalogue.is_ready(info)
+
+    def count(self, name: str, number: int) -> None:
+        """Add to a counter of the cache."""
+        self._open().catalogue.count({name: number})
+
+    def abandon(self, held: Counter[Digest]) -> None:
+        """Release holds whose user was collected; for finalizers: it never blocks, and does nothing after a fork."""
+        if self._opened is not None and self._opened.process == os.getpid():
+            self._opened.locks.abandon(held.elements())
+
+    def end(self) -> None:
+        """Mark the job as ended: its objects are evicted first. Ending it again does nothing."""
+        self._open().catalogue.retire(self.id)
+
+    def close(self) -> None:
+        """Close this handle. Holds stay until they are released; closing again does nothing."""
+        self._opened = None
+        self._leave()
+
+    def __reduce__(self) -> tuple[type[CacheJob], tuple[Path, str, Peers | None, str]]:
+        """Pickle as the arguments that open the job again, in another process."""
+        return CacheJob, (self.folder, self.tenant, self.peers, self.id)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> CacheFolder:
+        if self._opened is None:
+            raise ConfigError(f"the cache {self.folder} was closed; open it again")
+        self._opened.check_process()
+        return self._opened
+
+    def _fetch(
+        self,
+        opened: CacheFolder,
+        info: ObjectInfo,
+        repository: Store,
+        progress: Progress = NO_PROGRESS,
+        *,
+        prefetch: NextUse | None = None,
+        evict: bool = True,
+    ) -> Outcome:
+        """Make an object resident in the catalogue; a prefetch does not wait for other fetches."""
+        catalogue, files = opened.catalogue, opened.files
+        try:
+            while True:
+                reservation = catalogue.reserve(info, self.id, self.tenant, prefetch=prefetch, evict=evict)
+                if isinstance(reservation, NoSpaceYet):
+                    # A fetch always ends, successful or not. Then the reservation may succeed, or name another fetch.
+                    files.wait_for_incoming(reservation.digest)
+                elif reservation == BUSY and prefetch is None:
+                    files.wait_for_incoming(info.digest)
+                elif reservation != GRANTED:
+                    return reservation
+                else:
+                    break
+            # A file was found by a scan, or published by a process that was killed before its commit.
+            is_there = opened.fetcher.is_intact(info.digest)
+            outcome: Outcome = "resident"
+            counts = {"hits": 1}
+            if not is_there:
+                outcome, counts = opened.fetcher.fetch(info, repository, self.peers, progress)
+            catalogue.complete(info.digest, self.id, publish=not is_there, reuse=prefetch, counts=counts)
+            files.unlock(info.digest)
+        except OSError as error:
+            raise UnavailableError(
+                f"cannot write to the cache {self.folder}: {error}; check its disk and its permissions"
+            ) from error
+        finally:
+            # After any error, or an interrupt at any line: a reservation never outlives this call.
+            if files.is_locked_by_this_thread(info.digest):
+                try:
+                    catalogue.drop(info.digest, self.id)
+                finally:
+                    files.unlock(info.digest)
+        return outcome
