@@ -3,17 +3,7 @@
 import io
 import tarfile
 
-import numpy as np
-from PIL import Image
-
-
-def jpeg(width=40, height=30, seed=0, **options):
-    """Return an encoded image of blocks of colour."""
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(blocks).resize((width, height), Image.Resampling.BICUBIC).save(buffer, "JPEG", **options)
-    return buffer.getvalue()
+from datasvc.testing import encode_jpeg as jpeg
 
 
 def write_folder(folder, counts, *, start=0):

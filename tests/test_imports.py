@@ -43,6 +43,7 @@ ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datas
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.mix_order"}
 ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.gc"] | {"datasvc.gc"}
+ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",

@@ -157,6 +157,14 @@ def test_every_source_that_is_made_is_ingested_by_the_page():
     assert [name for name in names if f"examples/{name} " not in text and f"examples/{name}/" not in text] == []
 
 
+def test_every_program_of_the_page_on_testing_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = [block for block in read_blocks("testing.md") if block.language == "python"]
+    assert len(programs) == 4
+    for program in programs:
+        exec(compile(program.text, f"testing.md, line {program.line}", "exec"), {"__name__": "__main__"})
+
+
 PAGES = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"]
 
 

@@ -14,16 +14,9 @@ from datasvc.cache.peers.membership import (
     parse_node,
 )
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.testing import FakeClock
 
 A, B, C = "http://10.255.0.1:8765", "http://10.255.0.2:8765", "http://10.255.0.3:8765"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 def replace(path, text):
@@ -137,7 +130,7 @@ def test_a_file_that_is_bad_at_the_start_is_an_error_that_names_it(tmp_path, tex
 
 
 def test_a_name_is_resolved_again_only_after_a_while():
-    clock, answers, asked = Clock(), ["10.255.0.1"], []
+    clock, answers, asked = FakeClock(1000.0), ["10.255.0.1"], []
     membership = DnsMembership(
         "cache.example",
         8765,
@@ -147,15 +140,15 @@ def test_a_name_is_resolved_again_only_after_a_while():
         resolve=lambda name: asked.append(name) or answers,
     )
     answers = ["10.255.0.1", "10.255.0.2"]
-    clock.now += 9
+    clock.advance(9)
     assert membership.nodes() == Nodes((A,), A)
-    clock.now += 1
+    clock.advance(1)
     assert membership.nodes() == Nodes((A, B), A)
     assert asked == ["cache.example"] * 2
 
 
 def test_a_name_server_that_fails_leaves_the_last_addresses_and_is_counted():
-    clock, failing = Clock(), []
+    clock, failing = FakeClock(1000.0), []
 
     def resolve(name):
         if failing:
@@ -164,7 +157,7 @@ def test_a_name_server_that_fails_leaves_the_last_addresses_and_is_counted():
 
     membership = DnsMembership("cache.example", 8765, clock=clock, resolve=resolve, scheme="https")
     failing.append(True)
-    clock.now += 10
+    clock.advance(10)
     assert membership.nodes().urls == ("https://10.255.0.1:8765", "https://[fe80::1]:8765")
     assert membership.nodes().local_url is None
     assert membership.num_failures == 1

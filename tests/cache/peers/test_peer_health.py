@@ -3,19 +3,12 @@
 import pytest
 
 from datasvc.cache.peers.peer_health import PeerHealth
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+from datasvc.testing import FakeClock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
 
 
 @pytest.fixture
@@ -25,10 +18,10 @@ def health(clock):
 
 def pause(health, clock):
     """Return for how long the peer is left alone; ends when one may try it again."""
-    start = clock.now
+    start = clock.now_s
     while not health.may_request():
-        clock.now += 0.5
-    return clock.now - start
+        clock.advance(0.5)
+    return clock.now_s - start
 
 
 def test_a_peer_that_fails_is_left_alone_for_a_growing_while(health, clock):
@@ -56,7 +49,7 @@ def test_failures_of_many_requests_at_the_same_time_are_one(health, clock):
 
 def test_of_many_who_would_try_again_one_does(health, clock):
     health.record_failure()
-    clock.now += 1
+    clock.advance(1)
     assert [health.may_request() for _ in range(3)] == [True, False, False]
 
 
@@ -82,5 +75,5 @@ def test_a_peer_that_lacks_an_object_is_well_but_a_liar_stays_one(health, clock)
 def test_many_failures_in_a_row_overflow_nothing(health, clock):
     for _ in range(3000):
         health.record_failure()
-        clock.now += 60
+        clock.advance(60)
     assert health.may_request()

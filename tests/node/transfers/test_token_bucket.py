@@ -7,27 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.node.transfers.token_bucket import TokenBucket
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
+from datasvc.testing import FakeClock
 
 asks = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 5000)), min_size=1, max_size=30)
 
 
 @given(asks=asks, rate=st.integers(1, 10_000), burst=st.integers(1, 10_000))
 def test_between_any_two_instants_no_more_than_burst_and_rate_passes(asks, rate, burst):
-    clock = Clock()
+    clock = FakeClock(100.0)
     bucket = TokenBucket(rate, burst_bytes=burst, clock=clock)
     granted = []
     for pause, num_bytes in asks:
-        clock.now += pause
-        granted.append((clock.now + bucket.reserve(num_bytes), num_bytes))
+        clock.advance(pause)
+        granted.append((clock.now_s + bucket.reserve(num_bytes), num_bytes))
     for number, (start, first_bytes) in enumerate(granted):
         passed = 0
         for instant, num_bytes in granted[number:]:
@@ -38,25 +30,25 @@ def test_between_any_two_instants_no_more_than_burst_and_rate_passes(asks, rate,
 
 @given(asks=asks, rate=st.integers(1, 10_000))
 def test_callers_are_served_in_the_order_in_which_they_ask(asks, rate):
-    clock = Clock()
+    clock = FakeClock(100.0)
     bucket = TokenBucket(rate, clock=clock)
     granted = []
     for pause, num_bytes in asks:
-        clock.now += pause
-        granted.append(clock.now + bucket.reserve(num_bytes))
+        clock.advance(pause)
+        granted.append(clock.now_s + bucket.reserve(num_bytes))
     assert all(later >= earlier - 1e-6 for earlier, later in itertools.pairwise(granted))
 
 
 def test_a_busy_bucket_passes_its_whole_rate():
-    clock = Clock()
+    clock = FakeClock(100.0)
     bucket = TokenBucket(1000, burst_bytes=100, clock=clock)
     waits = [bucket.reserve(500) for _ in range(10)]
     assert waits[-1] == pytest.approx((5000 - 100) / 1000)
 
 
 def test_a_pause_saves_up_no_more_than_the_burst():
-    clock = Clock()
+    clock = FakeClock(100.0)
     bucket = TokenBucket(1000, burst_bytes=100, clock=clock)
-    clock.now += 1e6
+    clock.advance(1e6)
     assert bucket.reserve(100) == 0
     assert bucket.reserve(100) == pytest.approx(0.1)

@@ -1,0 +1,19 @@
+"""Provides what tests of programs on datasvc need: a store that fails on request, a clock, small data, source checks.
+
+Nothing in the product imports this package.
+"""
+
+from datasvc.testing.fake_clock import FakeClock
+from datasvc.testing.faulty_store import FaultyStore, StoreRequest
+from datasvc.testing.small_data import encode_jpeg, small_dataset
+from datasvc.testing.source_check import CheckedSamples, check_source
+
+__all__ = [
+    "CheckedSamples",
+    "FakeClock",
+    "FaultyStore",
+    "StoreRequest",
+    "check_source",
+    "encode_jpeg",
+    "small_dataset",
+]

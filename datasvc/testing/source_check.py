@@ -1,0 +1,101 @@
+"""Check of what every source promises; for sources of your own, and for all of ours."""
+
+from __future__ import annotations
+
+import pickle
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.shards.format.digests import digest_batch
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
+
+
+class CheckedSamples(NamedTuple):
+    """What was read from a source.
+
+    Attributes:
+        table: good samples of all parts in the order of the source, with the source's columns.
+        bad: bad samples in the order of the source.
+    """
+
+    table: pa.Table
+    bad: list[BadSample]
+
+
+def check_source(source: StreamedSource, *, is_read_once: bool = False) -> CheckedSamples:
+    """Read all parts of a source, and return their samples if it keeps what `StreamedSource` promises.
+
+    Batches have the source's columns and bounds, nulls only where the schema permits them, and as many samples as the
+    listing says; keys are unique in each split. A pickled copy, as worker processes get it, has the same fingerprint,
+    and gives the same samples in whatever order its parts are read.
+
+    Args:
+        source: the source.
+        is_read_once: the source holds an iterator, which can be neither read again nor sent to a process.
+
+    Raises:
+        ConfigError: the source breaks a promise; the message has the part and the promise.
+        DatasvcError: see `StreamedSource.read`.
+    """
+    parts = [read_part(source, part) for part in source.parts]
+    samples = CheckedSamples(
+        pa.concat_tables([source.schema.empty_table(), *(read.table for read in parts)]),
+        [bad for read in parts for bad in read.bad],
+    )
+    keys = [(part.split, key) for part, read in zip(source.parts, parts, strict=True) for key in _keys(read)]
+    _require(len(keys) == len(set(keys)), source.url, "keys are unique in a split")
+    if not is_read_once:
+        copy = pickle.loads(pickle.dumps(source))  # noqa: S301 - made in the same call
+        _require(copy.fingerprint() == source.fingerprint(), source.url, "a pickled copy has the same fingerprint")
+        for part, read in reversed(list(zip(copy.parts, parts, strict=True))):
+            is_same = _content(read_part(copy, part)) == _content(read)
+            _require(is_same, part.name, "each read of a part gives the same samples")
+    return samples
+
+
+def read_part(source: StreamedSource, part: SourcePart) -> CheckedSamples:
+    """Read one part once; for what is checked and for errors, see `check_source`."""
+    batches: list[pa.RecordBatch] = []
+    rejected: list[BadSample] = []
+    for piece in source.read(part):
+        if isinstance(piece, BadSample):
+            _require(piece.split == part.split, part.name, "a bad sample is of the split of its part")
+            rejected.append(piece)
+        else:
+            _check_batch(piece, source.schema, part.name)
+            batches.append(piece)
+    table = pa.Table.from_batches(batches, source.schema)
+    is_complete = bool(rejected) or part.num_samples in {None, table.num_rows}
+    _require(is_complete, part.name, f"it has the {part.num_samples} samples of the listing")
+    return CheckedSamples(table, rejected)
+
+
+def _check_batch(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> None:
+    _require(batch.schema.equals(schema, check_metadata=True), name, "batches have the columns of the source")
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(f"{name} has an invalid batch: {error}; build it with `SampleBatcher`") from error
+    is_small = 0 < batch.num_rows <= BATCH_SAMPLES and (batch.num_rows == 1 or batch.nbytes <= BATCH_BYTES)
+    _require(is_small, name, f"a batch has 1 to {BATCH_SAMPLES} samples, and at most {BATCH_BYTES} bytes or 1 sample")
+    nulls = [field.name for field, column in zip(schema, batch, strict=True) if column.null_count]
+    _require(all(schema.field(column).nullable for column in nulls), name, "only nullable columns have nulls")
+
+
+def _keys(samples: CheckedSamples) -> list[str]:
+    keys: list[str] = samples.table.column(KEY).to_pylist()
+    return keys
+
+
+def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
+    # Digests and not tables: Arrow takes NaN as different from NaN.
+    digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
+    return _keys(samples), digests, samples.bad
+
+
+def _require(holds: bool, what: str, promise: str) -> None:
+    if not holds:
+        raise ConfigError(f"{what} breaks a promise of sources: {promise}; see `StreamedSource`")
