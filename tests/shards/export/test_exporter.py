@@ -4,12 +4,10 @@ import dataclasses
 import errno
 import json
 import os
-import secrets
 import subprocess
 import sys
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,22 +15,13 @@ import pytest
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.shards import open_dataset
 from datasvc.shards.export import FORMATS
-from datasvc.shards.format.schema import image_schema, shard_schema
-from datasvc.shards.versions.delete import delete
+from datasvc.shards.format.schema import shard_schema
 from tests.progress import RecordedProgress
-from tests.shards.export import test_folder, test_lmdb, test_parquet, test_tfrecord, test_webdataset
-from tests.shards.export.contents import CLASSES, KEY_FIELD, exported, files, photos, write_photos
-from tests.shards.written_versions import describe_table, write_table, write_version
+from tests.shards.export import test_webdataset
+from tests.shards.export.contents import CLASSES, KEY_FIELD, exported, files, write_photos
+from tests.shards.written_versions import describe_table, write_table
 
 ROOT = Path(__file__).parents[3]
-REMOTE_FORMATS = [name for name, each in FORMATS.items() if not each.is_local_only]
-CHECKS = {
-    "webdataset": test_webdataset.check,
-    "parquet": test_parquet.check,
-    "lmdb": test_lmdb.check,
-    "folder": test_folder.check,
-    "tfrecord": test_tfrecord.check,
-}
 # Ends itself with SIGKILL at the n-th fsync: half of them come before a file has its name, half of them after.
 KILLED = """
 import os, signal, sys
@@ -69,19 +58,6 @@ def run_killed(calls, dataset, destination, export_format, workers=1, *, script)
 
 def summary_of(folder):
     return json.loads((Path(folder) / "datasvc-export.json").read_text())
-
-
-@pytest.mark.parametrize("export_format", CHECKS)
-def test_deleted_samples_are_left_out(repository, tmp_path, export_format):
-    first = write_photos(repository, [f"cat/{number:02d}" for number in range(12)], shards=4)
-    gone = [f"cat/{number:02d}" for number in (0, 3, 4, 5, 11)]  # the whole of the second shard
-    delete(repository, "photos", keys=gone)
-    dataset = open_dataset(repository, "photos")
-    exported(dataset, tmp_path / "after", export_format)
-    CHECKS[export_format](dataset, tmp_path / "after")
-    assert summary_of(tmp_path / "after")["splits"]["train"]["samples"] == 7
-    exported(first, tmp_path / "before", export_format)
-    CHECKS[export_format](first, tmp_path / "before")
 
 
 def test_a_column_that_old_shards_lack_is_null_in_them(repository, tmp_path):
@@ -136,30 +112,6 @@ def test_the_summary_says_what_is_there(repository, tmp_path):
     assert sorted(files(tmp_path / "out")) == ["datasvc-export.json", "val-000000.tar"]
 
 
-@pytest.mark.parametrize("export_format", FORMATS)
-def test_a_split_without_samples_is_no_trouble(repository, tmp_path, export_format):
-    write_version(repository, "none", {"train": [], "val": [photos(["a"])]}, image_schema(labelled=True), CLASSES)
-    report = exported(open_dataset(repository, "none"), tmp_path / "out", export_format, workers=2)
-    assert (report.splits["train"].num_samples, report.splits["val"].num_samples) == (0, 1)
-
-
-@pytest.mark.parametrize("export_format", REMOTE_FORMATS)
-@pytest.mark.parametrize("store", ["memory", pytest.param("s3", marks=pytest.mark.slow)])
-def test_a_url_gets_the_same_files_as_a_folder(request, repository, tmp_path, store, export_format):
-    base = "memory://" if store == "memory" else f"{request.getfixturevalue('s3_bucket')}/"
-    url = f"{base}{secrets.token_hex(8)}/out"
-    dataset = write_photos(repository)
-    exported(dataset, tmp_path / "out", export_format)
-    exported(dataset, url, export_format, workers=2)
-    file_system, root = fsspec.core.url_to_fs(url)
-    root = root.rstrip("/")
-    found = {path[len(root) + 1 :]: file_system.cat_file(path) for path in file_system.find(root)}
-    local = {name: (tmp_path / "out" / name).read_bytes() for name in files(tmp_path / "out")}
-    assert found == local
-    with pytest.raises(ConfigError, match="holds a finished export"):
-        exported(dataset, url, export_format)
-
-
 @pytest.mark.parametrize("name", ["notes.txt", "train/x.jpg", ".hidden"])
 def test_a_folder_that_holds_something_else_is_left_alone(repository, tmp_path, name):
     (tmp_path / "out" / name).parent.mkdir(parents=True)
@@ -177,13 +129,6 @@ def test_a_file_is_no_folder(repository, tmp_path):
     with pytest.raises(ConfigError, match="is a file, not a folder"):
         exported(write_photos(repository), tmp_path / "out", "webdataset")
     assert (tmp_path / "out").read_text() == "mine"
-
-
-def test_a_finished_export_is_not_written_again(repository, tmp_path):
-    dataset = write_photos(repository)
-    exported(dataset, tmp_path / "out", "webdataset")
-    with pytest.raises(ConfigError, match="holds a finished export"):
-        exported(dataset, tmp_path / "out", "webdataset")
 
 
 def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
@@ -286,45 +231,6 @@ def test_two_exports_at_once_do_not_meet_in_one_folder(repository, tmp_path):
     exported(dataset, tmp_path / "out", "webdataset", progress=RecordedProgress(on_advance=export_again))
     assert len(refused) == 3
     test_webdataset.check(dataset, tmp_path / "out")
-
-
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("export_format", FORMATS)
-def test_a_corrupt_shard_stops_the_export(repository, tmp_path, export_format, workers):
-    dataset = write_photos(repository, [f"{number}" for number in range(9)], shards=3)
-    damaged = dataset["train"].table.shard(1).digest
-    path = repository.objects.local_path(damaged)
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(CorruptDataError, match=damaged):
-        exported(dataset, tmp_path / "out", export_format, workers=workers)
-    assert not (tmp_path / "out" / "datasvc-export.json").exists()
-    assert not list((tmp_path / "out").rglob(".tmp-*"))
-    assert not list((tmp_path / "out").rglob("index.json"))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder with room for 64 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("needs the right to mount a small file system")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-@pytest.mark.parametrize("export_format", FORMATS)
-def test_a_full_disk_is_an_error_and_leaves_nothing_that_looks_complete(repository, small_disk, export_format):
-    dataset = write_photos(repository, [f"{number}" for number in range(60)], shards=6)
-    with pytest.raises(UnavailableError, match=r"No space left on device|; 0 bytes are free"):
-        exported(dataset, small_disk / "out", export_format)
-    assert not (small_disk / "out" / "datasvc-export.json").exists()
-    assert not list(small_disk.rglob(".tmp-*"))
 
 
 def test_a_disk_that_is_full_when_files_are_synced_is_an_error_too(repository, tmp_path, monkeypatch):

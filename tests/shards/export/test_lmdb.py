@@ -11,15 +11,12 @@ from datasvc.shards.format.schema import image_schema, shard_schema
 from tests.shards.export.contents import (
     CLASSES,
     KEY_FIELD,
-    digests,
     exported,
     files,
     photo,
-    version_digests,
     write_photos,
-    write_rich,
-    write_tokens,
 )
+from tests.shards.export.export_laws import ExportLaws
 from tests.shards.written_versions import write_version
 
 FIELDS = [("channels", 1, "INT32"), ("height", 2, "INT32"), ("width", 3, "INT32"), ("data", 4, "BYTES"),
@@ -56,20 +53,20 @@ def read(folder, split="train"):
     return samples
 
 
-def check(dataset, folder, split="train"):
-    found = read(folder, split)
-    assert [sample["key"] for sample in found] == [sample["key"] for sample in dataset[split]]
-    assert digests(found, dataset[split].table.sample_schema) == version_digests(dataset[split])
+class TestLmdbExport(ExportLaws):
+    format = "lmdb"
+    keys = ("a/1.jpg", "../x", "ключ", "a_b", "a\nb", "00000003_x", "9")
+    is_local_only = True
+    refuses_rich = "lmdb cannot hold the column 'caption' of string"
+    refuses_tokens = "has no column 'image'"
+
+    def read(self, folder, split):
+        return read(folder, split.name)
 
 
-def test_images_come_back_one_database_per_split(repository, tmp_path):
-    keys = ["a/1.jpg", "../x", "ключ", "a_b", "a\nb", "00000003_x", "9"]
-    dataset = write_photos(repository, keys, shards=3)
-    report = exported(dataset, tmp_path / "out", "lmdb")
-    check(dataset, tmp_path / "out", "train")
-    check(dataset, tmp_path / "out", "val")
+def test_there_is_one_database_per_split(repository, tmp_path):
+    exported(write_photos(repository, shards=3), tmp_path / "out", "lmdb")
     assert sorted(files(tmp_path / "out")) == ["datasvc-export.json", "train/data.mdb", "val/data.mdb"]
-    assert report.splits["train"].num_samples == 7
 
 
 def test_labels_may_be_negative_or_not_there_at_all(repository, tmp_path):
@@ -82,15 +79,13 @@ def test_labels_may_be_negative_or_not_there_at_all(repository, tmp_path):
     write_version(repository, "plain", {"train": [rows]}, plain)
     for name in ("labels", "plain"):
         dataset = open_dataset(repository, name)
-        exported(dataset, tmp_path / name, "lmdb")
-        check(dataset, tmp_path / name)
+        TestLmdbExport().check_round_trip(dataset, tmp_path / name)
 
 
 def test_many_transactions_make_one_database(repository, tmp_path, monkeypatch):
     monkeypatch.setattr("datasvc.shards.export.lmdb_database._TRANSACTION_BYTES", 3000)
     dataset = write_photos(repository, [f"{number}" for number in range(40)])
-    exported(dataset, tmp_path / "out", "lmdb")
-    check(dataset, tmp_path / "out")
+    TestLmdbExport().check_round_trip(dataset, tmp_path / "out")
 
 
 @pytest.mark.parametrize("size_bytes", [1, 2030, 4080, 4081, 5000])
@@ -109,14 +104,6 @@ def test_a_split_of_no_samples_is_an_empty_database(repository, tmp_path):
     assert read(tmp_path / "out") == []
 
 
-def test_other_columns_are_refused_by_name(repository, tmp_path):
-    with pytest.raises(ConfigError, match=r"lmdb cannot hold the column 'caption' of string; formats that can: webd"):
-        exported(write_rich(repository), tmp_path / "out", "lmdb")
-    with pytest.raises(ConfigError, match=r"has no column 'image'; formats that can: webdataset"):
-        exported(write_tokens(repository), tmp_path / "out", "lmdb")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_missing_image_is_refused_by_name(repository, tmp_path):
     schema = shard_schema([KEY_FIELD, pa.field("image", pa.large_binary())])
     write_version(repository, "gaps", {"train": [[{"key": "a", "image": None}]]}, schema)
@@ -128,8 +115,3 @@ def test_a_missing_image_is_refused_by_name(repository, tmp_path):
 def test_a_key_beyond_its_limit_is_refused(repository, tmp_path):
     with pytest.raises(ConfigError, match="at most 511 bytes"):
         exported(write_photos(repository, ["x" * 600]), tmp_path / "out", "lmdb")
-
-
-def test_a_url_is_refused(repository):
-    with pytest.raises(ConfigError, match="lmdb is written to local folders only"):
-        exported(write_photos(repository), "memory://lmdb", "lmdb")
