@@ -5,13 +5,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from datasvc.errors import DatasvcError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from datasvc.api import DataRepository
-    from datasvc.shards.ingestion.ingest import AnySource, IngestReport
+    from datasvc.shards.ingestion.build import Report
+    from datasvc.shards.ingestion.executors import EngineName
+    from datasvc.shards.ingestion.ingest import AnySource, Duplicates, IngestReport, OnBad
+    from datasvc.shards.sources import SourceOptions
+    from datasvc.shards.versions.combine import OnCommon
+    from datasvc.shards.versions.split_overlap import OnSplitOverlap
 
 __version__ = "0.1.0"
 __all__ = ["DatasvcError", "__version__", "ingest", "open"]
@@ -34,17 +41,55 @@ def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - r
     return DataRepository.open(url, create=create)
 
 
-def ingest(source: AnySource, name: str, *, repo: str, **options: Any) -> IngestReport:
-    """Ingest `source` as the next version of data set `name`.
+def ingest(
+    source: AnySource,
+    name: str,
+    *,
+    repo: str,
+    source_options: SourceOptions | None = None,
+    classes: Sequence[str] | None = None,
+    shard_bytes: int = 64 << 20,
+    on_bad: OnBad = "fail",
+    decode_check: bool = False,
+    duplicates: Duplicates = "keep",
+    max_side: int | None = None,
+    quality: int | None = None,
+    keep_order: bool = False,
+    val_fraction: float | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    append: bool = False,
+    on_common: OnCommon = "fail",
+    on_split_overlap: OnSplitOverlap = "fail",
+    engine: EngineName = "local",
+    workers: int | None = 1,
+    message: str = "",
+    report: Report | None = None,
+) -> IngestReport:
+    """Ingest `source` as the next version of data set `name` of the repository at the URL `repo`, which is created.
 
-    Args:
-        source: folder, file, pattern or any fsspec URL; or an iterable of samples, each a dict of Python values by
-            column name.
-        name: name of the data set.
-        repo: repository, a local folder or any fsspec URL; created if it does not exist.
-        options: options of `datasvc.shards.ingest`, such as `workers=8` or `append=True`.
-
-    Raises:
-        DatasvcError: the ingest failed; see `datasvc.shards.ingest`.
+    Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`; see there.
     """
-    return open(repo, create=True).ingest(source, name, **options)
+    return open(repo, create=True).datasets.ingest(
+        source,
+        name,
+        source_options=source_options,
+        classes=classes,
+        shard_bytes=shard_bytes,
+        on_bad=on_bad,
+        decode_check=decode_check,
+        duplicates=duplicates,
+        max_side=max_side,
+        quality=quality,
+        keep_order=keep_order,
+        val_fraction=val_fraction,
+        limit=limit,
+        seed=seed,
+        append=append,
+        on_common=on_common,
+        on_split_overlap=on_split_overlap,
+        engine=engine,
+        workers=workers,
+        message=message,
+        report=report,
+    )

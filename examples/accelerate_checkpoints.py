@@ -61,7 +61,7 @@ def main() -> None:
     every = int(args.every) if args.every.isdecimal() else args.every
 
     # Opened once the ranks have met: they save together, and end together after SIGTERM or Ctrl-C.
-    with loader, repo.model(args.name, every=every, grace="30s") as versions:
+    with loader, repo.models.manager(args.name, every=every, grace="30s") as versions:
         (newest,) = broadcast_object_list([versions.newest_step()])
         if newest is not None:
             state = versions.restore().state

@@ -65,7 +65,9 @@ def main() -> None:
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
-        versions = repo.model(args.name, every=save_every)  # made each time: those who are there now save together
+        versions = repo.models.manager(
+            args.name, every=save_every
+        )  # made each time: those who are there now save together
         try:
             with versions:
                 train_until_ranks_change(state, versions)

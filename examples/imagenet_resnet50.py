@@ -55,10 +55,10 @@ def main() -> None:
     )
 
     # Rank 0 looks, for all: another job may commit a version between two looks.
-    versions = repo.repository.living("models", args.name)
-    newest = hvd.broadcast_object(versions and f"{args.name}@{versions[-1]}", name="newest")
+    versions = repo.models.versions(args.name)
+    newest = hvd.broadcast_object(str(versions[-1]) if versions else None, name="newest")
     if newest:
-        state = repo.restore(newest, cache=cache).state
+        state = repo.models.restore(newest, cache=cache).state
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
@@ -82,7 +82,7 @@ def main() -> None:
                 "loader": loader.state_dict(),
             }
             use = DataUse(str(dataset.resolved), "train", loader.state_dict())
-            version = repo.save(args.name, state, step=(epoch + 1) * steps, data=[use], metrics={"loss": mean})
+            version = repo.models.save(args.name, state, step=(epoch + 1) * steps, data=[use], metrics={"loss": mean})
             print(f"epoch {epoch}: loss {mean:.3f}, {version}")
     loader.close()
     hvd.shutdown()

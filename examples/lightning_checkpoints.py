@@ -52,7 +52,7 @@ class VersionPlugin(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         """Return the state of a version, every byte verified."""
-        return self._repo.restore(str(path)).state
+        return self._repo.models.restore(str(path)).state
 
 
 class SaveVersions(lightning.Callback):
@@ -61,7 +61,7 @@ class SaveVersions(lightning.Callback):
     Args:
         repo: where to.
         name: of the model.
-        **options: of `repo.model`, such as `every="10min"`, `max_stall="3%"`, `grace="30s"`.
+        **options: of `repo.models.manager`, such as `every="10min"`, `max_stall="3%"`, `grace="30s"`.
 
     Attributes:
         stop_signal: the signal that ended the training early; None: none did.
@@ -81,7 +81,7 @@ class SaveVersions(lightning.Callback):
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Open the model: by now the ranks have met, and Lightning has taken the signals that `grace` takes over."""
-        self._model = self._repo.model(self._name, **self._options)
+        self._model = self._repo.models.manager(self._name, **self._options)
         loader, self._reading = trainer.train_dataloader, None
         if isinstance(loader, ReadLoader):  # any other does not tell which samples it has served
             if self._place is not None:
@@ -188,8 +188,8 @@ def main() -> None:
         data_rank=trainer.global_rank,
         data_world_size=trainer.world_size,
     )
-    living = repo.repository.living("models", args.name)
-    newest = f"{args.name}@{living[-1]}" if living else None
+    found = repo.models.versions(args.name)
+    newest = str(found[-1]) if found else None
     trainer.fit(SmallNet(len(split.classes), args.size), loader, ckpt_path=newest)
     if versions.stop_signal is not None:
         sys.exit(128 + versions.stop_signal)

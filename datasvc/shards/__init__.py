@@ -5,6 +5,7 @@ from datasvc.shards.format.schema import image_schema
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
 from datasvc.shards.ingestion.ingest import IngestReport, ingest
+from datasvc.shards.sources import SourceOptions
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
     OriginShards,
@@ -24,6 +25,7 @@ __all__ = [
     "ShardStore",
     "ShardTable",
     "ShardWriter",
+    "SourceOptions",
     "Split",
     "image_schema",
     "ingest",

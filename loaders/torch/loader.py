@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch.utils.data
@@ -27,25 +28,39 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     Args:
         data: an `IterableDataset`, which has a batch size; or any map-style data set, together with `batches`.
         batches: the order of a map-style data set.
-        options: options of torch's `DataLoader`, except `batch_size`, `shuffle`, `sampler`, `batch_sampler`,
-            `drop_last` and `in_order`, which follow from the order.
+        num_workers: worker processes; 0: the samples are read in this process. This option and those that follow are
+            passed to torch's `DataLoader`; its other options, such as `shuffle`, follow from the order.
+        collate_fn: makes a batch of a list of samples.
+        pin_memory: copy tensors into page-locked memory.
+        timeout: seconds to wait for a batch of a worker; 0: no limit.
+        worker_init_fn: called in each worker with its number.
+        multiprocessing_context: how workers are started, such as "spawn"; None: the default of the platform.
+        generator: generator of the seeds of the workers.
+        prefetch_factor: batches that each worker prepares ahead; None: torch's default.
+        persistent_workers: keep the workers from epoch to epoch.
 
     Raises:
-        ConfigError: `data` and `batches` do not go together; an option follows from the order; the splits differ.
+        ConfigError: `data` and `batches` do not go together; the splits differ.
     """
 
     def __init__(
         self,
         data: IterableDataset | torch.utils.data.Dataset[Any],
         batches: OrderBatchSampler | None = None,
-        **options: Any,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: BaseContext | str | None = None,
+        generator: torch.Generator | None = None,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
     ) -> None:
-        forbidden = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys()
-        if forbidden:
-            raise ConfigError(f"{sorted(forbidden)} follow from the order; leave them out")
         if isinstance(data, IterableDataset) and batches is None:
             self._source: IterableDataset | OrderBatchSampler = data
-            options["batch_size"] = data.batch_size
+            order: dict[str, Any] = {"batch_size": data.batch_size}
         elif isinstance(batches, OrderBatchSampler) and not isinstance(data, torch.utils.data.IterableDataset):
             if isinstance(data, Dataset) and data.split.digest != batches.order.split.digest:
                 raise ConfigError(
@@ -53,14 +68,26 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                     f"{batches.order.split!r}; give both one split"
                 )
             self._source = batches
-            options["batch_sampler"] = batches
+            order = {"batch_sampler": batches}
         else:
             raise ConfigError(
                 "expected a data set with an OrderBatchSampler, or only an IterableDataset of datasvc.loaders.torch; "
                 f"got {type(data).__name__} and {type(batches).__name__}"
             )
         self._cursor = self._source.cursor
-        super().__init__(data, **options)
+        super().__init__(
+            data,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            **order,
+        )
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""

@@ -174,8 +174,8 @@ def test_the_python_way_is_as_short_as_the_readme_says(pets, tmp_path):
         for images, labels in loader:
             assert len(images) == len(labels) == 4
         assert loader.state_dict()["epoch"] == 1
-    assert (repo.datasets(), repo.models()) == (["pets"], ["cnn"])
-    assert repo.restore("cnn").state["step"] == repo.describe("cnn").entry["step"] == 7
+    assert (repo.datasets.names(), repo.models.names()) == (["pets"], ["cnn"])
+    assert repo.models.restore("cnn").state["step"] == repo.models.describe("cnn").entry["step"] == 7
 
 
 def test_opening_from_python_makes_a_repository_only_when_asked(tmp_path):

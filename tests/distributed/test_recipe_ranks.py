@@ -121,7 +121,7 @@ FIFTY_STEPS = {
 @pytest.fixture(scope="module")
 def alone(repository):
     run(repository, "alone", 1, **FIFTY_STEPS)
-    return datasvc.open(repository.url).restore("alone")
+    return datasvc.open(repository.url).models.restore("alone")
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -129,7 +129,7 @@ def test_at_one_global_batch_any_number_of_ranks_gives_the_same_weights_and_metr
     held = run(repository, f"by-{ranks}", ranks, **FIFTY_STEPS)
     assert len({each["digest"] for each in held}) == 1, "all ranks hold the same bits"
     assert len({each["seed"] for each in held}) == ranks, "but none draws another's dropout masks"
-    together = datasvc.open(repository.url).restore(f"by-{ranks}")
+    together = datasvc.open(repository.url).models.restore(f"by-{ranks}")
     assert together.state["step"] == alone.state["step"] == 50
     for tree in ("model", "ema"):
         theirs, ours = together.state[tree], alone.state[tree]
@@ -160,7 +160,7 @@ def test_gradients_that_travel_in_16_bits_are_rounded_and_alike_on_all_ranks(rep
     for compression in ("none", "bf16"):
         held = run(repository, f"sent-{compression}", 2, compression=compression, max_steps=4, learning_rate=0.02)
         assert held[0]["digest"] == held[1]["digest"]
-        weights[compression] = datasvc.open(repository.url).restore(f"sent-{compression}").state["model"]
+        weights[compression] = datasvc.open(repository.url).models.restore(f"sent-{compression}").state["model"]
     pairs = [(value, weights["bf16"][name]) for name, value in weights["none"].items()]
     assert any(not torch.equal(exact, rounded) for exact, rounded in pairs)
     for exact, rounded in pairs:
@@ -173,6 +173,6 @@ def test_tokens_count_alike_on_ranks_with_different_numbers_of_them(repository):
     options |= {"model_option": f"layers=1 heads=2 width=32 dropout=0.0 context={BLOCK}", "global_batch": 16}
     run(repository, "gpt-alone", 1, **options)
     run(repository, "gpt-together", 2, **options)
-    ours, theirs = (datasvc.open(repository.url).restore(f"gpt-{name}") for name in ("alone", "together"))
+    ours, theirs = (datasvc.open(repository.url).models.restore(f"gpt-{name}") for name in ("alone", "together"))
     for name, value in ours.state["model"].items():
         torch.testing.assert_close(theirs.state["model"][name], value, atol=1e-5, rtol=0)

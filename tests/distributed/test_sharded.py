@@ -8,7 +8,7 @@ from tests.distributed.programs.sharded_states import VALUES, whole_tensors
 
 
 def assert_one_process_restores(url, ref):
-    checkpoint = datasvc.open(url).restore(ref)
+    checkpoint = datasvc.open(url).models.restore(ref)
     for name, tensor in whole_tensors().items():
         assert torch.equal(checkpoint.state["model"][name], tensor), name
     assert checkpoint.state["values"] == VALUES

@@ -71,7 +71,7 @@ def die_at(point):
 
 
 def save(step):
-    with datasvc.open(REPO).model("m") as model:
+    with datasvc.open(REPO).models.manager("m") as model:
         model.save(state(step), step=step)
 
 
@@ -197,7 +197,7 @@ def test_a_disk_that_fills_or_cannot_be_written_is_said_and_leaves_the_last_vers
 
 def test_a_clock_that_goes_backwards_changes_no_order(repository, monkeypatch):
     repo = datasvc.open(repository.url)
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         for step, now in enumerate(
             ("2099-01-01T00:00:00+00:00", "1970-01-01T00:00:00+00:00", "2026-01-01T00:00:00+00:00")
         ):
@@ -205,5 +205,5 @@ def test_a_clock_that_goes_backwards_changes_no_order(repository, monkeypatch):
             model.save({"w": torch.full((3,), float(step))}, step=step, wait=True)
     assert [version.entry["step"] for version in model_log(repository, "m")] == [0, 1, 2]
     assert [version.entry["parent"] for version in model_log(repository, "m")] == [None, "m@1", "m@2"]
-    assert repo.restore("m").state["w"].tolist() == [2.0] * 3
+    assert repo.models.restore("m").state["w"].tolist() == [2.0] * 3
     assert all(0 <= version.entry["duration"]["stall_s"] < 60 for version in model_log(repository, "m"))

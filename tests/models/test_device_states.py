@@ -78,7 +78,7 @@ def test_copies_of_every_type_and_layout_are_the_same_bits(device, dtype):
 def test_every_type_and_layout_comes_back_from_a_repository(repository, device, codec):
     state = {str(dtype): layouts(dtype, device) for dtype in DTYPES}
     repo = datasvc.open(repository.url)
-    with repo.model("odd", codec=codec) as model:
+    with repo.models.manager("odd", codec=codec) as model:
         for step in range(2):
             model.save(state, step=step).result()
         restored = model.restore().state
@@ -89,7 +89,7 @@ def test_every_type_and_layout_comes_back_from_a_repository(repository, device, 
 @each_device
 def test_a_save_holds_what_was_there_when_it_was_asked_for_though_the_device_is_behind(repository, device):
     weights = torch.zeros(1 << 20, device=device)
-    with datasvc.open(repository.url).model("busy", codec="none") as model:
+    with datasvc.open(repository.url).models.manager("busy", codec="none") as model:
         handles = []
         for step in range(4):
             busy(device)
@@ -108,7 +108,7 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for_though_the_device_is_
 def test_a_save_on_another_stream_than_that_of_the_update_waits_for_it_where_the_program_does(repository):
     own = torch.cuda.Stream()
     weights = torch.zeros(1 << 20, device="cuda")
-    with datasvc.open(repository.url).model("streams", codec="none") as model:
+    with datasvc.open(repository.url).models.manager("streams", codec="none") as model:
         busy("cuda")
         weights += 1
         own.wait_stream(torch.cuda.current_stream())
@@ -159,7 +159,7 @@ class Training:
 @each_device
 def test_a_training_with_a_loss_scale_goes_on_from_a_restore_bit_for_bit(repository, device):
     through = Training(device)
-    with datasvc.open(repository.url).model("scaled") as model:
+    with datasvc.open(repository.url).models.manager("scaled") as model:
         for number in range(4):
             through.step(number)
         handle = model.save(through.state(), step=4)
@@ -190,7 +190,7 @@ def test_random_draws_on_a_device_go_on_where_they_were(repository, device):
     random_state.seed_all(3)
     draw()
     state = random_state.capture()
-    with datasvc.open(repository.url).model("draws") as model:
+    with datasvc.open(repository.url).models.manager("draws") as model:
         handle = model.save({"random": state}, step=1)
         first = draw()
         assert draw() != first
@@ -205,7 +205,7 @@ def test_random_draws_on_a_device_go_on_where_they_were(repository, device):
 def test_a_training_moves_between_devices_with_its_optimizer(repository, saver, reader):
     first = Training(saver)
     first.step(0)
-    with datasvc.open(repository.url).model("moved") as model:
+    with datasvc.open(repository.url).models.manager("moved") as model:
         handle = model.save(first.state(), step=1)
         second = Training(reader)
         second.load(model.restore(str(handle.result())).state)

@@ -66,7 +66,7 @@ def end_at(line_start, number, *arguments):
 
 
 def newest(url, name):
-    found = datasvc.open(url).restore(name)
+    found = datasvc.open(url).models.restore(name)
     assert found.entry["step"] == NUM_STEPS
     return found
 
@@ -113,7 +113,7 @@ def test_a_killed_training_goes_on_to_the_same_bits(framework, url, whole, every
 def test_a_training_that_is_told_to_end_commits_its_last_step_and_goes_on_from_it(framework, url, whole):
     name = f"{framework}-told"
     assert end_at("step 3:", signal.SIGTERM, framework, url, name, 3) == 128 + signal.SIGTERM
-    stopped = datasvc.open(url).restore(name).entry
+    stopped = datasvc.open(url).models.restore(name).entry
     assert 3 <= stopped["step"] < NUM_STEPS
     run(framework, url, name, 12)
     found = newest(url, name)
@@ -152,7 +152,7 @@ def test_lightning_saves_with_any_loader_and_goes_on(lightning_example, tmp_path
             max_steps=steps, callbacks=[versions], plugins=[plugin], enable_checkpointing=False, **quiet
         )
         trainer.fit(Net(4, 8), {"a": loader} if several else loader, ckpt_path="net@1" if number > 1 else None)
-        found = repo.restore("net")
+        found = repo.models.restore("net")
         assert (found.version.version, found.entry["step"], found.entry["data"]) == (number, steps, [])
         assert "loader" not in found.state
         assert found.state["optimizer_states"][0]["state"][0]["step"] == steps

@@ -28,10 +28,10 @@ def said_of(ref):
 def test_a_plain_torch_loop_with_any_loader_saves_versions_and_goes_on_from_them(run):
     run(TORCH.replace("100", "7"))
     repo = datasvc.open("repo")
-    first = repo.restore("net")
+    first = repo.models.restore("net")
     assert (first.entry["step"], first.entry["data"]) == (7, [])
     run(TORCH.replace("100", "12"))
-    second = repo.restore("net")
+    second = repo.models.restore("net")
     assert (second.entry["step"], second.entry["parent"]) == (12, "net@1")
     assert second.state["optimizer"]["state"][0]["step"] == 12
     assert "no consumed samples were recorded" in said_of("net@2")
@@ -41,7 +41,7 @@ def test_a_plain_torch_loop_with_any_loader_saves_versions_and_goes_on_from_them
 @pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 def test_lightning_with_any_loader_saves_versions_and_goes_on_from_them(run):
     run(LIGHTNING)
-    found = datasvc.open("repo").restore("lightning")
+    found = datasvc.open("repo").models.restore("lightning")
     assert (found.entry["step"], found.entry["parent"], found.entry["data"]) == (40, "lightning@3", [])
     assert found.state["optimizer_states"][0]["state"][0]["step"] == 40
     assert found.entry["step"] == found.state["global_step"]

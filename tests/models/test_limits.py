@@ -69,7 +69,7 @@ USES = {
     "restore": restore,
     "restore through copies": lambda repository, ref: restore_through(repository, ref, fallback=[repository]),
     "load sharded": load_sharded,
-    "load into": lambda repository, ref: load_version_into(torch.nn.Linear(1, 1), repository, ref),
+    "load into": lambda repository, ref: load_version_into(repository, torch.nn.Linear(1, 1), ref),
     "diff": lambda repository, ref: diff(repository, ref, "m@1"),
     "gc": lambda repository, _ref: gc(repository),
 }

@@ -51,7 +51,7 @@ def main() -> None:
         photos = folder / "photos"
         size_bytes = write_photos(photos, num_images=arguments.images)
         repository = datasvc.open(str(folder / "repository"), create=True)
-        repository.ingest(str(photos), "photos")
+        repository.datasets.ingest(str(photos), "photos")
         split = next(iter(repository.dataset("photos@1").values()))
         peers: dict[str, Callable[[], float]] = {
             name: partial(run_peer, name, photos, arguments) for name in arguments.peers

@@ -74,7 +74,7 @@ def write_version(folder: Path, num_shards: int) -> str:
     np.save(folder / "blocks" / "tokens.npy", numbers.reshape(-1, BLOCK_TOKENS))
     url = str(folder / "repository")
     shard_bytes = len(numbers) // NUM_REAL * numbers.itemsize
-    datasvc.open(url, create=True).ingest(str(folder / "blocks"), "few", shard_bytes=shard_bytes)
+    datasvc.open(url, create=True).datasets.ingest(str(folder / "blocks"), "few", shard_bytes=shard_bytes)
     repository = Repository.open(url)
     few = next(iter(datasvc.open(url).dataset("few@1").values())).table
     rows = few.rows.take(pa.array(np.arange(num_shards) % len(few.rows)))

@@ -92,7 +92,7 @@ def measure(settings: argparse.Namespace) -> list[Cycle]:
     training = Training(settings.optimizer, frozen=False, model=settings.model)
     repository = datasvc.open(str(settings.folder), create=True)
     console = Console(stderr=True)
-    with repository.model("net", max_stall=settings.max_stall) as saved:
+    with repository.models.manager("net", max_stall=settings.max_stall) as saved:
         turns, cycles = Turns(training, saved), []
         turns.run_plain(WARM_UP_STEPS)
         turns.run_to_save()

@@ -101,7 +101,7 @@ def _stallers(state: State, folder: Path) -> Contestants:
 
     target = folder / "own"
     shutil.rmtree(target, ignore_errors=True)
-    model = datasvc.open(str(target), create=True).model("resnet", codec="planes")
+    model = datasvc.open(str(target), create=True).models.manager("resnet", codec="planes")
 
     def own_stall() -> float:
         warm_memory(4 * size_of(state))

@@ -129,7 +129,7 @@ def main() -> None:
         folder = Path(name)
         size_bytes = write_photos(folder / "photos", num_images=arguments.images)
         repository = datasvc.open(str(folder / "repository"), create=True)
-        repository.ingest(str(folder / "photos"), "photos")
+        repository.datasets.ingest(str(folder / "photos"), "photos")
         with Cache(folder / "cache", budget=2 * size_bytes) as cache:
             cache.stage([next(iter(repository.dataset("photos@1").values()))])
         several = f"{arguments.jobs} jobs"

@@ -121,7 +121,7 @@ def _run(folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
     (folder / "blocks").mkdir()
     np.save(folder / "blocks" / "tokens.npy", blocks)
     repository = datasvc.open(str(folder / "repository"), create=True)
-    repository.ingest(str(folder / "blocks"), "tokens")
+    repository.datasets.ingest(str(folder / "blocks"), "tokens")
     split = next(iter(repository.dataset("tokens@1").values()))
     with Cache(folder / "cache", budget=4 * blocks.nbytes) as cache:
         cache.stage([split])

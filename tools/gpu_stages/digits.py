@@ -18,7 +18,9 @@ def run(stage: Stage) -> None:
     """Train at both precisions; the accuracy on what was held out is the figure, and below 97 % the stage fails."""
     with stage.timed("data"):
         stage.run(ROOT / "tools" / "make_digits.py", stage.folder / "digits")
-        datasvc.open(str(stage.folder / "repository"), create=True).ingest(str(stage.folder / "digits"), "digits")
+        datasvc.open(str(stage.folder / "repository"), create=True).datasets.ingest(
+            str(stage.folder / "digits"), "digits"
+        )
     reached = {}
     for precision in PRECISIONS:
         with stage.timed(precision):

@@ -15,5 +15,5 @@ def make_photos(folder: Path, *, num_images: int) -> tuple[Path, Split]:
     photos = folder / "photos"
     write_photos(photos, num_images=num_images)
     repository = datasvc.open(str(folder / "repository"), create=True)
-    repository.ingest(str(photos), "photos")
+    repository.datasets.ingest(str(photos), "photos")
     return photos, next(iter(repository.dataset("photos@1").values()))

@@ -61,7 +61,7 @@ def to_device(state: State, device: str) -> State:
 def measure_steps(stage: Stage, name: str, *, repeats: int) -> None:
     """Add the time of steps without a save, and of those until a save is committed; and for how long it blocks."""
     step, state = make_step(name, stage.device, batch=stage.choose(128, 2), size=stage.choose(224, 32))
-    model = datasvc.open(str(stage.folder / "own"), create=True).model(name, codec="planes")
+    model = datasvc.open(str(stage.folder / "own"), create=True).models.manager(name, codec="planes")
     plain_s, beside_s, stalls_s = [], [], []
     with model:
         for repeat in range(repeats + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError
 from datasvc.models import Checkpoint, CheckpointManager
+from datasvc.models.tensors.write import Codec
 from datasvc.progress import byte_progress
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
@@ -30,10 +31,10 @@ def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | N
     """Return the manager that saves the run and restores it through the node's cache. Every rank calls this."""
     # Only the main thread can handle signals. A program that trains in another thread ends the run itself.
     is_main = threading.current_thread() is threading.main_thread()
-    return repo.model(
+    return repo.models.manager(
         config.name,
         cache=cache,
-        codec=config.codec,
+        codec=cast("Codec", config.codec),  # the configuration accepts no other value
         every=config.checkpoint_every,
         max_stall=config.max_stall,
         overlap=config.checkpoint_overlap,

@@ -16,7 +16,6 @@ from datasvc.models import ConsumptionTracker
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
-from datasvc.repository import Resolved
 from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.shards.sources.text.tokens import TOKENS
@@ -111,9 +110,9 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str |
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None
     if config.resume not in ("auto", "never"):
-        checkpoint = str(repo.repository.resolve("models", config.resume))
-    elif config.resume == "auto" and (living := repo.repository.living("models", config.name)):
-        checkpoint = str(Resolved("models", config.name, living[-1]))
+        checkpoint = str(repo.models.resolve(config.resume))
+    elif config.resume == "auto" and (versions := repo.models.versions(config.name)):
+        checkpoint = str(versions[-1])
     return data, checkpoint
 
 

@@ -48,16 +48,20 @@ def verify(
     The exit status is 3 if a problem remains.
     """
     from datasvc.models.registry.repair import verify_and_repair
-    from datasvc.models.versions.signing_keys import trusted_keys
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 
     repository = Repository.open(repo)
     versions = _choose(repository, refs or [], every=every)
-    copies = [Repository.open(url) for url in repair_from or []]
     with byte_progress(f"verifying {len(versions)} versions") as progress:
-        keys = trusted_keys(trusted or None)
-        outcome = verify_and_repair(repository, versions, copies, deep=deep, trusted=keys, progress=progress)
+        outcome = verify_and_repair(
+            repository,
+            versions,
+            repair_from or (),
+            deep=deep,
+            trusted_keys=trusted or None,
+            progress=progress,
+        )
     report, remaining = outcome.found, outcome.left
     if as_json:
         repairs = [asdict(repair) for repair in outcome.repairs]

@@ -85,7 +85,7 @@ def export_onnx(
     check_target(Path(folder))
     version = repository.resolve("models", ref)
     loaded = load_version_into(
-        model, repository, str(version), prefix=prefix, rename=rename, source=source, trusted_keys=trusted_keys
+        repository, model, str(version), prefix=prefix, rename=rename, source=source, trusted_keys=trusted_keys
     )
     model.eval()
     batch = torch.export.Dim.DYNAMIC if dynamic_batch else None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import BinaryIO, Final, cast
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.registry.survey import ModelProblem
-from datasvc.models.registry.verify import ModelVerifyReport, verify
+from datasvc.models.registry.verify import ModelVerifyReport, resolve_versions, verify
 from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.threads import run_in_threads
-from datasvc.models.versions.signing_keys import PublicKey
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.intact import QUARANTINE, keep_aside
@@ -86,11 +86,11 @@ def repair(
 
 def verify_and_repair(
     repository: Repository,
-    versions: Iterable[Resolved],
-    copies: Sequence[Repository],
+    versions: Iterable[str | Resolved],
+    copies: Sequence[Repository | str],
     *,
     deep: bool = False,
-    trusted: Sequence[PublicKey] = (),
+    trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> RepairReport:
     """Verify versions, repair bad objects, and repeat this until a pass finds no further problem.
@@ -100,22 +100,23 @@ def verify_and_repair(
 
     Args:
         repository: repository of the versions.
-        versions: versions to check.
-        copies: other repositories, see `repair`; without any, nothing is repaired.
+        versions: versions to check, see `verify`.
+        copies: other repositories, or their URLs, see `repair`; without any, nothing is repaired.
         deep: see `verify`.
-        trusted: see `verify`.
+        trusted_keys: see `verify`.
         progress: counts the bytes that were read, decoded or copied; it begins once per pass.
 
     Raises:
         Same errors as `verify` and `repair`.
     """
-    by_name = {str(version): version for version in versions}
-    done = verify(repository, by_name.values(), deep=deep, trusted=trusted, progress=progress)
+    by_name = {str(version): version for version in resolve_versions(repository, versions)}
+    opened = [copy if isinstance(copy, Repository) else Repository.open(copy) for copy in copies]
+    done = verify(repository, by_name.values(), deep=deep, trusted_keys=trusted_keys, progress=progress)
     problems, remaining, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
-    while copies:
+    while opened:
         # Try each object once: the same copies would fail again.
         tried = repair(
-            repository, [problem for problem in remaining if problem.digest not in repairs], copies, progress
+            repository, [problem for problem in remaining if problem.digest not in repairs], opened, progress
         )
         repairs.update((result.digest, result) for result in tried)
         good = {result.digest for result in tried if result.failure is None}
@@ -126,7 +127,7 @@ def verify_and_repair(
         if not hidden:
             break
         again = [version for name, version in by_name.items() if name in hidden]
-        more = verify(repository, again, deep=deep, trusted=trusted, progress=progress).problems
+        more = verify(repository, again, deep=deep, trusted_keys=trusted_keys, progress=progress).problems
         known = set(map(_identity, remaining))
         new = [problem for problem in more if _identity(problem) not in known]
         remaining += new

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import not_
+from pathlib import Path
 from typing import Final
 
 from datasvc.errors import DatasvcError, NotFoundError
@@ -14,7 +15,7 @@ from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.tensors.threads import run_in_threads
-from datasvc.models.versions.signing_keys import PublicKey
+from datasvc.models.versions.signing_keys import trusted_keys as load_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 
@@ -42,10 +43,10 @@ class ModelVerifyReport:
 
 def verify(
     repository: Repository,
-    versions: Iterable[Resolved],
+    versions: Iterable[str | Resolved],
     *,
     deep: bool = False,
-    trusted: Sequence[PublicKey] = (),
+    trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> ModelVerifyReport:
     """Read every object of some model versions once and compare it with its digest.
@@ -55,20 +56,21 @@ def verify(
 
     Args:
         repository: repository of the versions.
-        versions: versions to check, such as those of `every_version`.
+        versions: references of the versions to check, or the result of `every_version`.
         deep: also decode every tensor and compare it with its digest. This finds tensors that were stored wrongly,
             not only objects that changed later.
-        trusted: public keys. If there are any, each version must be signed by one of them.
+        trusted_keys: files of public keys, see `restore`. If there are any, each version must be signed by one of
+            them.
         progress: counts the bytes that were read from objects and, with `deep`, decoded to tensors.
 
     Raises:
-        ConfigError: an object has a format that this version of datasvc does not support.
+        ConfigError, NotFoundError: a reference does not resolve, a key cannot be read, or an object has a format that
+            this version of datasvc does not support.
         UnavailableError: a remote store does not answer; the state of the data is unknown.
     """
-    survey, scanned = Survey(repository, trusted), []
-    for version in versions:
+    survey, resolved = Survey(repository, load_keys(trusted_keys)), resolve_versions(repository, versions)
+    for version in resolved:
         survey.scan(version)
-        scanned.append(str(version))
     progress.begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
     bad = _find_bad_objects(repository.objects, survey, progress)
     of_tensors: list[ModelProblem] = []
@@ -80,7 +82,13 @@ def verify(
     # Filter last: a version can be removed at any time during the check.
     problems = _of_living(repository, [*survey.problems, *of_tensors])
     sizes = survey.objects | survey.documents
-    return ModelVerifyReport(tuple(scanned), len(sizes), sum(sizes.values()), tuple(problems))
+    return ModelVerifyReport(tuple(map(str, resolved)), len(sizes), sum(sizes.values()), tuple(problems))
+
+
+def resolve_versions(repository: Repository, refs: Iterable[str | Resolved]) -> list[Resolved]:
+    """Return the version of each reference, each version once; for errors, see `Repository.resolve`."""
+    resolved = (ref if isinstance(ref, Resolved) else repository.resolve("models", ref) for ref in refs)
+    return list(dict.fromkeys(resolved))
 
 
 def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Resolved]:

@@ -66,8 +66,8 @@ def load_into(
 
 
 def load_version_into(
-    model: torch.nn.Module,
     repository: Repository,
+    model: torch.nn.Module,
     ref: str | Resolved,
     *,
     prefix: str = "model",

@@ -7,14 +7,18 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from datasvc.cache import Cache
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
-from datasvc.models.restoring.checkpoint import Checkpoint, restore
+from datasvc.models.restoring.checkpoint import Checkpoint
+from datasvc.models.restoring.restore import restore
 from datasvc.models.saving.flat_state import FlatState, describe_mismatch, flatten_state
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import SaveHandle, SaveQueue
@@ -28,6 +32,7 @@ from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
 from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.metadata import VersionMetadata, check_step
+from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 
@@ -40,7 +45,7 @@ TIMEOUT_S: Final = 600.0
 
 
 class CheckpointManager:
-    """Saves and restores the versions of one model. Made by `datasvc.open(url).model(name)`.
+    """Saves and restores the versions of one model. Made by `repo.models.manager(name)`.
 
     Use it as a context manager, or call `close`. In a job of several ranks every rank makes one and calls the same
     methods in the same order, `close` included.
@@ -62,8 +67,10 @@ class CheckpointManager:
             `stop_signal` instead of ending the process. None: signal handlers are unchanged.
         group: torch.distributed group whose ranks save together; None: the default group, or one rank without it.
         timeout_s: seconds without an answer after which the other ranks abandon a save.
-        restoring: function that reads a checkpoint by its reference, with the options of `CheckpointManager.restore`;
-            the default reads from the repository only.
+        cache: this node's cache, or its folder, for restores; see `restore.restore`.
+        peers: other nodes to fetch from, for a cache that is given by its folder.
+        fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
+        trusted_keys: files of public keys; a restored version must be signed by one of them. See `restore.restore`.
 
     Attributes:
         name: name of the model.
@@ -88,7 +95,10 @@ class CheckpointManager:
         grace: str | None = None,
         group: Any = None,
         timeout_s: float = TIMEOUT_S,
-        restoring: Callable[..., Checkpoint] | None = None,
+        cache: Cache | str | Path | None = None,
+        peers: Peers | None = None,
+        fallback: Sequence[Repository | str] | Repository | str = (),
+        trusted_keys: Sequence[str | Path] | None = None,
     ) -> None:
         self.name = check_name(name, "model")
         if codec not in CODECS:
@@ -97,7 +107,9 @@ class CheckpointManager:
             raise ConfigError(f"failures is {failures!r}; expected one of {', '.join(FAILURES)}")
         self._failures = failures
         self._repository = repository
-        self._restore = restoring or partial(restore, repository)
+        self._restore = partial(
+            restore, repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
+        )
         self._policy = parse_policy(every, max_stall)
         self._is_closed = False
         self._scheduler = SaveScheduler(self._policy)
@@ -240,14 +252,25 @@ class CheckpointManager:
             self._scheduler.record_stall(time.perf_counter() - began_s)
         return handle
 
-    def restore(self, ref: str | None = None, **how: Any) -> Checkpoint:
+    def restore(
+        self,
+        ref: str | None = None,
+        *,
+        only: Collection[str] = (),
+        exclude: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> Checkpoint:
         """Return a checkpoint with every byte verified, the same on every rank. The next save continues it.
 
         Waits for running saves first, so that their parent is the version from before the restore.
 
         Args:
             ref: version or tag of any model, "digits-cnn@3"; None: the newest version of this model.
-            **how: further options of the restore, such as `progress`; see `restore.restore`.
+            only: patterns of tensors to restore; with `only`, `exclude` or `rename` see `restore.restore`.
+            exclude: patterns of tensors to leave out.
+            rename: map from stored names to new names.
+            progress: counts the bytes of restored tensors.
 
         Raises:
             ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
@@ -267,7 +290,7 @@ class CheckpointManager:
         answers = self._main_channel.exchange([describe_error(error), version])
         raise_on_all_ranks([answer[0] for answer in answers], error)
         try:
-            checkpoint = self._restore(answers[0][1], **how)
+            checkpoint = self._restore(answers[0][1], only=only, exclude=exclude, rename=rename, progress=progress)
         except Exception as failure:
             if self._main_channel.size == 1:
                 raise

@@ -58,7 +58,7 @@ def share(repo, rank):
         return real(batch, info, content)
 
     ObjectBatch.write = write
-    with repo.model("m", codec="none") as model:
+    with repo.models.manager("m", codec="none") as model:
         for step in (1, 2):
             handle = model.save(weights(step), rank_state={"rank": rank, "t": torch.full((3,), rank)}, step=step)
         versions = [str(handle.result())]
@@ -75,17 +75,17 @@ def share(repo, rank):
 
 def unlike(repo, rank):
     """A tensor that is not the same on all ranks, as the statistics of a batch normalisation are not."""
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         means = [torch.full((30_000,), float(rank)) for _ in range(6)]
         model.save({**weights(1), "means": means, "epoch": rank}, step=1)
-    state = repo.restore("m").state
+    state = repo.models.restore("m").state
     found = torch.cat(state["means"]).unique().tolist()
     return [found, state["epoch"], torch.equal(state["cut"], weights(1)["cut"])]
 
 
 def refused(repo, rank):
     """One rank has what cannot be saved, then another shape, then another step: all hear the same, and go on."""
-    with repo.model("m", timeout_s=10.0) as model:
+    with repo.models.manager("m", timeout_s=10.0) as model:
         bad = {"f": print} if rank == 1 else {"f": 1}
         errors = [caught(lambda: model.save(bad, step=1))]
         errors.append(caught(lambda: model.save({"w": torch.ones(3 + (rank == 2))}, step=2)))
@@ -108,7 +108,7 @@ def fails(repo, rank):
     A rank may come to the next save before it has heard how the last one ended.
     """
     real = ObjectBatch.write
-    with repo.model("m", timeout_s=10.0) as model:
+    with repo.models.manager("m", timeout_s=10.0) as model:
         if rank == 2:
             ObjectBatch.write = raising(UnavailableError("the disk of this rank is full"))
         handle = model.save(weights(1), rank_state={"t": torch.rand(5)}, step=1)
@@ -142,25 +142,25 @@ def fails(repo, rank):
             errors.append(None)
         model._queue.wait_for_slot = wait_for_slot
         model.save(weights(4), step=4, wait=True)
-    return [*errors, str(model.version), repo.restore("m").state["small"].tolist()]
+    return [*errors, str(model.version), repo.models.restore("m").state["small"].tolist()]
 
 
 def dies(repo, rank):
     """A rank is killed while the others wait for what it stores."""
     if rank == 2:
         ObjectBatch.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    model = repo.model("m")
+    model = repo.models.manager("m")
     handle = model.save(weights(1), rank_state={"t": torch.rand(40_000)}, step=1)
     errors = [caught(handle.result), caught(lambda: model.save(weights(2), step=2))]
     errors.append(caught(model.close))
-    return [error and error[0] for error in errors] + [repo.models()]
+    return [error and error[0] for error in errors] + [repo.models.names()]
 
 
 def stops(repo, rank):
     """Only one rank gets the signal; all stop after the same step. Time says when to save: as rank 0 has it."""
     saved, step = [], 0
     save_policy.CHECK_EVERY_S = 0.01
-    with repo.model("m", max_stall="50%", grace="60s") as model:
+    with repo.models.manager("m", max_stall="50%", grace="60s") as model:
         while not model.stop_signal:
             step += 1
             dist.barrier()
@@ -169,12 +169,12 @@ def stops(repo, rank):
             if model.should_save(step):
                 model.save({"w": torch.ones(3) * step}, step=step)
                 saved.append(step)
-    return [saved, step, model.stop_signal, repo.describe("m").entry["step"]]
+    return [saved, step, model.stop_signal, repo.models.describe("m").entry["step"]]
 
 
 def overlaps(repo, rank):
     """One rank is still writing when the next save comes: it is refused on all."""
-    with repo.model("m", overlap="refuse") as model:
+    with repo.models.manager("m", overlap="refuse") as model:
         model.save(weights(1), step=1)
         if rank != 1:
             model.wait()
@@ -188,7 +188,7 @@ def in_groups(repo, rank):
     """Two jobs of a world save to one name at once; the third rank is in neither."""
     groups = [dist.new_group([0]), dist.new_group([1, 2])]
     job = 0 if rank == 0 else 1
-    with repo.model("m", group=groups[job]) as model:
+    with repo.models.manager("m", group=groups[job]) as model:
         for step in range(1, 4):
             model.save({"w": torch.full((20_000,), float(step)), "job": job}, step=step)
     return str(model.version)

@@ -216,11 +216,11 @@ def test_a_run_whose_last_version_was_removed_and_collected_stores_everything_ag
     """What a remote repository has is not looked at chunk by chunk, so that the run must not go by its memory."""
     repo = datasvc.open(f"memory://{secrets.token_hex(8)}", create=True)
     frozen, first = torch.arange(50_000.0), torch.randn(50_000, generator=torch.Generator().manual_seed(0))
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         model.save({"frozen": frozen, "w": first}, step=1, wait=True)
         remove(repo.repository, ["m@1"])
         assert collect(repo.repository).objects
         model.save({"frozen": frozen, "w": first * (1 + 1e-6)}, step=2, wait=True)
-    found = repo.restore("m@2").state
+    found = repo.models.restore("m@2").state
     assert torch.equal(found["frozen"], frozen)
     assert torch.equal(found["w"], first * (1 + 1e-6))

@@ -12,7 +12,7 @@ from datasvc.models.registry.repair import repair
 from datasvc.models.registry.verify import every_version, verify
 from datasvc.models.tensors.tensor_table import encode_table
 from datasvc.models.versions.signing import sign
-from datasvc.models.versions.signing_keys import load_private_key, make_key, trusted_keys
+from datasvc.models.versions.signing_keys import load_private_key, make_key
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 from tests.models.every_kind import copy_of, equal, flip, links_of, records_of, save_every_kind, state_of
@@ -183,7 +183,7 @@ def test_all_versions_are_those_that_were_not_removed(twice):
 def test_an_unsigned_version_is_a_problem_where_keys_are_trusted(twice, tmp_path):
     key = make_key(tmp_path / "key")
     sign(twice, "m@2", load_private_key(tmp_path / "key"))
-    (problem,) = verify(twice, [V1, V2], trusted=trusted_keys([key.source])).problems
+    (problem,) = verify(twice, [V1, V2], trusted_keys=[key.source]).problems
     assert (problem.kind, problem.hit) == ("not trusted", {"m@1": ()})
 
 

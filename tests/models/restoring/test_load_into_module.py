@@ -35,7 +35,7 @@ def save_network(repository, model):
 def test_a_version_fills_a_model_of_its_architecture(repository):
     trained, fresh, other = network(), network(), network()
     ref = save_network(repository, trained)
-    assert load_version_into(fresh, repository, ref).is_exact
+    assert load_version_into(repository, fresh, ref).is_exact
     assert load_into(other, restore(repository, ref)).is_exact
     assert equal(values(fresh), values(trained))
     assert equal(values(other), values(trained))
@@ -46,7 +46,7 @@ def test_what_differs_is_told_in_a_table_and_nothing_is_loaded(repository):
     model = network().append(nn.Linear(2, 1))
     before = values(model)
     with pytest.raises(ConfigError) as told:
-        load_version_into(model, repository, ref, cast=True)
+        load_version_into(repository, model, ref, cast=True)
     text = str(told.value)
     assert "net@1 does not fit Sequential, nothing was loaded" in text
     assert "2 missing, 0 unexpected, 2 of another dtype or shape" in text
@@ -54,7 +54,7 @@ def test_what_differs_is_told_in_a_table_and_nothing_is_loaded(repository):
         ["", "2.weight", "float32 [2, 3]", "float64 [7, 3]"]
     ]
     with pytest.raises(ConfigError, match=r"0.weight .*float32 .*float64"):
-        load_version_into(network(out=7), repository, ref)
+        load_version_into(repository, network(out=7), ref)
     assert equal(values(model), before)
 
 
@@ -75,10 +75,10 @@ def test_names_are_mapped_and_dtypes_cast_where_asked(repository):
     trained = network().double()
     ref = str(save(repository, "net", {"ema": {f"module.{k}": v for k, v in trained.state_dict().items()}}, step=0))
     model = network()
-    assert load_version_into(model, repository, ref, prefix="ema", rename={"module": ""}, cast=True).is_exact
+    assert load_version_into(repository, model, ref, prefix="ema", rename={"module": ""}, cast=True).is_exact
     assert torch.equal(model[0].weight, trained[0].weight.float())
     with pytest.raises(ConfigError, match="no tensor lies below 'model'; the state has: ema"):
-        load_version_into(model, repository, ref)
+        load_version_into(repository, model, ref)
 
 
 def test_one_of_two_tied_tensors_is_enough():
@@ -94,11 +94,11 @@ def test_only_what_the_model_takes_is_read_and_damage_changes_nothing(repository
     save(repository, "net", state, step=0)
     object_file(repository, "net", "optimizer").unlink()
     model = network()
-    load_version_into(model, repository, "net")
+    load_version_into(repository, model, "net")
     before = values(model)
     flip_last_byte(object_file(repository, "net", "model.0.weight"))
     with pytest.raises(CorruptDataError, match="model"):
-        load_version_into(model, repository, "net")
+        load_version_into(repository, model, "net")
     assert equal(values(model), before)
 
 
@@ -155,7 +155,7 @@ def test_two_values_for_one_tied_tensor_are_a_mismatch(repository, stored):
     def load(**how):
         if not stored:
             return load_into(model, {"model": state}, **how)
-        return load_version_into(model, repository, str(save(repository, "net", {"model": state}, step=0)), **how)
+        return load_version_into(repository, model, str(save(repository, "net", {"model": state}, step=0)), **how)
 
     assert load().is_exact
     state["head.weight"] += 1

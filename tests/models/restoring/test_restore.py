@@ -40,12 +40,12 @@ def size_of(objects):
 
 def test_the_origin_is_read_once_and_then_all_is_resident(stored, cache):
     total = size_of(contents(stored))
-    first = datasvc.open(stored.url).restore("m@2", cache=cache)
+    first = datasvc.open(stored.url).models.restore("m@2", cache=cache)
     assert equal(first.state, state_of(1))
     assert first.report.came_bytes == {"origin": total}
     assert first.report.seconds > 0
     assert first.report.size_bytes == sum(tensor.nbytes for tensor in first.state["model"].values())
-    again = datasvc.open(stored.url).restore("m@2", cache=cache.folder)
+    again = datasvc.open(stored.url).models.restore("m@2", cache=cache.folder)
     assert equal(again.state, state_of(1))
     assert again.report.came_bytes == {"resident": total}
     assert cache.status().held_bytes == 0
@@ -188,7 +188,7 @@ def test_a_model_that_was_opened_with_a_cache_and_second_copies_comes_back_throu
     repo, progress = datasvc.open(stored.url), RecordedProgress()
     with PeerServer({}) as peer:
         peers = Peers(Strangers(peer.url), PeerSettings())
-        with repo.model("m", cache=tmp_path / "cache", peers=peers, fallback=[copy.url]) as model:
+        with repo.models.manager("m", cache=tmp_path / "cache", peers=peers, fallback=[copy.url]) as model:
             first, again = model.restore(progress=progress), model.restore("m@2")
         assert peer.requests, "a peer was asked first"
     assert equal(first.state, state_of(1))
@@ -198,7 +198,7 @@ def test_a_model_that_was_opened_with_a_cache_and_second_copies_comes_back_throu
 
 def test_a_model_believes_no_version_that_the_keys_it_was_opened_with_did_not_sign(stored, tmp_path):
     key = make_key(tmp_path / "key.pem")
-    with datasvc.open(stored.url).model("m", trusted_keys=[key.source]) as model:
+    with datasvc.open(stored.url).models.manager("m", trusted_keys=[key.source]) as model:
         with pytest.raises(CorruptDataError, match="m@2 is not trusted"):
             model.restore()
         sign(stored, "m@2", load_private_key(tmp_path / "key.pem"))

@@ -53,7 +53,7 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
     weight, array = torch.zeros(50_000), np.zeros(9)
     rates, use = [0.1], DataUse("d@1", "train", {"epoch": 0, "position": 0})
     config, metrics = {"betas": [0.9]}, {"loss": 1.0}
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         handle = model.save(
             {"w": weight, "a": array, "rates": rates}, step=1, data=[use], config=config, metrics=metrics
         )
@@ -67,7 +67,7 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
         assert not handle.done()
         gate.is_open.set()
         assert str(handle.result()) == "m@1"
-    found = repo.restore("m@1")
+    found = repo.models.restore("m@1")
     assert not found.state["w"].any()
     assert not found.state["a"].any()
     assert found.state["rates"] == [0.1]
@@ -78,7 +78,7 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
 
 
 def test_a_model_tells_what_saving_cost_the_training(repo):
-    with repo.model("m", every=2) as model:
+    with repo.models.manager("m", every=2) as model:
         assert model.cost.share == 0
         stalls_s, calls_s = [], []
         for step in range(1, 6):
@@ -123,7 +123,7 @@ def without_a_thread(submit):
 def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy_within_it_nothing_more(
     repo, monkeypatch, how
 ):
-    with repo.model("m", max_stall=0.01) as model:
+    with repo.models.manager("m", max_stall=0.01) as model:
         if how == "has no thread":
             monkeypatch.setattr(model._queue, "submit", without_a_thread(model._queue.submit))
         began_s = time.perf_counter()
@@ -132,7 +132,7 @@ def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy
         stall_s = model.cost.stall_s
         overhead_s, paid_s = overhead_after_a_step(model, 2)
         assert overhead_s == pytest.approx(max(0.0, stall_s - paid_s))
-        written_s = repo.restore("m@1").entry["duration"]["total_s"]
+        written_s = repo.models.restore("m@1").entry["duration"]["total_s"]
         assert written_s - 1e-6 <= stall_s < call_s, "but for what the entry rounds"
 
 
@@ -146,7 +146,7 @@ def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, mo
 
     monkeypatch.setattr(SaveHandle, "result", result)
     gate.error = UnavailableError("gone")
-    with repo.model("m", max_stall=0.01) as model:
+    with repo.models.manager("m", max_stall=0.01) as model:
         with pytest.raises(UnavailableError, match="gone"):
             model.save({"w": torch.ones(50_000)}, step=1, wait=True)
         before = model.cost
@@ -157,7 +157,7 @@ def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, mo
 
 @pytest.mark.usefixtures("slow_device")
 def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate):
-    with repo.model("m", max_stall=0.01) as model:
+    with repo.models.manager("m", max_stall=0.01) as model:
         model.save({"w": torch.ones(50_000)}, step=1)
         assert gate.has_begun.wait(30)
         stall_s = model.cost.stall_s
@@ -169,7 +169,7 @@ def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate)
 def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, gate):
     """The third finds both buffers in use and waits for the first to be written."""
     weight = torch.zeros(50_000)
-    model = repo.model("m")
+    model = repo.models.manager("m")
     for step in (1, 2):
         model.save({"w": weight.fill_(step)}, step=step)
     third = threading.Thread(target=lambda: model.save({"w": torch.full((50_000,), 3.0)}, step=3))
@@ -187,7 +187,7 @@ def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_s
     torch.manual_seed(0)
     weight = torch.randn(300_000)
     wanted, real = [], codec.estimate_shares
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
 
         def estimate_shares(content, word, base=None):
             for copied in model._writer._base_tensors.values():
@@ -199,14 +199,14 @@ def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_s
             weight = weight * (1 + 1e-6)
             wanted.append(weight.clone())
             model.save({"w": weight}, step=step, wait=True)
-    (record,) = read_table(repo.repository.objects, repo.describe("m@3").tensors)
+    (record,) = read_table(repo.repository.objects, repo.models.describe("m@3").tensors)
     assert len(record.chunks[0].chain) == 3
     for number, expected in enumerate(wanted, start=1):
-        assert torch.equal(repo.restore(f"m@{number}").state["w"], expected)
+        assert torch.equal(repo.models.restore(f"m@{number}").state["w"], expected)
 
 
 def test_an_overlap_may_be_refused(repo, gate):
-    with repo.model("m", overlap="refuse") as model:
+    with repo.models.manager("m", overlap="refuse") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
         with pytest.raises(BusyError, match="the save of step 1 goes on"):
             model.save({"w": torch.ones(50_000)}, step=2)
@@ -219,50 +219,50 @@ def test_an_overlap_may_be_refused(repo, gate):
 def test_a_save_that_fails_in_the_background_is_said_by_the_next_and_leaves_nothing(repo, gate):
     gate.error = UnavailableError("the disk is full")
     gate.is_open.set()
-    model = repo.model("m")
+    model = repo.models.manager("m")
     model.save({"w": torch.ones(50_000)}, step=1)
     model._queue.finish()
     with pytest.raises(UnavailableError, match=r"the save of step 1 failed: .*the disk is full"):
         model.save({"w": torch.ones(50_000)}, step=2)
     with pytest.raises(NotFoundError):
-        repo.restore("m")
+        repo.models.restore("m")
     gate.error = None
     model.save({"w": torch.ones(50_000)}, step=3, wait=True)
     model.close()
-    assert repo.describe("m").entry["step"] == 3
+    assert repo.models.describe("m").entry["step"] == 3
     gate.error = UnavailableError("the disk is full")
-    with pytest.raises(UnavailableError, match="the save of step 4 failed"), repo.model("m") as model:
+    with pytest.raises(UnavailableError, match="the save of step 4 failed"), repo.models.manager("m") as model:
         model.save({"w": torch.zeros(50_000)}, step=4)
 
 
 def test_a_value_that_cannot_be_stored_is_refused_at_once_by_name(repo):
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         with pytest.raises(ConfigError, match="state value f is a function"):
             model.save({"f": lambda: 0}, step=1)
         with pytest.raises(ConfigError, match=r"'sparse' .*cannot be stored"):
             model.save({"sparse": torch.eye(3).to_sparse()}, step=1)
         with pytest.raises(ConfigError, match="as rank_state="):
             model.save({"rank_state": 1}, step=1)
-    assert repo.models() == []
+    assert repo.models.names() == []
 
 
 def test_a_rank_s_own_state_comes_back_and_what_is_saved_next_continues_what_was_restored(repo):
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         model.save({"w": torch.ones(3)}, rank_state={"random": torch.arange(4), "n": (1, 2)}, step=1, wait=True)
-    with repo.model("branch") as model:
+    with repo.models.manager("branch") as model:
         state = model.restore("m@1").state
         assert state["rank_state"][0]["n"] == (1, 2)
         assert state["rank_state"][0]["random"].tolist() == [0, 1, 2, 3]
         model.save({"w": torch.zeros(3)}, step=2, wait=True)
         with pytest.raises(NotFoundError, match="no version 7"):
             model.restore("m@7")
-    assert repo.describe("branch").entry["parent"] == "m@1"
+    assert repo.models.describe("branch").entry["parent"] == "m@1"
 
 
 def test_a_signal_makes_the_run_save_and_stop_and_its_handler_comes_back(repo):
     before = signal.getsignal(signal.SIGTERM)
     steps = []
-    with repo.model("m", every=100, grace="60s") as model:
+    with repo.models.manager("m", every=100, grace="60s") as model:
         for step in range(1, 10):
             if step == 4:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -272,20 +272,20 @@ def test_a_signal_makes_the_run_save_and_stop_and_its_handler_comes_back(repo):
             if model.stop_signal:
                 break
     assert (steps, model.stop_signal) == ([4], signal.SIGTERM)
-    assert repo.describe("m").entry["step"] == 4
+    assert repo.models.describe("m").entry["step"] == 4
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_without_a_pace_a_run_saves_when_it_wants_to(repo):
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         assert not any(model.should_save(step) for step in range(1, 50))
 
 
 def test_what_is_restored_while_a_save_goes_on_is_what_the_next_one_continues(repo, gate):
     gate.is_open.set()
-    repo.save("other", {"w": torch.zeros(3)}, step=1)
+    repo.models.save("other", {"w": torch.zeros(3)}, step=1)
     gate.is_open.clear()
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
         restoring = threading.Thread(target=lambda: model.restore("other"))
         restoring.start()
@@ -299,30 +299,33 @@ def test_what_is_restored_while_a_save_goes_on_is_what_the_next_one_continues(re
 def test_after_a_signal_the_last_save_is_not_held_back_by_one_that_failed_before(repo, gate, caplog):
     gate.error = UnavailableError("the disk is full")
     gate.is_open.set()
-    with repo.model("m", grace="60s") as model:
+    with repo.models.manager("m", grace="60s") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
         model._queue.finish()
         gate.error = None
         signal.raise_signal(signal.SIGTERM)
         assert model.should_save(2)
         model.save({"w": torch.ones(50_000)}, step=2)
-    assert repo.describe("m").entry["step"] == 2
+    assert repo.models.describe("m").entry["step"] == 2
     assert "the save of step 1 failed: the disk is full" in caplog.text
 
 
 def test_a_run_may_go_on_after_a_save_that_failed_and_hears_at_the_end_if_the_last_one_did(repo, gate, caplog):
     gate.error = UnavailableError("the disk is full")
     gate.is_open.set()
-    with repo.model("m", failures="log") as model:
+    with repo.models.manager("m", failures="log") as model:
         failed = model.save({"w": torch.ones(50_000)}, step=1)
         failed.wait()
         assert "the disk is full" in str(failed.error)
         gate.error = None
         model.save({"w": torch.ones(50_000)}, step=2)
     assert "the save of step 1 failed: the disk is full" in caplog.text
-    assert repo.describe("m").entry["step"] == 2
+    assert repo.models.describe("m").entry["step"] == 2
     gate.error = UnavailableError("the disk is full")
-    with pytest.raises(UnavailableError, match="the save of step 3 failed"), repo.model("m", failures="log") as model:
+    with (
+        pytest.raises(UnavailableError, match="the save of step 3 failed"),
+        repo.models.manager("m", failures="log") as model,
+    ):
         model.save({"w": torch.zeros(50_000)}, step=3)
 
 
@@ -330,13 +333,13 @@ def test_a_signal_that_came_after_the_last_step_does_what_it_would_have_done(rep
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        model = repo.model("m", grace="60s")
+        model = repo.models.manager("m", grace="60s")
         model.save({"w": torch.ones(50_000)}, step=1)
         signal.raise_signal(signal.SIGTERM)
         gate.is_open.set()
         model.close()
         assert heard == [signal.SIGTERM]
-        assert repo.describe("m").entry["step"] == 1
+        assert repo.models.describe("m").entry["step"] == 1
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -345,7 +348,7 @@ def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_on
     def interrupted():
         raise KeyboardInterrupt
 
-    with repo.model("m") as model:
+    with repo.models.manager("m") as model:
         with monkeypatch.context() as patch:
             patch.setattr(model._queue, "wait_for_slot", interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -353,7 +356,7 @@ def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_on
         with pytest.raises(ConfigError, match=r"config\.lock is a lock"):
             model.save({"w": torch.ones(3)}, step=2, config={"lock": threading.Lock()})
         model.save({"w": torch.ones(3)}, step=3, wait=True)
-    assert repo.describe("m").version == 1
+    assert repo.models.describe("m").version == 1
 
 
 def test_settings_that_mean_nothing_are_refused_and_leave_no_handler(repo):
@@ -367,14 +370,14 @@ def test_settings_that_mean_nothing_are_refused_and_leave_no_handler(repo):
         {"max_stall": "many"},
     ):
         with pytest.raises(ConfigError):
-            repo.model("m", **settings)
+            repo.models.manager("m", **settings)
     with pytest.raises(ConfigError):
         CheckpointManager(repo.repository, "no/name")
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_two_jobs_that_save_to_one_name_both_land(repo):
-    with repo.model("m") as first, repo.model("m") as second:
+    with repo.models.manager("m") as first, repo.models.manager("m") as second:
         for step in (1, 2, 3):
             first.save({"w": torch.full((20_000,), float(step))}, step=step, message="first")
             second.save({"w": torch.full((20_000,), -float(step))}, step=step, message="second")
@@ -382,5 +385,5 @@ def test_two_jobs_that_save_to_one_name_both_land(repo):
     assert sorted(landed) == [(job, step) for job in ("first", "second") for step in (1, 2, 3)]
     for number, (job, step) in enumerate(landed, start=1):
         expected = float(step) if job == "first" else -float(step)
-        assert (repo.restore(f"m@{number}").state["w"] == expected).all()
+        assert (repo.models.restore(f"m@{number}").state["w"] == expected).all()
     assert describe_model(repo.repository, "m").version == 6

@@ -364,14 +364,14 @@ def test_the_facade_imports_exports_loads_and_moves(repository, other, tmp_path)
     net, fresh = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     torch.save(net.state_dict(), tmp_path / "net.pth")
     here = datasvc.open(repository.url)
-    here.import_model(str(tmp_path / "net.pth"), "net")
-    here.export_model("net", str(tmp_path / "out"), "torch")
-    assert told(here.push(["net"], other.url)) == [("net@1", "net@1", True)]
+    here.models.import_(str(tmp_path / "net.pth"), "net")
+    here.models.export("net", str(tmp_path / "out"), "torch")
+    assert told(here.models.push(["net"], other.url)) == [("net@1", "net@1", True)]
     there = datasvc.open(other.url)
-    assert told(there.pull(["net"], repository.url)) == [("net@1", "net@1", False)]
-    assert there.load_into(fresh, "net").is_exact
+    assert told(there.models.pull(["net"], repository.url)) == [("net@1", "net@1", False)]
+    assert there.models.load_into(fresh, "net").is_exact
     assert torch.equal(fresh.weight, net.weight)
-    assert list(there.restore("net", only=["model"], rename={"model": ""}).state) == ["bias", "weight"]
+    assert list(there.models.restore("net", only=["model"], rename={"model": ""}).state) == ["bias", "weight"]
 
 
 def test_gc_leaves_alone_what_was_moved(repository, other):

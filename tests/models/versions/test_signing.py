@@ -75,12 +75,12 @@ def test_a_model_is_loaded_and_a_file_written_from_signed_versions_only(signed, 
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.full((4,), 7.0))})
     known = {"trusted_keys": [key.source]}
     with pytest.raises(CorruptDataError, match="m@2 is not trusted"):
-        load_version_into(model, signed, "m@2", prefix="", **known)
+        load_version_into(signed, model, "m@2", prefix="", **known)
     assert model["w"].tolist() == [7] * 4
     with pytest.raises(CorruptDataError, match="m@2 is not trusted"):
         export_model(signed, "m@2", tmp_path / "out", format="safetensors", **known)
     assert not (tmp_path / "out").exists()
-    load_version_into(model, signed, "m@1", prefix="", **known)
+    load_version_into(signed, model, "m@1", prefix="", **known)
     assert model["w"].tolist() == [0, 1, 2, 3]
     export_model(signed, "m@1", tmp_path / "out", format="safetensors", **known)
     assert (tmp_path / "out").exists()

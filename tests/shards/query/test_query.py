@@ -374,7 +374,7 @@ def large_pets(tmp_path_factory):
 
 
 _LIMITED = "select * from train limit 5"
-_IN_PYTHON = f"import datasvc; assert datasvc.open({{url!r}}).sql('pets', {_LIMITED!r}).num_rows == 5"
+_IN_PYTHON = f"import datasvc; assert datasvc.open({{url!r}}).datasets.sql('pets', {_LIMITED!r}).num_rows == 5"
 _ON_THE_COMMAND_LINE = (
     "import sys; from datasvc.cli.main import main; "
     f"sys.argv[1:] = ['sql', 'pets', {_LIMITED!r}, '--repo', {{url!r}}]; main()"

@@ -104,7 +104,7 @@ def test_integer_labels_of_every_kind_of_source_train(repository, tmp_path, kind
     train(
         TrainConfig(repo=repository.url, data="made", name="m", size=16, flip=0.0, batch_size=4, epochs=1, cache=None)
     )
-    weights = datasvc.open(repository.url).restore("m").state["model"]
+    weights = datasvc.open(repository.url).models.restore("m").state["model"]
     assert list(weights.values())[-1].shape == (NUM_CLASSES,)
 
 

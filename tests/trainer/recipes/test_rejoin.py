@@ -23,7 +23,7 @@ def test_a_state_in_memory_is_taken_unless_the_repository_has_a_later_one(reposi
 
     @hvd.elastic.run
     def begin(state):
-        with datasvc.open(repository.url).model("net") as model:
+        with datasvc.open(repository.url).models.manager("net") as model:
             found = take_newest(state, model, load)
             if not found.step:
                 saved = {"net": {name: value * 0 + 5 for name, value in net.state_dict().items()}, "step": 5}

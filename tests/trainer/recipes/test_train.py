@@ -65,7 +65,7 @@ def run(repository, name, capsys=None, **settings):
 
 
 def state_of(repository, ref):
-    return datasvc.open(repository.url).restore(ref).state
+    return datasvc.open(repository.url).models.restore(ref).state
 
 
 def equal_weights(repository, a, b):
@@ -111,7 +111,7 @@ def test_a_gradient_that_overflows_halves_the_loss_scale_and_skips_the_step(repo
 def test_a_run_resumed_at_another_number_of_ranks_draws_what_it_has_not_drawn_yet(repository):
     run(repository, "as-one", max_steps=2)
     state = state_of(repository, "as-one")
-    datasvc.open(repository.url).save("as-two", {**state, "rank_state": state["rank_state"] * 2}, step=2)
+    datasvc.open(repository.url).models.save("as-two", {**state, "rank_state": state["rank_state"] * 2}, step=2)
     run(repository, "as-two", max_steps=3)
     assert torch.initial_seed() == random_state.seed_of_rank(0, 0, step=2)
 

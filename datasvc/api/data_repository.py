@@ -1,0 +1,38 @@
+"""An open repository, as `datasvc.open` returns it."""
+
+from __future__ import annotations
+
+from datasvc.api.datasets import Datasets
+from datasvc.api.models import Models
+from datasvc.api.operation import Operation
+from datasvc.gc import gc
+from datasvc.repository import Repository
+from datasvc.repository.store.storage import redact_url
+from datasvc.shards.versions.dataset import open_dataset
+
+
+class DataRepository:
+    """An open repository with its data sets and models. Created by `datasvc.open`.
+
+    Attributes:
+        datasets: the data sets: ingest, delete, merge, diff, tag, verify, export and other operations. `dataset` is
+            short for `datasets.open`.
+        models: the models: save, restore, manager, find, diff, tag, verify, push and other operations.
+        repository: objects and logs, for operations that this class does not offer.
+    """
+
+    dataset = Operation(open_dataset)
+    gc = Operation(gc)
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+        self.datasets = Datasets(repository)
+        self.models = Models(repository)
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = False) -> DataRepository:
+        """Open the repository at `url`; see `datasvc.open`."""
+        return cls(Repository.create(url) if create else Repository.open(url))
+
+    def __repr__(self) -> str:
+        return f"datasvc.open({redact_url(self.repository.url)!r})"

@@ -1,0 +1,64 @@
+"""`repo.datasets`: ingest, change, compare, check, read and export data sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from datasvc.api.operation import Collection, Operation
+from datasvc.repository import Entry
+from datasvc.shards.export import export
+from datasvc.shards.ingestion.ingest import ingest
+from datasvc.shards.query.contact_sheet import write_contact_sheet
+from datasvc.shards.query.preview import Preview, preview_samples
+from datasvc.shards.query.query import query
+from datasvc.shards.versions.class_names import name_classes
+from datasvc.shards.versions.dataset import DatasetVersion, choose_split, open_dataset
+from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.describe import describe_dataset
+from datasvc.shards.versions.diff import diff
+from datasvc.shards.versions.merge import merge
+from datasvc.shards.versions.verify import verify
+
+
+class Datasets(Collection):
+    """The data sets of a repository: `repo.datasets`."""
+
+    kind = "datasets"
+
+    ingest = Operation(ingest)
+    delete = Operation(delete)
+    merge = Operation(merge)
+    name_classes = Operation(name_classes)
+    open = Operation(open_dataset)
+    diff = Operation(diff)
+    verify = Operation(verify)
+    sql = Operation(query)
+    export = Operation(export)
+
+    def ls(self) -> list[DatasetVersion]:
+        """Return the newest version of every data set, sorted by name; for errors, see `open_dataset`."""
+        return [open_dataset(self.repository, name) for name in self.names()]
+
+    def log(self, name: str, *, last: int | None = None) -> list[Entry]:
+        """Return the entries of the `last` versions of a data set, or all, oldest first; see `Repository.entries`."""
+        return self.repository.entries("datasets", name, last=last)
+
+    def describe(self, ref: str) -> dict[str, Any]:
+        """Return the log entry of a version as JSON values, with statistics of its splits; see `describe_dataset`."""
+        return describe_dataset(open_dataset(self.repository, ref))
+
+    def head(self, ref: str, num_samples: int = 10, *, split: str | None = None) -> Iterator[Preview]:
+        """Return the first samples of each split, or of one split, for display; for errors, see `preview_samples`."""
+        splits = choose_split(open_dataset(self.repository, ref), split)
+        return chain.from_iterable(preview_samples(chosen, num_samples) for chosen in splits)
+
+    def contact_sheet(self, ref: str, path: str | Path, num_samples: int = 10, *, split: str | None = None) -> int:
+        """Write the samples of `head` as an HTML page of thumbnails; return their number.
+
+        For errors, see `preview_samples` and `write_contact_sheet`.
+        """
+        version = str(self.resolve(ref))
+        return write_contact_sheet(Path(path), version, self.head(version, num_samples, split=split))

@@ -1,0 +1,111 @@
+"""`repo.models`: save, restore, find, compare, check, keep, convert and copy model versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from datasvc.api.operation import Collection, Operation
+from datasvc.models.interop import export_model, import_model
+from datasvc.models.interop.onnx_file import export_onnx
+from datasvc.models.provenance.find_consumers import find_consumers
+from datasvc.models.provenance.lineage import read_lineage
+from datasvc.models.registry.diff import diff
+from datasvc.models.registry.graph import read_history
+from datasvc.models.registry.registry import describe_model, describe_versions, list_models, model_log
+from datasvc.models.registry.removal import remove, retain
+from datasvc.models.registry.repair import verify_and_repair
+from datasvc.models.registry.verify import verify
+from datasvc.models.restoring.checkpoint import save
+from datasvc.models.restoring.load_into_module import load_version_into
+from datasvc.models.restoring.restore import restore
+from datasvc.models.saving.manager import CheckpointManager
+from datasvc.models.search.find import find_versions
+from datasvc.models.transfer import TransferReport, transfer
+from datasvc.models.versions.signing import sign
+from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository import Repository
+
+
+class Models(Collection):
+    """The models of a repository: `repo.models`."""
+
+    kind = "models"
+
+    save = Operation(save)
+    restore = Operation(restore)
+    load_into = Operation(load_version_into)
+    manager = Operation(CheckpointManager)
+
+    ls = Operation(list_models)
+    log = Operation(model_log)
+    history = Operation(read_history)
+    describe = Operation(describe_model)
+    describe_versions = Operation(describe_versions)
+    find = Operation(find_versions)
+    diff = Operation(diff)
+    trained_on = Operation(find_consumers)
+    lineage = Operation(read_lineage)
+
+    verify = Operation(verify)
+    repair = Operation(verify_and_repair)
+    sign = Operation(sign)
+    remove = Operation(remove)
+    retain = Operation(retain)
+
+    import_ = Operation(import_model)
+    export = Operation(export_model)
+    export_onnx = Operation(export_onnx)
+
+    def push(
+        self,
+        refs: Sequence[str],
+        to: Repository | str,
+        *,
+        name: str | None = None,
+        with_parents: bool = False,
+        with_data: bool = False,
+        data_names: Mapping[str, str] | None = None,
+        trusted_keys: Sequence[str | Path] | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> TransferReport:
+        """Copy model versions to the repository `to`, given by its URL; for arguments and errors, see `transfer`."""
+        return transfer(
+            self.repository,
+            _opened(to),
+            refs,
+            name=name,
+            with_parents=with_parents,
+            with_data=with_data,
+            data_names=data_names,
+            trusted_keys=trusted_keys,
+            progress=progress,
+        )
+
+    def pull(
+        self,
+        refs: Sequence[str],
+        origin: Repository | str,
+        *,
+        name: str | None = None,
+        with_parents: bool = False,
+        with_data: bool = False,
+        data_names: Mapping[str, str] | None = None,
+        trusted_keys: Sequence[str | Path] | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> TransferReport:
+        """Copy model versions from the repository `origin`, given by its URL; see `transfer`."""
+        return Models(_opened(origin)).push(
+            refs,
+            self.repository,
+            name=name,
+            with_parents=with_parents,
+            with_data=with_data,
+            data_names=data_names,
+            trusted_keys=trusted_keys,
+            progress=progress,
+        )
+
+
+def _opened(repository: Repository | str) -> Repository:
+    return repository if isinstance(repository, Repository) else Repository.open(repository)

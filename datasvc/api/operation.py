@@ -1,0 +1,85 @@
+"""What data sets and models have in common: methods that are library functions, names, versions and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from datasvc.repository import Entry, Kind, Repository, Resolved
+from datasvc.repository.store.storage import redact_url
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class HasRepository(Protocol):
+    """An object that operations read their repository from."""
+
+    repository: Repository
+
+
+class Operation(Generic[P, R_co]):
+    """A function whose first parameter is the repository, as a method of an object that has one.
+
+    Signature and docstring stand once, at the function: `help(repo.datasets.ingest)`, editors and type checkers show
+    every argument of it.
+
+    Args:
+        function: function, or class, to call with the repository and the arguments of the method.
+    """
+
+    def __init__(self, function: Callable[Concatenate[Repository, P], R_co]) -> None:
+        self.function = function
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Repository, P], R_co]: ...
+    @overload
+    def __get__(self, instance: HasRepository, owner: type) -> Callable[P, R_co]: ...
+
+    def __get__(self, instance: HasRepository | None, owner: type) -> Callable[..., R_co]:
+        return self.function if instance is None else MethodType(self.function, instance.repository)
+
+
+class Collection:
+    """The named logs of versions of one kind, data sets or models.
+
+    Args:
+        repository: repository that stores them.
+    """
+
+    kind: ClassVar[Kind]
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+
+    def __repr__(self) -> str:
+        return f"datasvc.open({redact_url(self.repository.url)!r}).{self.kind}"
+
+    def names(self) -> list[str]:
+        """Return all names, sorted; see `Repository.names`."""
+        return self.repository.names(self.kind)
+
+    def versions(self, name: str) -> list[Resolved]:
+        """Return the versions of `name` that are not removed, oldest first; [] if there are none."""
+        return [Resolved(self.kind, name, number) for number in self.repository.living(self.kind, name)]
+
+    def resolve(self, ref: str | Resolved, *, removed: bool = False) -> Resolved:
+        """Return the version that `ref` refers to now; for arguments and errors, see `Repository.resolve`."""
+        return self.repository.resolve(self.kind, ref, removed=removed)
+
+    def tags(self, name: str) -> dict[str, int]:
+        """Return the tags of `name`, each with the version that it points at."""
+        return self.repository.tags(self.kind, name)
+
+    def tag(self, ref: str, tag: str, *, expect: int | None = None) -> Resolved:
+        """Point `tag` at the version `ref` resolves to; for arguments and errors, see `Repository.tag`."""
+        return self.repository.tag(self.kind, ref, tag, expect=expect)
+
+    def untag(self, name: str, tag: str, *, expect: int | None = None) -> None:
+        """Remove a tag but keep its history; for arguments and errors, see `Repository.untag`."""
+        self.repository.untag(self.kind, name, tag, expect=expect)
+
+    def tag_history(self, name: str, tag: str) -> list[Entry]:
+        """Return every move of a tag, oldest first; [] for a tag that never existed."""
+        return self.repository.tag_history(self.kind, name, tag)

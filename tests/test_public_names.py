@@ -1,0 +1,127 @@
+"""The public names: `tests/public_names.txt` lists them with their parameters, so that no change goes unnoticed.
+
+`PYTHONPATH=. python tests/test_public_names.py > tests/public_names.txt` writes the list anew.
+"""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+from datasvc.api.operation import Operation
+
+LIST = Path(__file__).with_name("public_names.txt")
+PACKAGES = [
+    "datasvc",
+    "datasvc.api",
+    "datasvc.cache",
+    "datasvc.models",
+    "datasvc.shards",
+    "datasvc.loaders",
+    "datasvc.loaders.torch",
+    "datasvc.trainer",
+    "datasvc.trainer.elastic",
+]
+# What takes any keyword, and why its parameters cannot be spelt out.
+ANY_KEYWORD = {
+    "datasvc.trainer.elastic.ObjectState": "each keyword becomes an attribute of the state",
+    "datasvc.trainer.elastic.TorchState": "each keyword becomes an attribute of the state",
+}
+
+
+def public_values():
+    """Return every public value by its name: those of `__all__`, and the public attributes of classes."""
+    values = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in sorted(module.__all__):
+            value = getattr(module, name)
+            values[f"{package}.{name}"] = value
+            if inspect.isclass(value):
+                values |= {f"{package}.{name}.{member}": found for member, found in public_members(value)}
+    return values
+
+
+def public_members(value):
+    """Return what a class and its bases of this project define, as names and values; methods without `self`."""
+    own = [base for base in value.__mro__ if base.__module__.startswith("datasvc")]
+    names = {name for base in own for name in vars(base) if not name.startswith("_")}
+    # The fields of a data class or named tuple are the parameters of its class.
+    for name in sorted(names - set(inspect.signature(value).parameters if fields_of(value) else ())):
+        static = inspect.getattr_static(value, name)
+        if isinstance(static, Operation):
+            yield name, Bound(static.function)
+        elif inspect.isfunction(static):
+            yield name, Bound(static)
+        elif isinstance(static, (classmethod, staticmethod)):
+            yield name, getattr(value, name)
+        else:
+            yield name, None
+
+
+def fields_of(value):
+    return getattr(value, "__dataclass_fields__", None) or getattr(value, "_fields", None)
+
+
+class Bound:
+    """A function without its first parameter."""
+
+    def __init__(self, function):
+        self.function = function
+
+
+def parameters_of(value):
+    """Return the parameters of a function or class, None for a value that is not called."""
+    if isinstance(value, Bound):
+        parameters = list(inspect.signature(value.function).parameters.values())
+        # The signature of a class has no `self`: its first parameter is the repository.
+        return parameters[1:]
+    if not callable(value) or getattr(value, "_is_protocol", False):
+        return None
+    try:
+        return list(inspect.signature(value).parameters.values())
+    except ValueError:  # an exception class without a constructor of its own
+        return None
+
+
+def described(name, value):
+    parameters = parameters_of(value)
+    if parameters is None:
+        return name
+    texts, is_keyword_only = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not is_keyword_only:
+            texts.append("*")
+        is_keyword_only = parameter.kind in {parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL}
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        texts.append(f"{prefix}{parameter.name}{'' if parameter.default is parameter.empty else '='}")
+    return f"{name}({', '.join(texts)})"
+
+
+def public_list():
+    return "".join(f"{described(name, value)}\n" for name, value in public_values().items())
+
+
+def test_the_public_names_and_their_parameters_are_those_of_the_list():
+    assert public_list().splitlines() == LIST.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_public_parameter_is_spelt_out():
+    any_keyword = {
+        name
+        for name, value in public_values().items()
+        for parameter in parameters_of(value) or ()
+        if parameter.kind is parameter.VAR_KEYWORD
+    }
+    assert any_keyword == set(ANY_KEYWORD)
+
+
+def test_a_method_that_is_a_function_shows_its_arguments_and_its_docstring(repository):
+    datasets = importlib.import_module("datasvc.api").Datasets(repository)
+    ingest = importlib.import_module("datasvc.shards").ingest
+    assert [*inspect.signature(datasets.ingest).parameters] == [*inspect.signature(ingest).parameters][1:]
+    assert inspect.getdoc(datasets.ingest) == inspect.getdoc(ingest)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(public_list())

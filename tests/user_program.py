@@ -1,0 +1,129 @@
+"""A program of a user: it calls every public method of `datasvc.open(...)` and of a checkpoint manager once.
+
+`tests/test_user_program.py` runs it on a small data set, checks its types, and compares its calls with the facade.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import datasvc
+from datasvc.models import RetentionPolicy, SaveHandle, load_private_key, make_key
+from datasvc.shards import SourceOptions
+
+
+def use_datasets(folder: Path, images: Path) -> None:
+    """Call the methods of `repo.datasets`."""
+    repo = datasvc.open(str(folder / "repo"), create=True)
+    made = repo.datasets.ingest(
+        str(images),
+        "pets",
+        source_options=SourceOptions(format="image-folder"),
+        shard_bytes=4000,
+        on_bad="skip",
+        duplicates="keep",
+        val_fraction=None,
+        workers=1,
+        message="first",
+    )
+    assert str(made.version) == "pets@1"
+    assert repo.datasets.names() == ["pets"]
+    repo.datasets.tag("pets@1", "stable", expect=0)
+
+    keys = [sample.key for sample in repo.datasets.head("pets@stable", 2, split="train")]
+    assert repo.datasets.delete("pets", keys=keys, message="two fewer").num_deleted == 2
+    assert len(repo.datasets.diff("pets@1", "pets@2").splits["train"].deleted) == 2
+    assert repo.datasets.merge(["pets@2", "pets@1"], "all", on_common="drop", on_split_overlap="keep").num_samples
+    assert repo.datasets.name_classes("pets", ["a", "b", "c", "d"], message="names").version == 3
+
+    assert [dataset.resolved.name for dataset in repo.datasets.ls()] == ["all", "pets"]
+    assert [entry.content["message"] for entry in repo.datasets.log("pets", last=2)] == ["two fewer", "names"]
+    assert repo.datasets.describe("pets@1")["message"] == "first"
+    assert [version.version for version in repo.datasets.versions("pets")] == [1, 2, 3]
+    assert repo.datasets.resolve("pets@stable").version == 1
+    assert repo.datasets.tags("pets") == {"stable": 1}
+    repo.datasets.untag("pets", "stable", expect=1)
+    assert len(repo.datasets.tag_history("pets", "stable")) == 2
+
+    assert repo.datasets.sql("pets", "select count(*) as n from train").to_pylist() == [{"n": 18}]
+    assert repo.datasets.contact_sheet("pets", folder / "pets.html", 1, split="val") == 1
+    assert repo.datasets.export("pets@1", str(folder / "tars"), "webdataset", split="val", workers=1).splits
+    assert repo.datasets.verify("pets@1", deep=True).problems == ()
+    assert len(repo.datasets.open("pets@1")["train"]) == 20
+    assert len(repo.dataset("pets@1")["train"]) == 20
+    assert repo.gc(grace_s=0, no_writers=True, dry_run=True).dry_run
+    again = datasvc.ingest(str(images), "again", repo=str(folder / "repo"), keep_order=True)
+    assert again.num_samples == {"train": 20, "val": 6}
+
+
+def use_manager(folder: Path) -> None:
+    """Call the methods of `repo.models.manager(...)`."""
+    repo = datasvc.open(str(folder / "repo"), create=True)
+    net = torch.nn.Linear(2, 1)
+    with repo.models.manager("net", every=2, failures="raise", codec="planes", fallback=[repo.repository]) as manager:
+        for step in range(1, 5):
+            if manager.should_save(step):
+                handle: SaveHandle = manager.save({"model": net.state_dict()}, step=step, metrics={"loss": 1 / step})
+                assert handle.result().name == "net"
+        manager.wait()
+        assert manager.newest_step() == 4
+        assert set(manager.restore("net@1", only=["model"]).state) == {"model.weight", "model.bias"}
+        assert str(manager.version) == "net@1"
+        assert (manager.name, manager.stop_signal, manager.cost.stall_s > 0) == ("net", None, True)
+        manager.close()
+
+
+def use_models(folder: Path) -> None:
+    """Call the methods of `repo.models`."""
+    repo = datasvc.open(str(folder / "repo"), create=True)
+    net = torch.nn.Linear(2, 1)
+    state = {"model": net.state_dict(), "step": 7}
+    saved = repo.models.save("net", state, step=7, metrics={"loss": 0.1}, config={"lr": 0.1}, parent="net@2", data=())
+    assert str(saved) == "net@3"
+    assert repo.models.restore(saved, only=["model"], rename={"model": ""}, trusted_keys=()).state.keys()
+    assert repo.models.load_into(net, "net@3", prefix="model", strict=True).is_exact
+
+    assert repo.models.names() == ["net"]
+    assert [version.version for version in repo.models.ls()] == [3]
+    assert [version.version for version in repo.models.log("net", last=2)] == [2, 3]
+    assert [line.version.version for line in repo.models.history("net", last=1) if line.version] == [3]
+    assert repo.models.describe("net@3").entry["step"] == 7
+    found = repo.models.find("loss < 0.5", order_by="loss", ascending=True)
+    assert [version.version for version in repo.models.describe_versions(found)] == [3, 2]
+    assert repo.models.diff("net@2", "net@3", norms=True).steps == (4, 7)
+    assert repo.models.trained_on(["net"], keys=["train/a/00000"]).versions
+    assert repo.models.lineage("net@3").models
+
+    assert repo.models.tag("net@3", "prod", expect=0).version == 3
+    assert repo.models.resolve("net@prod") == repo.models.versions("net")[-1]
+    assert repo.models.tags("net") == {"prod": 3}
+    assert len(repo.models.tag_history("net", "prod")) == 1
+
+    public = make_key(folder / "key")
+    assert repo.models.sign("net@3", load_private_key(folder / "key")).key_id == public.id
+    assert repo.models.verify(["net@prod"], deep=True, trusted_keys=[public.source]).problems == ()
+
+    backup = str(folder / "backup")
+    datasvc.open(backup, create=True)
+    assert repo.models.push(["net@3"], backup, name="copy", with_parents=False).num_objects
+    assert [str(copied.target) for copied in repo.models.pull(["copy"], backup).versions] == ["copy@1"]
+    assert repo.models.repair(repo.models.versions("net"), [backup], deep=False).left == ()
+
+    assert repo.models.export("net@3", folder / "files", "safetensors", dtype="float32").num_tensors == 2
+    assert repo.models.import_(folder / "files", "imported", step=7, message="from files").num_tensors == 2
+    inputs = [torch.zeros(2, 2)]
+    assert repo.models.export_onnx("net@3", folder / "onnx", net, inputs, dynamic_batch=True).files
+
+    _, plan = repo.models.retain("net", RetentionPolicy(last=1), dry_run=True)
+    repo.models.untag("net", "prod")
+    assert repo.models.remove(["net@1"], message="not needed").versions
+    assert plan.removed
+
+
+def main(folder: Path, images: Path) -> None:
+    """Use a new repository in `folder`, with the data set of an image folder."""
+    use_datasets(folder, images)
+    use_manager(folder)
+    use_models(folder)
