@@ -3,13 +3,16 @@
 `PYTHONPATH=. python tests/test_public_names.py > tests/public_names.txt` writes the list anew.
 """
 
+import ast
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 
 from datasvc.api.operation import Operation
 
+ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("public_names.txt")
 PACKAGES = [
     "datasvc",
@@ -61,6 +64,21 @@ def public_members(value):
 
 def fields_of(value):
     return getattr(value, "__dataclass_fields__", None) or getattr(value, "_fields", None)
+
+
+# Library functions that a command calls and the facade does not, and what a program calls instead.
+NOT_ON_THE_FACADE = {
+    "check_target": "`repo.models.export` checks its folder",
+    "every_version": "`repo.models.versions(name)`",
+    "export_checkpoint": "`repo.models.export(ref, folder, 'safetensors')` writes the same files",
+    "load_private_key": "public in `datasvc.models`: it has no repository",
+    "make_input": "a tensor: the command makes one from text",
+    "make_key": "public in `datasvc.models`: it has no repository",
+    "make_model": "a module: the command makes one from text",
+    "open_source": "`repo.datasets.ingest` opens the source",
+    "parse_name_map": "a dict: the command makes one from text",
+    "thumbnail": "draws on the terminal what `repo.datasets.head` returns",
+}
 
 
 class Bound:
@@ -121,6 +139,24 @@ def test_a_method_that_is_a_function_shows_its_arguments_and_its_docstring(repos
     ingest = importlib.import_module("datasvc.shards").ingest
     assert [*inspect.signature(datasets.ingest).parameters] == [*inspect.signature(ingest).parameters][1:]
     assert inspect.getdoc(datasets.ingest) == inspect.getdoc(ingest)
+
+
+def library_functions(folder):
+    """Return the functions of shards, models and gc that the modules of a folder import, by their full names."""
+    values = [
+        getattr(importlib.import_module(node.module), alias.name)
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and re.match(r"datasvc\.(shards|models|gc)\b", node.module)
+        for alias in node.names
+    ]
+    return {f"{value.__module__}.{value.__name__}" for value in values if inspect.isfunction(value)}
+
+
+def test_the_facade_reaches_every_function_that_a_command_calls():
+    commands = library_functions("datasvc/cli/datasets") | library_functions("datasvc/cli/models")
+    missing = commands - library_functions("datasvc/api")
+    assert {name.rpartition(".")[2] for name in missing} == set(NOT_ON_THE_FACADE)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from datasvc.shards import SourceOptions
 def use_datasets(folder: Path, images: Path) -> None:
     """Call the methods of `repo.datasets`."""
     repo = datasvc.open(str(folder / "repo"), create=True)
+    assert repo.datasets.dry_run(str(images), "pets", limit=5).num_samples == {"train": 5, "val": 5}
     made = repo.datasets.ingest(
         str(images),
         "pets",
@@ -107,8 +108,8 @@ def use_models(folder: Path) -> None:
 
     backup = str(folder / "backup")
     datasvc.open(backup, create=True)
-    assert repo.models.push(["net@3"], backup, name="copy", with_parents=False).num_objects
-    assert [str(copied.target) for copied in repo.models.pull(["copy"], backup).versions] == ["copy@1"]
+    assert repo.models.push(backup, ["net@3"], name="copy", with_parents=False).num_objects
+    assert [str(copied.target) for copied in repo.models.pull(backup, ["copy"]).versions] == ["copy@1"]
     assert repo.models.repair(repo.models.versions("net"), [backup], deep=False).left == ()
 
     assert repo.models.export("net@3", folder / "files", "safetensors", dtype="float32").num_tensors == 2

@@ -10,6 +10,7 @@ from typing import Any
 from datasvc.api.operation import Collection, Operation
 from datasvc.repository import Entry
 from datasvc.shards.export import export
+from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.query.contact_sheet import write_contact_sheet
 from datasvc.shards.query.preview import Preview, preview_samples
@@ -29,6 +30,7 @@ class Datasets(Collection):
     kind = "datasets"
 
     ingest = Operation(ingest)
+    dry_run = Operation(dry_run_ingest)
     delete = Operation(delete)
     merge = Operation(merge)
     name_classes = Operation(name_classes)

@@ -56,36 +56,12 @@ class Models(Collection):
     import_ = Operation(import_model)
     export = Operation(export_model)
     export_onnx = Operation(export_onnx)
-
-    def push(
-        self,
-        refs: Sequence[str],
-        to: Repository | str,
-        *,
-        name: str | None = None,
-        with_parents: bool = False,
-        with_data: bool = False,
-        data_names: Mapping[str, str] | None = None,
-        trusted_keys: Sequence[str | Path] | None = None,
-        progress: Progress = NO_PROGRESS,
-    ) -> TransferReport:
-        """Copy model versions to the repository `to`, given by its URL; for arguments and errors, see `transfer`."""
-        return transfer(
-            self.repository,
-            _opened(to),
-            refs,
-            name=name,
-            with_parents=with_parents,
-            with_data=with_data,
-            data_names=data_names,
-            trusted_keys=trusted_keys,
-            progress=progress,
-        )
+    push = Operation(transfer)
 
     def pull(
         self,
-        refs: Sequence[str],
         origin: Repository | str,
+        refs: Sequence[str],
         *,
         name: str | None = None,
         with_parents: bool = False,
@@ -94,10 +70,11 @@ class Models(Collection):
         trusted_keys: Sequence[str | Path] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> TransferReport:
-        """Copy model versions from the repository `origin`, given by its URL; see `transfer`."""
-        return Models(_opened(origin)).push(
-            refs,
+        """Copy model versions from the repository `origin`, or its URL; for arguments and errors, see `transfer`."""
+        return transfer(
+            origin,
             self.repository,
+            refs,
             name=name,
             with_parents=with_parents,
             with_data=with_data,
@@ -105,7 +82,3 @@ class Models(Collection):
             trusted_keys=trusted_keys,
             progress=progress,
         )
-
-
-def _opened(repository: Repository | str) -> Repository:
-    return repository if isinstance(repository, Repository) else Repository.open(repository)

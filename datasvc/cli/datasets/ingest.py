@@ -18,7 +18,7 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.progress import Progress, byte_progress
 
 if TYPE_CHECKING:
-    from datasvc.shards.ingestion.build_options import BuildOptions
+    from datasvc.shards.ingestion.dry_run import DryRun
     from datasvc.shards.ingestion.ingest import IngestReport
     from datasvc.shards.sources import Source
     from datasvc.shards.versions.split_overlap import Overlap
@@ -147,9 +147,7 @@ def ingest(
     """
     from datasvc.repository import Repository
     from datasvc.repository.logs.references import check_name
-    from datasvc.shards.images.header import Reencoding
-    from datasvc.shards.ingestion.build_options import BuildOptions
-    from datasvc.shards.ingestion.ingest import choose_val_fraction, held_out_of
+    from datasvc.shards.ingestion.dry_run import dry_run_ingest
     from datasvc.shards.ingestion.ingest import ingest as run_ingest
     from datasvc.shards.sources import SourceOptions
     from datasvc.shards.sources.choose import open_source
@@ -162,14 +160,22 @@ def ingest(
     )
     opened = open_source(source, options)
     if dry_run:
-        chosen = (
-            choose_val_fraction(Repository.open(repo), name, val_fraction, append=True) if append else val_fraction
+        plan = dry_run_ingest(
+            Repository.open(repo) if append else None,
+            opened,
+            name,
+            shard_bytes=shard_bytes,
+            decode_check=decode_check,
+            max_side=max_side,
+            quality=quality,
+            keep_order=keep_order,
+            val_fraction=val_fraction,
+            limit=limit,
+            seed=seed,
+            append=append,
+            workers=workers,
         )
-        fraction = held_out_of(opened, chosen or 0.0, is_given=val_fraction is not None)
-        build_options = BuildOptions(
-            shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, fraction, limit
-        )
-        _dry_run(opened, build_options, workers, as_json=as_json)
+        _print_dry_run(plan, as_json=as_json)
         return
     with _show_progress(name, opened, as_json=as_json) as progress:
         result = run_ingest(
@@ -233,12 +239,9 @@ class _EventPrinter(Progress):
             print_json_line({"event": "progress", "seconds": round(now - self._started, 3), **counts})
 
 
-def _dry_run(source: Source, options: BuildOptions, workers: int | None, *, as_json: bool) -> None:
-    from datasvc.shards.ingestion.dry_run import dry_run
-    from datasvc.shards.ingestion.ingest import count_workers
+def _print_dry_run(plan: DryRun, *, as_json: bool) -> None:
     from datasvc.sizes import format_size
 
-    plan = dry_run(source, options, workers=count_workers(source, workers))
     columns = {field.name: str(field.type) for field in plan.schema}
     if as_json:
         facts = {

@@ -58,8 +58,8 @@ class TransferReport:
 
 
 def transfer(
-    source: Repository,
-    target: Repository,
+    source: Repository | str,
+    target: Repository | str,
     refs: Sequence[str],
     *,
     name: str | None = None,
@@ -76,8 +76,8 @@ def transfer(
     have them, the version has no parent there, and the data sets keep the names of the source.
 
     Args:
-        source: repository to copy from.
-        target: repository to copy to.
+        source: repository to copy from, or its URL.
+        target: repository to copy to, or its URL.
         refs: versions to copy: NAME, NAME@VERSION or NAME@TAG.
         name: name of the model at the target, by default the same; with it, all `refs` must be of one model.
         with_parents: also copy all ancestors that are in the source.
@@ -98,6 +98,9 @@ def transfer(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
+    source, target = (
+        place if isinstance(place, Repository) else Repository.open(place) for place in (source, target)
+    )
     if source.url == target.url:
         raise ConfigError(f"{redact_url(source.url)} is both source and target; give two different repositories")
     requested = [source.resolve("models", ref) for ref in refs]

@@ -10,14 +10,23 @@ from typing import Final
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError
+from datasvc.repository import Repository
 from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
-from datasvc.shards.images.header import read_header
+from datasvc.shards.images.header import Reencoding, read_header
 from datasvc.shards.ingestion.build import IngestWork
-from datasvc.shards.ingestion.build_options import BuildOptions
+from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
+from datasvc.shards.ingestion.ingest import (
+    AnySource,
+    choose_val_fraction,
+    count_workers,
+    held_out_of,
+    open_any_source,
+)
 from datasvc.shards.ingestion.plan import IngestUnit, plan_units
 from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
 
 _READ_BYTES: Final = 32 << 20
@@ -94,6 +103,37 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
         size_bytes / max(rate, 1.0) / max(1, min(workers, len(units))),
         bad,
     )
+
+
+def dry_run_ingest(
+    repository: Repository | None,
+    source: AnySource,
+    name: str,
+    *,
+    source_options: SourceOptions | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    decode_check: bool = False,
+    max_side: int | None = None,
+    quality: int | None = None,
+    keep_order: bool = False,
+    val_fraction: float | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    append: bool = False,
+    workers: int | None = 1,
+) -> DryRun:
+    """Return the predicted result of `ingest` with the same arguments; nothing is created. Raise as `ingest`.
+
+    Without `append` the repository is not read: it may be None.
+    """
+    opened = open_any_source(source, source_options)
+    fraction = val_fraction or 0.0
+    if repository is not None:
+        fraction = choose_val_fraction(repository, name, val_fraction, append=append)
+    held_out = held_out_of(opened, fraction, is_given=val_fraction is not None)
+    reencoding = Reencoding(max_side, quality)
+    options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
+    return dry_run(opened, options, workers=count_workers(opened, workers))
 
 
 def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int | None) -> dict[str, int | None]:

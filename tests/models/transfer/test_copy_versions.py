@@ -366,9 +366,9 @@ def test_the_facade_imports_exports_loads_and_moves(repository, other, tmp_path)
     here = datasvc.open(repository.url)
     here.models.import_(str(tmp_path / "net.pth"), "net")
     here.models.export("net", str(tmp_path / "out"), "torch")
-    assert told(here.models.push(["net"], other.url)) == [("net@1", "net@1", True)]
+    assert told(here.models.push(other.url, ["net"])) == [("net@1", "net@1", True)]
     there = datasvc.open(other.url)
-    assert told(there.models.pull(["net"], repository.url)) == [("net@1", "net@1", False)]
+    assert told(there.models.pull(repository.url, ["net"])) == [("net@1", "net@1", False)]
     assert there.models.load_into(fresh, "net").is_exact
     assert torch.equal(fresh.weight, net.weight)
     assert list(there.models.restore("net", only=["model"], rename={"model": ""}).state) == ["bias", "weight"]
