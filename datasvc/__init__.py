@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from datasvc.errors import DatasvcError
+from datasvc.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from datasvc.api import DataRepository
-    from datasvc.shards.ingestion.build import Report
     from datasvc.shards.ingestion.executors import EngineName
     from datasvc.shards.ingestion.ingest import AnySource, Duplicates, IngestReport, OnBad
     from datasvc.shards.sources import SourceOptions
@@ -64,7 +64,7 @@ def ingest(
     engine: EngineName = "local",
     workers: int | None = 1,
     message: str = "",
-    report: Report | None = None,
+    progress: Progress = NO_PROGRESS,
 ) -> IngestReport:
     """Ingest `source` as the next version of data set `name` of the repository at the URL `repo`, which is created.
 
@@ -91,5 +91,5 @@ def ingest(
         engine=engine,
         workers=workers,
         message=message,
-        report=report,
+        progress=progress,
     )

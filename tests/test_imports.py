@@ -50,7 +50,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.node",
     "datasvc.ledger",
 }
-ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.api", "datasvc.shards"}
+ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.progress", "datasvc.api", "datasvc.shards"}
 ALLOWED["datasvc.loaders"] = {
     "datasvc.ledger",
     "datasvc.child_process",

@@ -142,7 +142,7 @@ def _begin(operation: Operation, path: str) -> _Fault | None:
     return None if store is None else store._begin(operation, below)  # noqa: SLF001 - same module
 
 
-class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc] - fsspec has no types
+class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     # With "memory" among its protocols its reads are not retried. `pipe_file` is inherited and not overridden: only
     # then are create-only writes accepted as atomic, see `exclusive_create`.
     protocol: ClassVar[tuple[str, ...]] = (_SCHEME, "memory")
