@@ -134,6 +134,17 @@ def test_every_public_parameter_is_spelt_out():
     assert any_keyword == set(ANY_KEYWORD)
 
 
+def test_the_page_about_python_lists_every_method_of_the_facade():
+    rows = [
+        line.split("|") for line in (ROOT / "docs" / "python.md").read_text().splitlines() if line.startswith("|")
+    ]
+    for column, facade in enumerate(("Datasets", "Models"), 2):
+        listed = {name for row in rows for name in re.findall(r"`(\w+)\(", row[column])}
+        prefix = f"datasvc.api.{facade}."
+        methods = {name for name, value in public_values().items() if name.startswith(prefix) and value is not None}
+        assert {prefix + name for name in listed} == methods
+
+
 def test_a_method_that_is_a_function_shows_its_arguments_and_its_docstring(repository):
     datasets = importlib.import_module("datasvc.api").Datasets(repository)
     ingest = importlib.import_module("datasvc.shards").ingest
