@@ -104,7 +104,7 @@ def use_models(folder: Path) -> None:
 
     public = make_key(folder / "key")
     assert repo.models.sign("net@3", load_private_key(folder / "key")).key_id == public.id
-    assert repo.models.verify(["net@prod"], deep=True, trusted_keys=[public.source]).problems == ()
+    assert repo.models.verify("net@prod", deep=True, trusted_keys=[public.source]).problems == ()
 
     backup = str(folder / "backup")
     datasvc.open(backup, create=True)

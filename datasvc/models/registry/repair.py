@@ -86,7 +86,7 @@ def repair(
 
 def verify_and_repair(
     repository: Repository,
-    versions: Iterable[str | Resolved],
+    versions: str | Iterable[str | Resolved],
     copies: Sequence[Repository | str],
     *,
     deep: bool = False,

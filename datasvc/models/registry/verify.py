@@ -43,7 +43,7 @@ class ModelVerifyReport:
 
 def verify(
     repository: Repository,
-    versions: Iterable[str | Resolved],
+    versions: str | Iterable[str | Resolved],
     *,
     deep: bool = False,
     trusted_keys: Sequence[str | Path] | None = None,
@@ -56,7 +56,7 @@ def verify(
 
     Args:
         repository: repository of the versions.
-        versions: references of the versions to check, or the result of `every_version`.
+        versions: reference of the version to check, or several, or the result of `every_version`.
         deep: also decode every tensor and compare it with its digest. This finds tensors that were stored wrongly,
             not only objects that changed later.
         trusted_keys: files of public keys, see `restore`. If there are any, each version must be signed by one of
@@ -85,9 +85,10 @@ def verify(
     return ModelVerifyReport(tuple(map(str, resolved)), len(sizes), sum(sizes.values()), tuple(problems))
 
 
-def resolve_versions(repository: Repository, refs: Iterable[str | Resolved]) -> list[Resolved]:
-    """Return the version of each reference, each version once; for errors, see `Repository.resolve`."""
-    resolved = (ref if isinstance(ref, Resolved) else repository.resolve("models", ref) for ref in refs)
+def resolve_versions(repository: Repository, refs: str | Iterable[str | Resolved]) -> list[Resolved]:
+    """Return the version of one or of each reference, each version once; for errors, see `Repository.resolve`."""
+    every = [refs] if isinstance(refs, str) else refs
+    resolved = (ref if isinstance(ref, Resolved) else repository.resolve("models", ref) for ref in every)
     return list(dict.fromkeys(resolved))
 
 

@@ -180,6 +180,12 @@ def test_all_versions_are_those_that_were_not_removed(twice):
     assert list(map(str, every_version(twice, ["m"]))) == ["m@2"]
 
 
+def test_versions_are_given_by_references_too(twice):
+    twice.tag("models", "m@1", "prod")
+    assert verify(twice, "m@prod").versions == ("m@1",)
+    assert verify(twice, ["m@prod", V2, "m@1"]).versions == ("m@1", "m@2")
+
+
 def test_an_unsigned_version_is_a_problem_where_keys_are_trusted(twice, tmp_path):
     key = make_key(tmp_path / "key")
     sign(twice, "m@2", load_private_key(tmp_path / "key"))
