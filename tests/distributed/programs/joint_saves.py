@@ -198,14 +198,14 @@ def apart(repo, rank):
     """Rank 2 has a folder of its own under the path of the others, as a node whose disk is not shared."""
     url = f"{repo.repository.url}.of-node-{rank // 2}"
     own = datasvc.open(url, create=True)
-    errors = [caught(lambda: own.model("m"))]
+    errors = [caught(lambda: own.models.manager("m"))]
     try:
         dcp.save(
             {"w": DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (RANKS,)))}, storage_writer=DcpWriter(url)
         )
     except CheckpointException as error:
         errors.append([str(each) for each, _ in error.failures.values()])
-    return [*errors, own.models()]
+    return [*errors, own.models.names()]
 
 
 def run_rank(folder, scenario, rank):
