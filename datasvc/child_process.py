@@ -25,6 +25,21 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()
 
 
+def end_with_input() -> None:
+    """Start a thread that ends this process at the end of its standard input, which a `ChildProcess` parent holds.
+
+    Call it after the last message was read: the thread discards what follows.
+    """
+
+    def wait() -> None:
+        # Not through the buffered reader: Python would need its lock at exit.
+        while os.read(0, 1):
+            pass
+        os._exit(1)  # also if some thread hangs
+
+    threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()
+
+
 def command_of(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of datasvc; run it with `environment`, so that imports work."""
     # -P keeps the working directory off the search path: it may contain modules with the same names.

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -23,6 +22,7 @@ from datasvc.repository import Digest, Entry, ObjectInfo, Objects, Repository, S
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.threads import map_in_threads
 
 GRACE_S: Final = 7 * 24 * 3600
 # Twice the age at which writers rewrite a remote object: one that was too young for that is safe for another day.
@@ -236,17 +236,15 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
             storage.delete_folder(plan)
             removed.journals.append(plan)
     paths = {Objects.path(digest): digest for digest in garbage.objects}
-    with ThreadPoolExecutor(_DELETES_AT_ONCE, thread_name_prefix="datasvc-gc") as pool:
 
-        def delete(paths: Iterable[str]) -> Iterator[str]:
-            path_list = list(paths)
-            results = pool.map(lambda path: storage.delete_if_older(path, before_s), path_list)
-            return (path for path, is_deleted in zip(path_list, results, strict=True) if is_deleted)
+    def delete(paths: Collection[str]) -> list[str]:
+        results = map_in_threads(lambda path: storage.delete_if_older(path, before_s), paths, _DELETES_AT_ONCE)
+        return [path for path, is_deleted in zip(paths, results, strict=True) if is_deleted]
 
-        removed.objects = {paths[path]: garbage.objects[paths[path]] for path in delete(paths)}
-        removed.temporary_files = list(delete(garbage.temporary_files))
-        deleted = set(delete(garbage.pointers.values()))
-        removed.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted}
+    removed.objects = {paths[path]: garbage.objects[paths[path]] for path in delete(paths)}
+    removed.temporary_files = delete(garbage.temporary_files)
+    deleted = set(delete(garbage.pointers.values()))
+    removed.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted}
     return removed
 
 

@@ -18,6 +18,7 @@ ALLOWED = {
     "datasvc.extras": set(),
     "datasvc.child_process": set(),
     "datasvc.processors": set(),
+    "datasvc.threads": set(),
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
@@ -25,7 +26,13 @@ ALLOWED = {
     "datasvc.interval_index": {"datasvc.keyed_random"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed_random", "datasvc.interval_index"},
     "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},
-    "datasvc.repository": {"datasvc.errors", "datasvc.durable", "datasvc.extras", "datasvc.progress"},
+    "datasvc.repository": {
+        "datasvc.errors",
+        "datasvc.durable",
+        "datasvc.extras",
+        "datasvc.progress",
+        "datasvc.threads",
+    },
 }
 ALLOWED["datasvc.shards"] = {
     "datasvc.repository",
@@ -37,6 +44,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.child_process",
     "datasvc.processors",
     "datasvc.progress",
+    "datasvc.threads",
 }
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
@@ -55,6 +63,7 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.ledger",
     "datasvc.child_process",
     "datasvc.processors",
+    "datasvc.threads",
     "datasvc.durable",
     "datasvc.repository",
     "datasvc.shards",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from datasvc.cache.job import Outcome
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest
+from datasvc.threads import map_in_threads
 
 _MAX_FILES_AT_ONCE = 8
 
@@ -70,8 +70,7 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGR
         return StagedFile(url, link.make(file.file_name), acquired.outcome, file.info.size_bytes)
 
     try:
-        with ThreadPoolExecutor(_MAX_FILES_AT_ONCE, thread_name_prefix="datasvc-files") as pool:
-            return list(pool.map(stage_one, urls))
+        return map_in_threads(stage_one, urls, _MAX_FILES_AT_ONCE)
     finally:
         # Held until all files have arrived, so that none of them evicts another.
         for digest in held:

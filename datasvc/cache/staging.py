@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from datasvc.cache.catalogue.records import footprint
@@ -12,6 +11,7 @@ from datasvc.cache.job import CacheJob, Outcome
 from datasvc.errors import CacheFullError
 from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.threads import run_in_threads
 
 _MIN_THREADS = 8
 _MAX_THREADS = 64
@@ -83,18 +83,8 @@ def stage_objects(
         arrived.append((outcome, info.size_bytes))
 
     try:
-        threads = num_threads or _choose_threads(len(objects), needed)
-        with ThreadPoolExecutor(threads, thread_name_prefix="datasvc-stage") as pool:
-            futures = [pool.submit(stage_one, *pair) for pair in objects.values()]
-            try:
-                for future in futures:
-                    future.result()
-            except BaseException:
-                # An error is noticed when all earlier requests of the list have ended. Fetches that have not
-                # started are cancelled; the end of the outer block waits for those in progress.
-                for future in futures:
-                    future.cancel()
-                raise
+        # After an error, fetches that have not started are given up, and those in progress are awaited.
+        run_in_threads(stage_one, list(objects.values()), num_threads or _choose_threads(len(objects), needed))
     finally:
         for digest in held:
             job.release(digest)

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import pickle  # only between a job and its own child
 import sys
-import threading
 
-from datasvc.child_process import ChildProcess
+from datasvc.child_process import ChildProcess, end_with_input
 from datasvc.errors import ConfigError
 from datasvc.node.server import serve
 from datasvc.node.settings import NodeSettings
@@ -42,17 +41,10 @@ class EmbeddedNode:
         self._program.close()
 
 
-def _end_with_input() -> None:
-    # Not through the buffered reader: Python would need its lock at exit. Nothing follows the settings.
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    os._exit(0)  # safe: the cache survives a kill of its server at any time
-
-
 def main() -> None:
     """Serve with the pickled settings on standard input."""
     settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-    threading.Thread(target=_end_with_input, daemon=True, name="datasvc-parent").start()
+    end_with_input()  # safe: the cache survives a kill of its server at any time
     try:
         ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
     except ConfigError as error:

@@ -22,6 +22,7 @@ from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
+from datasvc.threads import run_before_threads_end
 
 if TYPE_CHECKING:
     import torch
@@ -69,10 +70,8 @@ def _stop_all() -> None:
         stopped.set()
 
 
-# At exit, for example after Ctrl-C, Python waits for all threads. This hook runs before that wait and makes the
-# threads skip prefetched images; without it, they decode all of them first. The function for hooks is private.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_stop_all)  # noqa: SLF001
+# At exit, for example after Ctrl-C, the threads skip prefetched images; otherwise they decode all of them first.
+run_before_threads_end(_stop_all)
 
 
 class CpuBackend:

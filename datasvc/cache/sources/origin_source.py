@@ -19,6 +19,7 @@ from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
+from datasvc.threads import run_before_threads_end
 
 Kind = Literal["origin", "peer"]
 
@@ -87,9 +88,7 @@ def _close_all() -> None:
         pool.close()
 
 
-# `atexit` handlers run after the interpreter has waited for all threads, which is too late.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_close_all)  # noqa: SLF001
+run_before_threads_end(_close_all)
 
 
 class RequestPool:

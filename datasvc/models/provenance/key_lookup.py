@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions
+from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE = 8
 
@@ -96,8 +96,7 @@ def find_places(
         rows = np.flatnonzero(numbers.is_valid().to_numpy(zero_copy_only=False))
         return _Hits(numbers.drop_null().to_numpy().astype(np.int64), rows)
 
-    with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-keys") as pool:
-        hits = dict(zip(indexes, pool.map(scan, indexes), strict=True))
+    hits = dict(zip(indexes, map_in_threads(scan, indexes, _READS_AT_ONCE), strict=True))
     return {digest: _place(objects, table, hits) for digest, table in tables.items()}
 
 

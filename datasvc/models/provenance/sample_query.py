@@ -7,7 +7,6 @@ from another repository may contain the number that the version had there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.diff import diff
+from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
 
@@ -148,8 +148,7 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
             return None
 
     distinct = sorted(set(digests))
-    with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-tables") as pool:
-        return dict(zip(distinct, pool.map(read, distinct), strict=True))
+    return dict(zip(distinct, map_in_threads(read, distinct, _READS_AT_ONCE), strict=True))
 
 
 def _tables_of(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest] | None:

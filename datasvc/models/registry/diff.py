@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.models.tensors.codec import Decoders
@@ -18,6 +18,7 @@ from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
     import torch
@@ -136,9 +137,10 @@ def diff(
     if norms:
         pairs = _pairs(tables, tensors.changed)
         progress.begin(sum(ours.nbytes for ours, _ in pairs))
-        with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="datasvc-diff") as pool:
-            changes = pool.map(lambda pair: measure_change(repository.objects, *pair, progress=progress), pairs)
-            tensors = TensorsDifference(**{**vars(tensors), "changes": tuple(changes)})
+        changes = run_in_threads(
+            partial(measure_change, repository.objects, progress=progress), pairs, _TENSORS_AT_ONCE
+        )
+        tensors = TensorsDifference(**{**vars(tensors), "changes": tuple(changes)})
     return ModelDifference(
         versions[0],
         versions[1],

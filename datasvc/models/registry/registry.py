@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +11,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import Reference, parse_reference
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.threads import map_in_threads
 
 _NAMES_AT_ONCE: Final = 16
 
@@ -172,5 +172,4 @@ def _map_names(
     # Threads hide the latency of a network; a local disk has none.
     if repository.storage.is_local or len(names) < 2:
         return list(map(read, names))
-    with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-models") as pool:
-        return list(pool.map(read, names))
+    return map_in_threads(read, names, _NAMES_AT_ONCE)

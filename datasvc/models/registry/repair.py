@@ -12,11 +12,11 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, Unavail
 from datasvc.models.registry.survey import ModelProblem
 from datasvc.models.registry.verify import ModelVerifyReport, resolve_versions, verify
 from datasvc.models.restoring.failover_source import find_damage
-from datasvc.models.tensors.threads import run_in_threads
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.intact import QUARANTINE, keep_aside
 from datasvc.repository.store.retries import map_exceptions
+from datasvc.threads import run_in_threads
 
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20

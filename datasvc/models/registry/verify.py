@@ -14,10 +14,10 @@ from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
-from datasvc.models.tensors.threads import run_in_threads
 from datasvc.models.versions.signing_keys import trusted_keys as load_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
+from datasvc.threads import run_in_threads
 
 # Each read holds one part of an object in memory, or eight parts if the repository is remote.
 _OBJECTS_AT_ONCE: Final = 4

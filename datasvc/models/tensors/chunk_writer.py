@@ -21,10 +21,10 @@ from datasvc.models.tensors.dedup_index import find_chain, write_pointer
 from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite, dtype_name
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
-from datasvc.models.tensors.threads import run_in_threads
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.repository.objects.objects import digest_of
+from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from datasvc.models.tensors.chunks import Shape, flat_offset, intersect, slices
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
-from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.sizes import format_size
+from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
     import torch

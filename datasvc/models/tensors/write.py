@@ -12,11 +12,11 @@ from datasvc.models.tensors.chunk_writer import CODECS, ChunkWriter, Codec, Tens
 from datasvc.models.tensors.chunks import CHUNK_BYTES, Shape, plan_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.threads import run_in_threads
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects
 from datasvc.repository.objects.batch import ObjectBatch
+from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
     import torch

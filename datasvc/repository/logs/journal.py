@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.logs.log import decode_entry, encode_entry
 from datasvc.repository.store.storage import Storage
+from datasvc.threads import map_in_threads
 
 JOURNALS = "journal"
 _PLAN = "plan.json"
@@ -96,13 +96,12 @@ class Journal:
             UnavailableError: the store does not respond.
         """
         names = [name for name in self._storage.list(self._folder) if name != _PLAN and name.endswith(".json")]
-        with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-journal") as pool:
-            contents = pool.map(self._read, names)
-            return {
-                name.removesuffix(".json"): content
-                for name, content in zip(names, contents, strict=True)
-                if content is not None and content.pop("attempt", None) == self._attempt
-            }
+        contents = map_in_threads(self._read, names, _READS_AT_ONCE)
+        return {
+            name.removesuffix(".json"): content
+            for name, content in zip(names, contents, strict=True)
+            if content is not None and content.pop("attempt", None) == self._attempt
+        }
 
     def remove(self) -> None:
         """Remove the journal.

@@ -11,7 +11,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +19,7 @@ from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoun
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.storage import Storage
+from datasvc.threads import map_in_threads
 
 ENTRY_FORMAT = 1
 MAX_ENTRY_BYTES = 16 << 20
@@ -130,8 +130,7 @@ class Log:
         selected = self.numbers() if numbers is None else list(numbers)
         if self._storage.is_local or len(selected) < 2:
             return [self.read(number) for number in selected]
-        with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-log") as pool:
-            return list(pool.map(self.read, selected))
+        return map_in_threads(self.read, selected, _READS_AT_ONCE)
 
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.

@@ -11,23 +11,21 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import Final, Self
 
 from datasvc import durable
 from datasvc.repository.objects.intact import mark_intact
 from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
 from datasvc.repository.store.retries import map_exceptions
+from datasvc.threads import map_in_threads
 
 _MAX_OPEN: Final = 128
 _MAX_PARALLEL_SYNCS: Final = 8
-
-_Argument = TypeVar("_Argument")
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,9 @@ class ObjectBatch:
         Raises:
             UnavailableError: the store failed.
         """
-        _run_all(self._publish, list(self._pending))
+        map_in_threads(self._publish, list(self._pending), _MAX_PARALLEL_SYNCS)
         self._pending.clear()
-        _run_all(_sync_folder, self._unsynced_folders)
+        map_in_threads(_sync_folder, self._unsynced_folders, _MAX_PARALLEL_SYNCS)
         self._unsynced_folders.clear()
 
     def __enter__(self) -> Self:
@@ -156,9 +154,3 @@ def _remove(file: FileIO, temporary: Path) -> None:
 def _sync_folder(folder: Path) -> None:
     with map_exceptions("write", str(folder)):
         durable.fsync_folder(folder)
-
-
-def _run_all(function: Callable[[_Argument], None], arguments: Iterable[_Argument]) -> None:
-    with ThreadPoolExecutor(_MAX_PARALLEL_SYNCS, thread_name_prefix="datasvc-sync") as pool:
-        for _ in pool.map(function, arguments):  # raises the first error
-            pass

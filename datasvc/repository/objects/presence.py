@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from datasvc.errors import NotFoundError
 from datasvc.repository.objects.objects import Digest, Objects
+from datasvc.threads import map_in_threads
 
 _MAX_PARALLEL_REQUESTS: Final = 16
 _MAX_CHECKS_PER_FOLDER: Final = 32
@@ -72,8 +72,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
         max_checks = max(_MAX_CHECKS_PER_FOLDER, num_requests)
         to_list = [folder for folder, digests in folders.items() if len(digests) > max_checks]
     to_check = [digest for folder in folders.keys() - set(to_list) for digest in folders[folder]]
-    with ThreadPoolExecutor(_MAX_PARALLEL_REQUESTS, thread_name_prefix="datasvc-presence") as pool:
-        for missing_in_folder, _ in pool.map(list_missing, to_list):
-            missing |= missing_in_folder
-        sizes = pool.map(objects.size, to_check)
-        return missing.union(digest for digest, size in zip(to_check, sizes, strict=True) if size is None)
+    for missing_in_folder, _ in map_in_threads(list_missing, to_list, _MAX_PARALLEL_REQUESTS):
+        missing |= missing_in_folder
+    sizes = map_in_threads(objects.size, to_check, _MAX_PARALLEL_REQUESTS)
+    return missing.union(digest for digest, size in zip(to_check, sizes, strict=True) if size is None)

@@ -7,7 +7,6 @@ sample at the peak. Only samples with equal hashes are compared by value.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -21,6 +20,7 @@ from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.keys import take_keys
 from datasvc.shards.versions.matching import hash_values
+from datasvc.threads import map_in_threads
 
 DuplicateKind = Literal["key", "payload"]
 _MAX_PARALLEL_READS: Final = 8
@@ -150,9 +150,8 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
         return SampleIndex.decode(objects.read(digest), objects.location(digest))
 
     # In groups, so that memory holds a bounded number of indexes.
-    with ThreadPoolExecutor(_MAX_PARALLEL_READS, thread_name_prefix="datasvc-index") as pool:
-        for start in range(0, len(shards), _MAX_PARALLEL_READS):
-            yield from pool.map(read, shards[start : start + _MAX_PARALLEL_READS])
+    for start in range(0, len(shards), _MAX_PARALLEL_READS):
+        yield from map_in_threads(read, shards[start : start + _MAX_PARALLEL_READS], _MAX_PARALLEL_READS)
 
 
 def _colliding(hashes: Integers) -> Integers:

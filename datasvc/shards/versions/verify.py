@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -29,6 +28,7 @@ from datasvc.shards.versions.split_overlap import (
     count_unchecked,
     find_overlaps,
 )
+from datasvc.threads import map_in_threads
 
 # Worker threads. Each one holds at most one shard, in memory where the repository is remote.
 _SHARDS_AT_ONCE = 4
@@ -179,13 +179,8 @@ class _SplitCheck:
             progress.advance(self._table.shard(number).size_bytes)
             return shard_problems
 
-        pool = ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="datasvc-verify")
-        try:
-            for shard_problems in pool.map(check, range(self._table.num_shards)):
-                problems += shard_problems
-        finally:
-            # After an error, such as an unavailable store, do not check the remaining shards.
-            pool.shutdown(cancel_futures=True)
+        for shard_problems in map_in_threads(check, range(self._table.num_shards), _SHARDS_AT_ONCE):
+            problems += shard_problems
         return problems
 
     def _check_deletions(self) -> list[DatasetProblem]:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from PIL import Image
 
-from datasvc.child_process import ChildProcess
+from datasvc.child_process import ChildProcess, end_with_input
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, DecodeConfig, ImageBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -274,20 +274,13 @@ def _make(config: DecodeConfig, backend: Backend) -> ImageBackend:
     return make_backend(config, backend, framework="torch", profiler=StepProfiler())
 
 
-def _end_with_stdin() -> None:
-    """Exit when stdin is closed, because the parent has exited or has ended the trial, even if a decoder hangs."""
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
 def main() -> None:
     """Run the child process: read a `TrialJob` from stdin, and write one line of JSON for each candidate."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: crashes are expected, and the memory is large
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has answers only
     job: TrialJob = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    end_with_input()  # the parent has exited, or has ended a trial in which a decoder hangs
     for answer in answer_trials(job, _make):
         print(json.dumps(answer), file=answers, flush=True)
 

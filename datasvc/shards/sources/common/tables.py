@@ -10,7 +10,6 @@ import zlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -27,6 +26,7 @@ from datasvc.shards.sources.common.files import COMPRESSIONS, FileReader, Source
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import split_of
+from datasvc.threads import map_in_threads
 
 EMPTY: Final = "(empty)"
 # Errors of reading, decompressing and decoding a damaged file.
@@ -174,8 +174,7 @@ def map_files(reader: FileReader, files: Sequence[SourceFile], func: Callable[[S
     """Return `func` of each file, in order; for remote files, calls run in parallel threads."""
     if reader.is_local or len(files) == 1:
         return [func(file) for file in files]
-    with ThreadPoolExecutor(_LISTING_THREADS, thread_name_prefix="datasvc-list") as pool:
-        return list(pool.map(func, files))
+    return map_in_threads(func, files, _LISTING_THREADS)
 
 
 def table_split(file: SourceFile, options: SourceOptions) -> str:

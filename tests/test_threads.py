@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -5,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.tensors.threads import _group, run_in_threads
 from datasvc.repository.objects.objects import digest_of
+from datasvc.threads import _group, map_in_threads, run_in_threads
 
 CONTENT = bytes(1 << 20)
 
@@ -65,3 +67,30 @@ def test_an_interrupt_ends_the_work_as_an_error_does():
     with pytest.raises(KeyboardInterrupt):
         run_in_threads(work, arguments, 2)
     assert len(calls) < 1000
+
+
+def test_of_calls_that_fail_together_the_earliest_is_raised():
+    together = threading.Barrier(8)
+
+    def work(number):
+        together.wait(20)
+        raise CorruptDataError(str(number))
+
+    for _ in range(4):
+        with pytest.raises(CorruptDataError, match=r"^0$"):
+            map_in_threads(work, range(8), 8)
+
+
+ENDING = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datasvc.threads import run_before_threads_end
+pool, ended = ThreadPoolExecutor(1), threading.Event()
+threading.Thread(target=ended.wait).start()  # the interpreter waits for it
+run_before_threads_end(lambda: (print(pool.submit(int, "7").result()), ended.set()))
+"""
+
+
+def test_a_hook_runs_at_exit_before_threads_are_awaited_and_pools_are_shut_down():
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "7\n"

@@ -1,15 +1,16 @@
-"""Runs a function for many chunks in threads, and stops soon after the first failure."""
+"""Calls a function for many values in threads; runs hooks before the interpreter waits for threads at its exit."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import repeat
 from typing import Final, TypeVar, TypeVarTuple
 
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 
 # For calls on fewer bytes, handing the work to another thread costs more than that thread saves.
 _GROUP_BYTES: Final = 1 << 20
@@ -24,7 +25,8 @@ def run_in_threads(
 ) -> list[_Result]:
     """Call `work` with each of `arguments`; return the results in the same order.
 
-    After the first error, or an interrupt, no further call starts; the error is raised when the running calls end.
+    After the first error, or an interrupt, no further call starts. When the running calls have ended, the error of
+    the earliest call that failed is raised.
 
     Args:
         work: function that is called from several threads.
@@ -48,17 +50,34 @@ def run_in_threads(
                 raise
         return results
 
-    pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-tensor")
+    pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-map")
     try:
         futures = [pool.submit(run_group, group) for group in _group(arguments, sizes)]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()
         # Not by a `with` block: that would run all calls to their end after Ctrl-C has ended the wait.
         pool.shutdown(wait=True, cancel_futures=True)
-    for future in done:
-        future.result()
+    for future in futures:
+        if not future.cancelled():
+            future.result()
     return [result for future in futures for result in future.result()]
+
+
+def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], threads: int) -> list[_Result]:
+    """Call `work` with each of `values`, as `run_in_threads` does; return the results in the same order."""
+    return run_in_threads(work, [(value,) for value in values], threads)
+
+
+def run_before_threads_end(hook: Callable[[], object]) -> None:
+    """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after that.
+
+    A hook can still use thread pools. Hooks run in reverse order of registration, and the one of `concurrent.futures`
+    that shuts down all pools was registered when this module was imported.
+    """
+    # The function is private: without it, the exit only takes longer.
+    if hasattr(threading, "_register_atexit"):
+        threading._register_atexit(hook)  # noqa: SLF001
 
 
 def _group(
