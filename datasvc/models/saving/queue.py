@@ -15,6 +15,7 @@ from typing import Final
 
 from datasvc.errors import BusyError, ConfigError, DatasvcError, UnavailableError
 from datasvc.repository import Resolved
+from datasvc.threads import run_before_threads_end
 
 logger = logging.getLogger(__name__)
 
@@ -255,9 +256,5 @@ def _finish_all() -> None:
         queue.finish_at_exit()
 
 
-# `threading._register_atexit` callbacks run in reverse order of registration. `concurrent.futures` registers one that
-# shuts down its pools, and a save needs them: import it first, so that `_finish_all` runs before.
-if hasattr(threading, "_register_atexit"):
-    import concurrent.futures.thread  # noqa: F401
-
-    threading._register_atexit(_finish_all)  # noqa: SLF001
+# A save needs the thread pools that the exit shuts down.
+run_before_threads_end(_finish_all)
