@@ -24,7 +24,9 @@ from datasvc.shards.ingestion.plan import is_held_out
 from datasvc.shards.ingestion.validate import value_bytes
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
+from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.delete import delete
+from datasvc.testing import check_source
 from tests.samples import class_sorted, jpeg, write_folder, write_tars
 
 
@@ -339,6 +341,13 @@ def test_python_samples_become_columns(tmp_path):
     assert found["000000007"]["image"] == jpeg(seed=7)
 
 
+def test_python_samples_keep_the_promises_of_sources():
+    given = ({"number": number, "image": jpeg(seed=number)} for number in range(200))
+    samples = check_source(PythonSource(given), is_read_once=True)
+    assert samples.table.column("number").to_pylist() == list(range(200))
+    assert samples.bad == []
+
+
 def test_python_samples_that_do_not_fit_are_named(repository):
     samples = [{"key": str(number), "value": number} for number in range(150)]
     samples += [{"key": "odd", "value": "text"}, {"key": "more", "value": 1, "extra": 2}, {"key": "fine", "value": 3}]
@@ -406,8 +415,6 @@ def test_labels_outside_the_classes_are_bad_and_negative_ones_are_none(repositor
     source = open_source(str(folder))
     assert np.isin([file.label for file in source.splits["train"]], [0, 1, 2]).all()
     samples = [{"key": str(number), "label": label} for number, label in enumerate([0, 1, -1, 5])]
-    from datasvc.shards.sources.python_samples import PythonSource
-
     given = PythonSource(samples)
     given.classes = ("a", "b")
     with pytest.raises(BadSampleError, match=r"train/3: its label 5 has no class: expected labels below 2"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -160,7 +161,7 @@ def _parse_header(content: bytes, path: str, member: str | None, name: str) -> N
             shape, is_fortran, dtype = npy_format.read_array_header_2_0(head)
         else:
             raise ConfigError(f"{name} has the npy version {version}; datasvc reads 1.0 and 2.0: save it again")
-    except (ValueError, SyntaxError, TypeError) as error:
+    except (ValueError, SyntaxError, TypeError, tokenize.TokenError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CorruptDataError(f"{name} is not a numpy array: {error}") from error

@@ -35,7 +35,8 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
         table = pj.read_json(
             io.BytesIO(content), pj.ReadOptions(use_threads=False, block_size=block_bytes), options
         ).combine_chunks()
-    except pa.ArrowException as error:
+    # A name of a field that is not UTF-8 fails only when it is used.
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         return str(error).removeprefix(_ARROW_DETAIL)
     if table.num_rows != num_lines:
         return f"{num_lines} lines hold {table.num_rows} objects"

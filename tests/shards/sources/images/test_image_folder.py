@@ -8,6 +8,16 @@ from hypothesis import strategies as st
 
 from datasvc.shards.sources.images import image_folder
 from datasvc.shards.sources.images.image_folder import ImageFolderSource
+from tests.samples import jpeg
+from tests.shards.sources.source_laws import ListedSourceLaws
+
+
+class TestImageFolderSource(ListedSourceLaws):
+    source = ImageFolderSource
+
+    def write(self, folder, numbers):
+        for number in numbers:
+            (folder / f"{number:03d}.jpg").write_bytes(jpeg(seed=number))
 
 
 @given(st.text("./aJpg", max_size=12))

@@ -1,7 +1,5 @@
 import datetime as dt
-import json
 import os
-import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +10,7 @@ from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.images.manifest import ManifestSource
 from tests.samples import jpeg
-from tests.shards.sources.reading import to_memory
+from tests.shards.sources.source_laws import ListedSourceLaws
 
 NAMES = ["a.jpg", "sub/b.jpg", "train/c.jpg", "val/d.jpg", "_e.jpg"]
 
@@ -37,6 +35,27 @@ def facts(source):
     return {split: [(file.key, file.label, file.values) for file in files] for split, files in source.splits.items()}
 
 
+class TestManifestSource(ListedSourceLaws):
+    source = ManifestSource
+    ignored = {"not in the manifest": 1}  # noqa: RUF012 - never changed
+
+    def write_splits(self, root, splits):
+        rows = ["file,split"]
+        for split, numbers in splits.items():
+            for number in numbers:
+                path = root / split / f"{number:03d}.jpg"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(jpeg(seed=number))
+                rows.append(f"{split}/{path.name},{split}")
+        (root / "manifest.csv").write_text("\n".join(rows))
+
+    def options_at(self, url):
+        return {"manifest": f"{url}/manifest.csv"}
+
+    def one_split(self, root):
+        return root
+
+
 def test_a_csv_manifest_names_files_labels_splits_and_more(images):
     source = listed(
         images,
@@ -59,18 +78,6 @@ def test_a_csv_manifest_names_files_labels_splits_and_more(images):
     assert file.path == str(images / "a.jpg")
     assert file.size_bytes == len(jpeg(seed=0))
     assert file.stamp
-
-
-def test_a_remote_source_and_manifest_read_as_local_ones(images):
-    content = "".join(f"{json.dumps({'file': name, 'label': number})}\n" for number, name in enumerate(NAMES))
-    (images / "index.jsonl").write_text(content)
-    url = to_memory(images, "memory://manifest")
-    local = ManifestSource.list(str(images), SourceOptions(manifest=str(images / "index.jsonl")))
-    remote = pickle.loads(pickle.dumps(ManifestSource.list(url, SourceOptions(manifest=f"{url}/index.jsonl"))))
-    assert facts(remote) == facts(local)
-    assert local.classes == ()
-    assert not local.ignored
-    assert {split: len(files) for split, files in local.splits.items()} == {"train": 4, "val": 1}
 
 
 def test_columns_of_a_parquet_manifest_keep_their_types(images):

@@ -1,14 +1,11 @@
 """TFRecord files written by the `tfrecord` package, and what can be wrong with them."""
 
 import gzip
-import pickle
 import struct
 import subprocess
 import sys
 import zlib
 
-import fsspec
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -20,8 +17,10 @@ from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.protobuf import read_fields, read_packed_varints, to_signed
 from datasvc.shards.sources.records.tf_example import parse_example
 from datasvc.shards.sources.records.tfrecord import TfRecordSource, masked_crc
+from tests.fuzzing import counts_refusals
 from tests.samples import jpeg
 from tests.shards.sources import reading
+from tests.shards.sources.source_laws import StreamedSourceLaws
 
 tfrecord_writer = pytest.importorskip("tfrecord.writer", reason="the package tfrecord writes the files")
 TFRecordWriter = tfrecord_writer.TFRecordWriter
@@ -34,6 +33,24 @@ def write(path, examples):
         writer.write(example)
     writer.close()
     return str(path)
+
+
+class TestTfRecordSource(StreamedSourceLaws):
+    source = TfRecordSource
+    accepts_flips = False  # each record has a checksum
+    packed = staticmethod(bytes)
+
+    def write(self, folder, numbers):
+        write(folder / "a.tfrecord", [{"number": (number, "int")} for number in numbers])
+        (folder / "a.tfrecord").write_bytes(self.packed((folder / "a.tfrecord").read_bytes()))
+
+
+class TestGzipTfRecordSource(TestTfRecordSource):
+    packed = staticmethod(gzip.compress)
+
+
+class TestZlibTfRecordSource(TestTfRecordSource):
+    packed = staticmethod(zlib.compress)
 
 
 def test_other_formats_are_ingested_where_the_checksums_of_this_one_are_not_installed():
@@ -171,26 +188,16 @@ def test_behind_a_bad_length_the_file_ends(tmp_path, flipped):
     ]
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress, zlib.compress])
-def test_a_file_cut_off_anywhere_gives_what_is_before_and_says_so(tmp_path, compress):
+def test_a_file_cut_off_anywhere_gives_all_records_before(tmp_path):
     url = write(tmp_path / "a.tfrecord", numbers(4))
-    whole = compress((tmp_path / "a.tfrecord").read_bytes())
-    raw_size = len((tmp_path / "a.tfrecord").read_bytes()) // 4
-    for length in range(raw_size if compress is bytes else 45, len(whole)):
+    whole = (tmp_path / "a.tfrecord").read_bytes()
+    record_bytes = len(whole) // 4
+    for length in range(record_bytes, len(whole)):
         (tmp_path / "a.tfrecord").write_bytes(whole[:length])
-        if compress is not bytes and not _inflates_one(whole[:length], raw_size):
-            continue
         samples, bad = read_all(TfRecordSource.list(url))
-        assert [sample["n"] for sample in samples] == list(range(len(samples)))
-        is_at_end_of_a_record = compress is bytes and length % raw_size == 0
-        assert len(bad) == (0 if is_at_end_of_a_record else 1)
-        assert all("truncated" in each.reason for each in bad)
-        if compress is bytes:
-            assert len(samples) == length // raw_size
-
-
-def _inflates_one(raw, size):
-    return len(zlib.decompressobj(47).decompress(raw)) >= size
+        assert [sample["n"] for sample in samples] == list(range(length // record_bytes))
+        # A cut at the end of a record cannot be noticed.
+        assert ["truncated" in each.reason for each in bad] == [True] * (length % record_bytes > 0)
 
 
 def test_a_gzip_file_cut_off_is_noticed_by_its_name_too(tmp_path):
@@ -307,28 +314,6 @@ def test_an_empty_shard_among_others_does_no_harm(tmp_path):
     ]
 
 
-def test_files_in_memory_are_read_alike_after_a_journey_to_a_worker(tmp_path):
-    memory = fsspec.filesystem("memory")
-    write(tmp_path / "a.tfrecord", [{"x": (np.random.default_rng(n).bytes(100_000), "byte")} for n in range(60)])
-    memory.put(str(tmp_path / "a.tfrecord"), "/tfrecord-test/a.tfrecord")
-    local = read_all(TfRecordSource.list(str(tmp_path)))
-    source = pickle.loads(pickle.dumps(TfRecordSource.list("memory://tfrecord-test")))
-    assert read_all(source) == local
-    assert len(local[0]) == 60
-
-
-def test_the_fingerprint_follows_files_and_columns(tmp_path):
-    example = {"cls": (1, "int"), "class": (1, "int")}
-    url = write(tmp_path / "a.tfrecord", [example])
-    before = TfRecordSource.list(url).fingerprint()
-    assert before == TfRecordSource.list(url).fingerprint()
-    keyed = [TfRecordSource.list(url, SourceOptions(key=key)) for key in example]
-    assert keyed[0].schema == keyed[1].schema
-    assert keyed[0].fingerprint() != keyed[1].fingerprint()
-    write(tmp_path / "a.tfrecord", [example] * 2)
-    assert before != TfRecordSource.list(url).fingerprint()
-
-
 features = st.dictionaries(
     st.text(min_size=1, max_size=5),
     st.one_of(
@@ -364,12 +349,10 @@ def test_unpacked_numbers_are_read_like_packed_ones(values):
     assert [to_signed(value) for _, _, value in read_fields(unpacked)] == values
 
 
+@counts_refusals(BadSampleError)
 @given(st.binary(max_size=80))
 def test_any_bytes_are_an_example_or_a_bad_sample(content):
-    try:
-        parse_example(content)
-    except BadSampleError:
-        return
+    parse_example(content)
     assert list(read_fields(content)) or not content
 
 

@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +8,8 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.tabular.huggingface import HuggingFaceSource
 from tests.samples import jpeg
-from tests.shards.sources.reading import read_all, to_memory
+from tests.shards.sources.reading import read_all
+from tests.shards.sources.source_laws import StreamedSourceLaws
 
 # As `datasets` 4 writes it: features in `dataset_info.json` and in the schema, images as bytes and path.
 FEATURES = {
@@ -73,17 +73,30 @@ def values(source):
     return samples.drop(["key"]).to_pylist()
 
 
+class TestHuggingFaceSource(StreamedSourceLaws):
+    source = HuggingFaceSource
+    column, key = "label", None
+
+    def write(self, folder, numbers):
+        features = {"label": {"names": [f"class{number}" for number in range(100)], "_type": "ClassLabel"}}
+        samples = [{"image": jpeg(8, 8, seed=number), "label": number, "tags": ["a"]} for number in numbers]
+        save(folder, [samples], info=features, features=features, split=folder.name)
+
+    def write_splits(self, root, splits):
+        super().write_splits(root, splits)
+        (root / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+
+
 def test_a_saved_data_set_of_splits_is_read(tmp_path):
     splits = {"train": samples_of(0, 5), "unsupervised": samples_of(5, 3)}
     folder = save_dict(tmp_path / "saved", splits)
-    for url in (str(folder), to_memory(folder, "memory://huggingface-dict")):
-        source = pickle.loads(pickle.dumps(HuggingFaceSource.list(url)))
-        assert source.classes == ("cat", "dog")
-        assert source.schema.names == ["key", "image", "label", "tags"]
-        assert source.schema.field("label").type == pa.int32()
-        assert [part.split for part in source.parts] == ["train", "unsupervised"]
-        assert values(source) == splits["train"] + splits["unsupervised"]
-        assert not source.ignored
+    source = HuggingFaceSource.list(str(folder))
+    assert source.classes == ("cat", "dog")
+    assert source.schema.names == ["key", "image", "label", "tags"]
+    assert source.schema.field("label").type == pa.int32()
+    assert [part.split for part in source.parts] == ["train", "unsupervised"]
+    assert values(source) == splits["train"] + splits["unsupervised"]
+    assert not source.ignored
 
 
 def test_a_saved_data_set_is_read_in_the_order_of_its_state(tmp_path):

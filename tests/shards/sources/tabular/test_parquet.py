@@ -1,21 +1,17 @@
-import io
-import pickle
-
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.tabular.parquet import PART_BYTES, ParquetSource
 from tests.examples import examples
 from tests.samples import jpeg
-from tests.shards.sources.reading import read_all, to_memory
+from tests.shards.sources.reading import read_all
+from tests.shards.sources.source_laws import StreamedSourceLaws
 from tests.shards.sources.tables import tables
 
 
@@ -24,6 +20,14 @@ def write(folder, name, table, **options):
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(table) if isinstance(table, dict) else table, path, **options)
     return path
+
+
+class TestParquetSource(StreamedSourceLaws):
+    source = ParquetSource
+
+    def write(self, folder, numbers):
+        table = {"number": numbers, "text": [f"word {number}" for number in numbers]}
+        write(folder, "a.parquet", table, row_group_size=7)
 
 
 @examples(60)
@@ -35,28 +39,6 @@ def test_samples_are_the_rows_of_any_table(tmp_path_factory, table, row_group_si
     assert samples.column("key").to_pylist() == [f"a.parquet#{row}" for row in range(table.num_rows)]
     assert samples.drop(["key"]).to_pylist() == table.to_pylist()
     assert samples.drop(["key"]).schema.types == table.schema.types
-
-
-def test_a_source_travels_by_pickle_and_reads_the_same(tmp_path):
-    write(tmp_path, "a.parquet", {"x": [[1], [2, 3]]}, row_group_size=1)
-    source = ParquetSource.list(str(tmp_path))
-    assert read_all(pickle.loads(pickle.dumps(source))) == read_all(source)
-    assert source.fingerprint() == ParquetSource.list(str(tmp_path)).fingerprint()
-
-
-def test_another_content_is_another_fingerprint(tmp_path):
-    write(tmp_path, "a.parquet", {"x": [1]})
-    before = ParquetSource.list(str(tmp_path)).fingerprint()
-    write(tmp_path, "a.parquet", {"x": [1, 2]})
-    assert ParquetSource.list(str(tmp_path)).fingerprint() != before
-
-
-def test_remote_files_read_as_local_ones(tmp_path):
-    write(tmp_path, "train/a.parquet", {"x": range(10_000)}, row_group_size=1000)
-    write(tmp_path, "test/b.parquet", {"x": range(5)})
-    remote = ParquetSource.list(to_memory(tmp_path, "memory://parquet-remote"))
-    assert read_all(remote) == read_all(ParquetSource.list(str(tmp_path)))
-    assert {part.split for part in remote.parts} == {"train", "test"}
 
 
 def test_small_row_groups_share_a_part_and_large_ones_do_not(tmp_path):
@@ -206,51 +188,6 @@ def test_pages_that_do_not_decode_end_the_part_with_a_bad_sample(tmp_path, compr
     assert "99999" in bad.reason
 
 
-@examples(150)
-@given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_any_flipped_byte_is_an_error_or_a_value_but_never_a_crash(tmp_path_factory, place, flip):
-    table = {"x": range(50), "text": ["word"] * 50, "tags": [["a", "b"]] * 50}
-    path = write(tmp_path_factory.mktemp("flip"), "a.parquet", table, row_group_size=20)
-    raw = bytearray(path.read_bytes())
-    raw[int(place * len(raw))] ^= flip
-    path.write_bytes(raw)
-    try:
-        samples, bad = read_all(ParquetSource.list(str(path)))
-    except (ConfigError, NotFoundError):
-        return
-    assert samples.num_rows + len(bad) > 0
-    samples.to_pylist()
-
-
-class Flaky(MemoryFileSystem):
-    """A store that fails while its files are read."""
-
-    protocol = "flaky"
-    fails = False
-
-    def _open(self, path, mode="rb", **options):
-        opened = super()._open(path, mode, **options)
-        if self.fails and mode == "rb":
-            opened = io.BytesIO(opened.getvalue())
-            opened.read = self._fail
-        return opened
-
-    def _fail(self, *_size):
-        raise OSError("503 Slow Down")
-
-
-def test_a_store_that_fails_is_unavailable_and_its_samples_are_not_bad(tmp_path, monkeypatch):
-    fsspec.register_implementation("flaky", Flaky, clobber=True)
-    write(tmp_path, "a.parquet", {"x": [1]})
-    url = to_memory(tmp_path, "flaky://parquet")
-    source = ParquetSource.list(url)
-    monkeypatch.setattr(Flaky, "fails", True)
-    with pytest.raises(UnavailableError, match="503"):
-        read_all(source)
-    with pytest.raises(UnavailableError, match="503"):
-        ParquetSource.list(url)
-
-
 def test_batches_stay_small_where_large_samples_follow_small_ones(tmp_path):
     blobs = [b"." * 10] * 3000 + [b"." * 700_000] * 6 + [b"." * 10] * 3000
     write(tmp_path, "a.parquet", {"x": blobs})
@@ -275,14 +212,6 @@ def test_a_file_that_shrank_since_is_noticed(tmp_path):
         read_all(source)
 
 
-def test_a_file_that_is_gone_is_not_found(tmp_path):
-    path = write(tmp_path, "a.parquet", {"x": [1]})
-    source = ParquetSource.list(str(path))
-    path.unlink()
-    with pytest.raises(NotFoundError, match=r"a\.parquet"):
-        read_all(source)
-
-
 def test_files_of_one_name_in_two_folders_get_different_keys(tmp_path):
     for folder in ("a", "b"):
         write(tmp_path, f"{folder}/x.parquet", {"x": [1]})
@@ -294,9 +223,3 @@ def test_a_file_compressed_as_a_whole_is_refused(tmp_path):
     (tmp_path / "a.parquet.gz").write_bytes(b"x")
     with pytest.raises(ConfigError, match="decompress it"):
         ParquetSource.list(str(tmp_path))
-
-
-def test_the_split_is_the_users_when_given(tmp_path):
-    write(tmp_path, "test-0.parquet", {"x": [1]})
-    assert [part.split for part in ParquetSource.list(str(tmp_path)).parts] == ["test"]
-    assert [part.split for part in ParquetSource.list(str(tmp_path), SourceOptions(split="val")).parts] == ["val"]

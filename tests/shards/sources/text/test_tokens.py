@@ -20,6 +20,7 @@ from datasvc.shards.sources.text.documents import Document, DocumentRange, plan_
 from datasvc.shards.sources.text.token_blocks import BlockPacker
 from datasvc.shards.sources.text.tokens import TOKENIZER, TokenSource, end_of_text
 from tests.shards.sources import reading
+from tests.shards.sources.source_laws import StreamedSourceLaws
 
 TEXTS = ["the cat sat on the mat", "a dog", "où est le chat ? 猫", "the end of the story\n\nand of the line"] * 8
 
@@ -78,6 +79,29 @@ def expected(tokenizer_url, texts, end=True):
     return [tokenizer.encode(text, add_special_tokens=False).ids + tail for text in texts]
 
 
+class TestTokenSource(StreamedSourceLaws):
+    """Documents and not samples are what a file has; blocks are keyed by file."""
+
+    source = TokenSource
+    key = None
+    is_cut_noticed = False  # the last line of a text may end anywhere
+
+    @pytest.fixture(autouse=True)
+    def with_tokenizer(self, tokenizer_url):
+        self.options = {"tokenizer": tokenizer_url, "block_tokens": 16}
+
+    def write(self, folder, numbers):
+        write_lines(folder / "a.jsonl", [f"document {number}" for number in numbers])
+
+    def numbers(self, table):
+        tokenizer = Tokenizer.from_file(self.options["tokenizer"])
+        documents = [tokenizer.decode(tokens) for tokens in unpack(table.to_batches())] if table.num_rows else []
+        return [int(document.removeprefix("document ")) for document in documents]
+
+    def num_samples(self, source):
+        return reading.read_all(source)[0].num_rows
+
+
 def test_blocks_hold_the_encoded_documents_end_to_end_and_say_where_each_starts(tmp_path, tokenizer_url):
     write_lines(tmp_path / "train.jsonl", TEXTS)
     source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16))
@@ -120,7 +144,7 @@ def test_a_document_longer_than_a_block_goes_on_in_the_next_without_a_start(tmp_
 
 
 def test_batches_of_blocks_are_bounded_however_short_the_documents_are(tmp_path, tokenizer_url, monkeypatch):
-    for module in ("datasvc.shards.sources.text.tokens", "tests.shards.sources.reading"):
+    for module in ("datasvc.shards.sources.text.tokens", "datasvc.testing.source_check"):
         monkeypatch.setattr(f"{module}.BATCH_BYTES", 4096)
     write_lines(tmp_path / "a.jsonl", ["a"] * 2000)
     batches, _ = read_all(TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=16)))
