@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 def changed_bytes(content, values=None):
     """Return a strategy of `content` with one byte replaced, by one of `values` if they are given."""
-    places, values = st.integers(0, len(content) - 1), values or st.binary(min_size=1, max_size=1)
+    places = st.integers(0, len(content) - 1)
+    values = st.binary(min_size=1, max_size=1) if values is None else values
     return st.builds(lambda place, value: content[:place] + value + content[place + 1 :], places, values)
 
 

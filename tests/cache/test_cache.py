@@ -11,6 +11,14 @@ from datasvc.errors import CacheFullError, ConfigError, CorruptDataError
 from datasvc.repository import ObjectInfo
 from datasvc.shards import ingest, open_dataset
 from tests.cache.processes import are_there, disk_bytes, in_a_fork
+from tests.shards.versions.shard_store_laws import ShardStoreLaws
+
+
+class TestCachedShards(ShardStoreLaws):
+    @pytest.fixture
+    def store(self, split, tmp_path):
+        with Cache(tmp_path / "cache", budget="1MB") as cache:
+            yield cache.shards(split.repository)
 
 
 def test_a_miss_is_fetched_and_verified_and_a_hit_is_not_fetched_again(cache, origin):

@@ -5,7 +5,6 @@ import pathlib
 import shutil
 import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from datasvc.cache.catalogue.configuration import Configuration, check_folder, f
 from datasvc.cache.catalogue.files import Files
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.repository import Repository
+from tests.fuzzing import changed_bytes, counts_refusals
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -154,10 +154,13 @@ def test_a_damaged_configuration_says_what_to_do(tmp_path, content):
         Cache(tmp_path / "cache")
 
 
-@given(st.binary(max_size=60))
+WRITTEN = Configuration(4096, {"a": Quota(1024)}).encode()
+
+
+@counts_refusals(DatasvcError)
+@given(st.binary(max_size=60) | changed_bytes(WRITTEN, st.sampled_from([b" ", b"7"])))
 def test_no_content_is_anything_but_an_error_of_ours(content):
-    with suppress(DatasvcError):
-        Configuration.decode(content, "cache.json")
+    Configuration.decode(content, "cache.json")
 
 
 def test_a_cache_of_a_later_format_is_refused(tmp_path):

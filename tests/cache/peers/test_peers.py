@@ -19,6 +19,8 @@ from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.peer_server import PeerServer, Strangers
+from tests.cache.sources import object_source_laws
+from tests.cache.sources.object_source_laws import ObjectSourceLaws
 
 CONTENT = bytes(range(251)) * 20000
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -47,6 +49,16 @@ def ask(peers, offset=0, length=INFO.size_bytes):
 
     peers.sources(INFO, ORIGIN)[0].stream(INFO, offset, length, sink)
     return bytes(content)
+
+
+class TestPeerSource(ObjectSourceLaws):
+    kind = "peer"
+
+    @pytest.fixture
+    def open_source(self):
+        with PeerServer({object_source_laws.INFO.digest: object_source_laws.CONTENT}) as server:
+            peers = peers_at(server.url, PeerSettings())
+            yield lambda info: peers.sources(info, ORIGIN)[0]
 
 
 def test_a_peer_gives_the_object_and_is_told_where_it_comes_from(peer):

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from datasvc.order import AccessOrder, OrderConfig
 from datasvc.repository import Objects
 from datasvc.shards import ShardRequest, ingest, open_dataset
 from tests.samples import write_folder
+from tests.shards.versions.shard_store_laws import ShardStoreLaws
 
 ROOT = Path(__file__).parents[3]
 CONFIG = OrderConfig(seed=5, shuffle="windowed", lanes=2, block=8)
@@ -41,6 +43,17 @@ def split(tmp_path_factory):
     found = open_dataset(repository, "pets@1")["train"]
     assert found.table.num_shards > 20
     return found
+
+
+class TestPrefetchingShardStore(ShardStoreLaws):
+    @pytest.fixture
+    def store(self, split, tmp_path, monkeypatch):
+        # Without the process that fetches ahead: what it has fetched is read like any resident shard.
+        monkeypatch.setattr("datasvc.cache.prefetch.prefetching_store.Stager", lambda _job: MagicMock())
+        with Cache(tmp_path / "cache", budget="1MB") as cache:
+            store = PrefetchingShardStore(cache, split, CONFIG)
+            yield store
+            store.close()
 
 
 def used_bytes(split):

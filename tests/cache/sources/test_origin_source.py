@@ -8,9 +8,13 @@ import pytest
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.sources.received_parts import PART_BYTES
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
-from datasvc.repository import ObjectInfo
+from datasvc.repository import ObjectInfo, Objects, Storage
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.testing import FaultyStore
+from tests.cache.sources import object_source_laws
+from tests.cache.sources.object_source_laws import ObjectSourceLaws
+from tests.cluster.store import FileStore
 
 CONTENT = bytes(range(251)) * (10 * PART_BYTES // 251)
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -61,19 +65,37 @@ def source(origin, requests):
     return OriginSource(origin, INFO.digest, requests)
 
 
-def test_all_bytes_come_once(requests):
-    written = Written()
-    source(MemoryOrigin(), requests).stream(INFO, 0, len(CONTENT), written)
-    assert written.content == CONTENT
-    assert set(written.counts.values()) == {1}
+class TestOriginSource(ObjectSourceLaws):
+    """An origin that gathers answers: a store in memory."""
+
+    @pytest.fixture
+    def objects(self):
+        with FaultyStore() as store:
+            objects = Objects(Storage(store.url))
+            objects.put(object_source_laws.CONTENT)
+            yield objects
+
+    @pytest.fixture
+    def open_source(self, objects, requests):
+        return lambda info: OriginSource(objects, info.digest, requests)
 
 
-def test_a_range_brings_that_range_and_is_cut_at_parts(requests):
-    origin, written = MemoryOrigin(), Written()
+class TestStreamedOriginSource(TestOriginSource):
+    """An origin that streams: a web server."""
+
+    @pytest.fixture
+    def objects(self, tmp_path):
+        Objects(Storage(str(tmp_path))).put(object_source_laws.CONTENT)
+        with FileStore(tmp_path) as store:
+            objects = Objects(Storage(store.url))
+            assert objects.can_stream
+            yield objects
+
+
+def test_a_range_is_cut_at_parts(requests):
+    origin = MemoryOrigin()
     start, length = PART_BYTES + 10, 3 * PART_BYTES
-    source(origin, requests).stream(INFO, start, length, written)
-    assert written.content[start : start + length] == CONTENT[start : start + length]
-    assert not any(written.content[:start])
+    source(origin, requests).stream(INFO, start, length, Written())
     assert all(offset == start or offset % PART_BYTES == 0 for offset, _ in origin.ranges)
     assert sum(length for _, length in origin.ranges) == length
 
@@ -159,14 +181,6 @@ def test_a_request_that_ends_late_finds_the_sink_closed(requests):
     for thread in requests._threads._threads:
         thread.join()
     assert not written.counts
-
-
-def test_what_the_sink_raises_passes_through_and_ends_the_rest(requests):
-    def full(offset, view):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        source(MemoryOrigin(), requests).stream(INFO, 0, len(CONTENT), full)
 
 
 def test_closing_the_pool_ends_who_waits(requests):

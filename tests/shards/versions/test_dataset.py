@@ -5,15 +5,45 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Repository
-from datasvc.shards import open_dataset
+from datasvc.shards import OriginShards, open_dataset
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.versions.combine import append_table
 from datasvc.shards.versions.delete import delete
+from datasvc.testing import FaultyStore, small_dataset
+from tests.shards.versions.shard_store_laws import ShardStoreLaws
 from tests.shards.written_versions import LABELLED_SCHEMA, describe_table, write_table, write_version
 
 KEY = pa.field("key", pa.string(), nullable=False)
+
+
+class TestOriginShards(ShardStoreLaws):
+    @pytest.fixture
+    def store(self, split):
+        return OriginShards(split.repository)
+
+
+class TestRemoteOriginShards(TestOriginShards):
+    @pytest.fixture
+    def faulty(self):
+        with FaultyStore() as store:
+            yield store
+
+    @pytest.fixture
+    def split(self, faulty):
+        return small_dataset(faulty.url, samples=40, shard_bytes=4000)["train"]
+
+    @pytest.fixture(autouse=True)
+    def with_faults(self, faulty):
+        self.damage = lambda split, info: faulty.damage(split.repository.objects.path(info.digest))
+        self.remove = lambda split, info: faulty.remove(split.repository.objects.path(info.digest))
+
+    def test_a_store_that_fails_is_unavailable(self, store, faulty, infos):
+        faulty.fail("read", "objects/*", times=1)
+        with pytest.raises(UnavailableError, match="injected fault"):
+            store.open_shard(infos[0])
+        assert store.open_shard(infos[0]).num_samples
 
 
 def numbered(numbers):
