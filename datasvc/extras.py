@@ -14,7 +14,6 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "s3": ("s3fs>=2025.3",),
     "gcs": ("gcsfs>=2025.3",),
     "azure": ("adlfs>=2024.12",),
-    "sql": ("duckdb>=1.2",),
     "yaml": ("pyyaml>=6",),
     "tensorboard": ("tensorboard>=2.16",),
     "wandb": ("wandb>=0.17",),

@@ -42,7 +42,7 @@ def test_every_extra_that_a_message_asks_for_exists():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "how_to_install"
         if isinstance(node.args[0], ast.Constant)
     }
-    assert {"sql", "onnx", "sign", "ray", "text"} <= asked <= EXTRAS.keys()
+    assert {"onnx", "sign", "ray", "text"} <= asked <= EXTRAS.keys()
 
 
 def test_nothing_tells_to_install_datasvc_from_an_index():

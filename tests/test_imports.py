@@ -23,6 +23,7 @@ ALLOWED = {
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
     "datasvc.progress": {"datasvc.sizes"},
+    "datasvc.sql_sandbox": {"datasvc.errors"},
     "datasvc.interval_index": {"datasvc.keyed_random"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed_random", "datasvc.interval_index"},
     "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},
@@ -44,6 +45,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.child_process",
     "datasvc.processors",
     "datasvc.progress",
+    "datasvc.sql_sandbox",
     "datasvc.threads",
 }
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}

@@ -20,7 +20,7 @@ from datasvc.models.restoring.checkpoint import save
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.restoring.restore import restore
 from datasvc.models.saving.manager import CheckpointManager
-from datasvc.models.search.find import find_versions
+from datasvc.models.search.query import find_versions, query_versions
 from datasvc.models.transfer import TransferReport, transfer
 from datasvc.models.versions.signing import sign
 from datasvc.progress import NO_PROGRESS, Progress
@@ -43,6 +43,7 @@ class Models(Collection):
     describe = Operation(describe_model)
     describe_versions = Operation(describe_versions)
     find = Operation(find_versions)
+    sql = Operation(query_versions)
     diff = Operation(diff)
     trained_on = Operation(find_consumers)
     lineage = Operation(read_lineage)

@@ -42,7 +42,7 @@ def cnn(repository):
     return repository
 
 
-@pytest.mark.parametrize("command", ["diff", "tag", "find", "rm", "retain", "gc"])
+@pytest.mark.parametrize("command", ["diff", "tag", "find", "sql", "rm", "retain", "gc"])
 def test_help_of_every_command_has_an_example_and_json(command):
     shown = CliRunner().invoke(app, ["models", command, "--help"], env={"COLUMNS": "200"}).stdout
     assert f"Example: datasvc models {command}" in shown
@@ -106,7 +106,9 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
         (["retain", "cnn", "--best", "2", "--metric", "reward"], ConfigError, "give --mode max or --mode min"),
         (["rm", "cnn"], ConfigError, "names no version; expected a version or a tag"),
         (["show", "cnn@9"], NotFoundError, "cnn has no version 9; it has 1 to 4"),
-        (["find", "acc >"], ConfigError, "expected a number"),
+        (["find", "metrics.acc >"], ConfigError, "syntax error"),
+        (["sql", "drop view versions"], ConfigError, "not a single query"),
+        (["sql", "select 1", "--csv", "--json"], ConfigError, "exclude each other"),
         (["gc", "--grace", "1h"], ConfigError, "--no-writers"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -125,9 +127,18 @@ def test_times_without_a_zone_are_utc(text):
 
 
 def test_versions_are_found_and_ordered(cnn, run, run_json):
-    found = run_json("find", "acc >= 0.5 and name = 'cnn'", "--by", "acc")
+    found = run_json("find", "metrics.acc >= 0.5 and model = 'cnn'", "--by", "metrics.acc")
     assert [(each["version"], each["metrics"]) for each in found] == [(2, {"acc": 0.75}), (1, {"acc": 0.5})]
     assert len(run("find", "step > 0", "--limit", "2").splitlines()) == 2
+
+
+def test_removed_versions_are_found_on_request_and_versions_are_queried(cnn, run, run_json):
+    run("rm", "cnn@3", "-m", "worse")
+    assert [each["version"] for each in run_json("find", "removed", "--removed")] == [3]
+    query = "select model, max(version) newest from versions group by model order by model"
+    assert run_json("sql", query) == [{"model": "base", "newest": 1}, {"model": "cnn", "newest": 4}]
+    assert run("sql", query, "--csv") == "model,newest\nbase,1\ncnn,4\n"
+    assert run("sql", query) == "base\t1\ncnn\t4\n"
 
 
 def test_the_best_by_a_loss_is_the_lowest(run_json, repository):

@@ -24,8 +24,8 @@ from datasvc.models.search.index import INDEX_PATH
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import encode_entry
 
-CONDITION = "top1 > 0.75 and data = 'imagenet@3'"
-WITH_TAG = f"{CONDITION} and tag = 'prod'"
+CONDITION = "metrics.top1 > 0.75 and 'imagenet@3' in data"
+WITH_TAG = f"{CONDITION} and 'prod' in tags"
 
 
 def write_versions(repository: Repository, numbers: range) -> None:

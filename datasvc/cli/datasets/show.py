@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.cli.terminal.values import json_value, text_value
-from datasvc.errors import BadSampleError, ConfigError
+from datasvc.errors import BadSampleError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from rich.console import Console
 
     from datasvc.shards.query.preview import Preview
@@ -87,9 +86,9 @@ def head(
 
 def sql(
     ref: RefArgument,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="One SQL query in the dialect of DuckDB.")],
+    query: QueryArgument,
     repo: RepoOption,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header.")] = False,
+    as_csv: CsvOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Query a data-set version with SQL; only the columns that the query uses are read.
@@ -102,18 +101,8 @@ def sql(
     from datasvc.repository import Repository
     from datasvc.shards.query.query import query as run_query
 
-    if as_csv and as_json:
-        raise ConfigError("--csv and --json exclude each other; give one of them")
-    result = run_query(Repository.open(repo), ref, query)
-    if as_json:
-        names = _unique_names(result.column_names)
-        print_json([dict(zip(names, map(json_value, row), strict=True)) for row in _rows(result)])
-    elif as_csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(result.column_names)
-        writer.writerows([_csv_value(value) for value in row] for row in _rows(result))
-    else:
-        print_table(result.column_names, [tuple(map(text_value, row)) for row in _rows(result)])
+    check_one_format(as_csv=as_csv, as_json=as_json)
+    print_query_result(run_query(Repository.open(repo), ref, query), as_csv=as_csv, as_json=as_json)
 
 
 def _print_split(name: str, split: Mapping[str, Any]) -> None:
@@ -169,25 +158,3 @@ def _draw_images(console: Console, sample: Preview) -> None:
             console.print(draw_image(thumbnail(encoded, min(_MAX_IMAGE_PIXELS, console.width))))
         except BadSampleError as error:
             console.print(f"  {name}: {text_value(str(error))}", markup=False, highlight=False)
-
-
-def _rows(table: pa.Table) -> list[tuple[Any, ...]]:
-    columns = [column.to_pylist() for column in table.columns]
-    return list(zip(*columns, strict=True))
-
-
-def _unique_names(names: list[str]) -> list[str]:
-    """Return the column names with a number added to repeated ones: `a`, `a_1`."""
-    unique: list[str] = []
-    for name in names:
-        candidate, number = name, 0
-        while candidate in unique or (candidate != name and candidate in names):
-            number += 1
-            candidate = f"{name}_{number}"
-        unique.append(candidate)
-    return unique
-
-
-def _csv_value(value: Any) -> Any:
-    plain = json_value(value)
-    return text_value(value) if isinstance(plain, (dict, list)) else plain

@@ -1,4 +1,4 @@
-"""`datasvc models find`: search model versions by their metadata."""
+"""`datasvc models find | sql`: search and query model versions by their metadata."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import typer
 
 from datasvc.cli.models.listing import print_versions
 from datasvc.cli.terminal.output import JsonOption, RepoOption
+from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.progress import entry_progress
 
 
 def find(
     condition: Annotated[
-        str, typer.Argument(metavar="CONDITION", help="Condition, such as \"top1 > 0.75 and tag = 'prod'\".")
+        str, typer.Argument(metavar="CONDITION", help='SQL condition, such as "metrics.top1 > 0.75".')
     ],
     repo: RepoOption,
-    by: Annotated[str | None, typer.Option(metavar="FIELD", help="Sort by this field, highest first.")] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="EXPRESSION", help="Sort by this SQL expression, highest first.")
+    ] = None,
     ascending: Annotated[bool, typer.Option("--ascending", help="Sort lowest first.")] = False,
+    removed: Annotated[bool, typer.Option("--removed", help="Search removed versions too.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of versions; 0: all.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """Find model versions by metrics, configuration, data, tag, code, step or message.
+    """Find model versions by metrics, configuration, data, tags, code, step or message.
 
-    Example: datasvc models find "top1 > 0.75 and data = 'imagenet@3'" --repo ./repo
+    Example: datasvc models find "metrics.top1 > 0.75 and 'imagenet@3' in data" --repo ./repo
 
-    Comparisons are = != < <= > >=, like 'a%', in ('a', 'b'), is null, is nan, joined by and, or, not and
-    parentheses. Fields: name, version, step, created, message, parent, data, tag, code, code.dirty, removed,
-    metrics.*, config.*, environment.*; metrics and configuration need no prefix.
+    The condition is SQL over the columns model, version, created, tags, step, epoch, message, metrics, config,
+    environment, code, data, evaluation, parents, size_bytes, stored_bytes, num_tensors and num_nonfinite.
     """
     from datasvc.models.registry.registry import describe_versions
     from datasvc.models.search import find_versions
@@ -35,8 +38,32 @@ def find(
 
     repository = Repository.open(repo)
     with entry_progress("indexing versions") as progress:
-        versions = find_versions(repository, condition, order_by=by, ascending=ascending, progress=progress)
+        versions = find_versions(
+            repository, condition, order_by=by, ascending=ascending, removed=removed, progress=progress
+        )
     shown = versions[: limit or None]
     print_versions(describe_versions(repository, shown), as_json=as_json)
     if len(shown) < len(versions):
         typer.echo(f"{len(versions) - len(shown)} more: --limit 0 prints all", err=True)
+
+
+def sql(
+    query: QueryArgument,
+    repo: RepoOption,
+    as_csv: CsvOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Query the versions of all models with SQL.
+
+    Example: datasvc models sql "select model, max(metrics.top1) from versions group by model" --repo ./repo
+
+    The table `versions` has the columns that `find` lists; `all_versions` has removed versions too, and a column
+    `removed`.
+    """
+    from datasvc.models.search import query_versions
+    from datasvc.repository import Repository
+
+    check_one_format(as_csv=as_csv, as_json=as_json)
+    with entry_progress("indexing versions") as progress:
+        result = query_versions(Repository.open(repo), query, progress=progress)
+    print_query_result(result, as_csv=as_csv, as_json=as_json)

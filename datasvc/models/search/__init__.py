@@ -1,5 +1,5 @@
-"""Find model versions by a condition over their entries."""
+"""Find model versions with SQL over their entries."""
 
-from datasvc.models.search.find import find_versions
+from datasvc.models.search.query import find_versions, query_versions
 
-__all__ = ["find_versions"]
+__all__ = ["find_versions", "query_versions"]

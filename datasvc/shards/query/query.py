@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.extras import how_to_install
 from datasvc.repository import Repository
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.query.scan import LiveSamples, probe
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
+from datasvc.sql_sandbox import connected, lock, only_query
 
 if TYPE_CHECKING:
     import duckdb
@@ -22,11 +21,6 @@ if TYPE_CHECKING:
 ALL_SPLITS: Final = "samples"
 CLASSES: Final = "classes"
 SPLIT_COLUMN: Final = "split"
-_SETTINGS: Final = {
-    "autoinstall_known_extensions": False,
-    "autoload_known_extensions": False,
-    "arrow_large_buffer_size": True,  # a column of blobs may exceed 2 GiB
-}
 
 
 def query(repository: Repository, ref: str, sql: str) -> pa.Table:
@@ -49,55 +43,29 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
         The result, in memory.
 
     Raises:
-        ConfigError: DuckDB is not installed, or rejects the query; the message has its reason.
+        ConfigError: DuckDB rejects the query; the message has its reason.
         NotFoundError, CorruptDataError, UnavailableError: a shard cannot be read; or as `open_dataset`.
     """
+    import duckdb
+
     dataset = open_dataset(repository, ref)
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
     files = ObjectFiles(repository.storage, sizes)
     samples = {name: LiveSamples.of(split, files) for name, split in dataset.items()}
     # A query may end before its scans do, for instance by LIMIT; they must not read while the interpreter exits.
-    with ExitStack() as scans, _connected() as connection:
+    with ExitStack() as scans, connected() as connection:
         for live_samples in samples.values():
             scans.callback(live_samples.close)
         try:
             _check_reads_live_samples(connection)
             _register(connection, dataset, samples)
-            # Disables access to files, network and Python variables; the lock makes that final.
-            connection.execute("SET enable_external_access = false; SET lock_configuration = true")
-            return connection.sql(_only_query(connection, sql)).to_arrow_table()
-        except _duckdb().Error as error:
+            lock(connection)
+            statement = only_query(connection, sql, example=f"from {ALL_SPLITS} limit 3")
+            return connection.sql(statement).to_arrow_table()
+        except duckdb.Error as error:
             if files.failure is not None:
                 raise files.failure from error
             raise ConfigError(f"DuckDB cannot execute this query on {dataset.resolved}: {error}") from error
-
-
-def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError as error:
-        raise ConfigError(f"SQL queries need DuckDB, which is not installed: {how_to_install('sql')}") from error
-    return duckdb
-
-
-@contextmanager
-def _connected() -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open an in-memory database that may spill to a temporary folder."""
-    duckdb = _duckdb()
-    with (
-        tempfile.TemporaryDirectory(prefix="datasvc-sql-", ignore_cleanup_errors=True) as folder,
-        closing(duckdb.connect(config={**_SETTINGS, "temp_directory": folder})) as connection,
-    ):
-        yield connection
-
-
-def _only_query(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
-    kinds = _duckdb().StatementType
-    statements = connection.extract_statements(sql)
-    # DuckDB parses PIVOT to several statements.
-    if len(statements) != 1 or statements[0].type not in {kinds.SELECT, kinds.EXPLAIN, kinds.MULTI}:
-        raise ConfigError(f"{sql!r} is not a single query; expected one, such as 'from {ALL_SPLITS} limit 3'")
-    return statements[0]
 
 
 def _register(
@@ -116,11 +84,13 @@ def _register(
 
 
 def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
+    import duckdb
+
     # A DuckDB version that does not read through our scanner would silently return deleted samples.
     connection.register("probe", probe())
     if connection.execute("SELECT count(*) FROM probe").fetchall() != [(1,)]:
         raise ConfigError(
-            f"DuckDB {_duckdb().__version__} does not read through Arrow scanners, so it would return deleted "
+            f"DuckDB {duckdb.__version__} does not read through Arrow scanners, so it would return deleted "
             "samples; upgrade it"
         )
     connection.unregister("probe")

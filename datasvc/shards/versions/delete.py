@@ -60,7 +60,7 @@ def delete(
         repository: the repository that stores the data set.
         ref: the version to continue, which must be the newest.
         keys: keys of the samples to delete, in every split that has them.
-        where: SQL expression over the columns, see `sql_filter.Condition`; needs DuckDB. Give either this or `keys`.
+        where: SQL expression over the columns, see `sql_filter.Condition`. Give either this or `keys`.
         split: the only split to delete from; None for all splits.
         ignore_missing: continue if a key does not exist.
         message: text stored with the version.

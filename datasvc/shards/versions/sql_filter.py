@@ -13,13 +13,13 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.extras import how_to_install
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.keys import SplitKeys
+from datasvc.sql_sandbox import connect, lock
 
 
 class Condition:
@@ -33,8 +33,7 @@ class Condition:
         schema: the columns of the split.
 
     Raises:
-        ConfigError: the expression does not parse, uses a column that does not exist, or is not boolean; or DuckDB
-            is not installed.
+        ConfigError: the expression does not parse, uses a column that does not exist, or is not boolean.
     """
 
     def __init__(self, expression: str, schema: pa.Schema) -> None:
@@ -45,7 +44,8 @@ class Condition:
             raise ConfigError(
                 f"column names differ in case only, and SQL ignores case: {schema.names}; select the samples by keys"
             )
-        self._connection = _connect()
+        self._connection = connect()
+        lock(self._connection)
         without_blobs = pa.schema([field for field in schema if not is_blob(field.type)])
         # If neither binds, the expression is invalid; the smaller schema serves for the error message.
         self._schema = schema if not self._binds(without_blobs) and self._binds(schema) else without_blobs
@@ -111,15 +111,6 @@ class Condition:
             raise ConfigError(
                 f"the condition {self._expression!r} cannot be evaluated: {reason}; the columns are {columns}"
             ) from error
-
-
-def _connect() -> Any:
-    try:
-        import duckdb
-    except ImportError as error:
-        raise ConfigError(f"SQL conditions need DuckDB, which is not installed: {how_to_install('sql')}") from error
-    # Without external access, an expression reads neither files nor variables of the calling program.
-    return duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"})
 
 
 def _free_name(schema: pa.Schema) -> str:

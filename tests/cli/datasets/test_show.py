@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from datasvc.cli.datasets.show import _unique_names, histogram_lines
+from datasvc.cli.datasets.show import histogram_lines
+from datasvc.cli.terminal.query_result import _unique_names
 from datasvc.cli.terminal.values import json_value, text_value
 from datasvc.shards.format.schema import image_schema, shard_schema
 from datasvc.shards.versions.delete import delete

@@ -135,19 +135,19 @@ def test_what_meets_a_condition_is_found_without_an_index_with_one_and_with_one_
     for step in range(33):
         commit_entry(remote, "net", step=step, metrics={"top1": step / 100})
     assert remote.storage.size(INDEX_PATH) is None
-    assert found(remote, "top1 > 0.305") == ["net@33", "net@32"]
+    assert found(remote, "metrics.top1 > 0.305") == ["net@33", "net@32"]
     index = remote.storage.read(INDEX_PATH)
     commit_entry(remote, "net", step=33, metrics={"top1": 0.4})
     commit_entry(remote, "other", step=1, metrics={"top1": 0.5})
     assert remote.storage.read(INDEX_PATH) == index
-    assert found(remote, "top1 > 0.315") == ["net@34", "net@33", "other@1"]
+    assert found(remote, "metrics.top1 > 0.315") == ["net@34", "net@33", "other@1"]
     remote.tag("models", "net@34", "prod")
     remove(remote, ["net@33"])
-    assert found(remote, "top1 > 0.315") == ["net@34", "other@1"]
-    assert found(remote, "tag = 'prod'") == ["net@34"]
+    assert found(remote, "metrics.top1 > 0.315") == ["net@34", "other@1"]
+    assert found(remote, "'prod' in tags") == ["net@34"]
     remote.storage.put_bytes(INDEX_PATH, index[:100])
     assert found(remote, "step = 33") == ["net@34"]
-    assert decode_index(remote.storage.read(INDEX_PATH)).num_rows == 35
+    assert decode_index(remote.storage.read(INDEX_PATH)).table.num_rows == 35
 
 
 def test_who_saw_a_sample_and_what_a_version_came_from_is_told(remote):

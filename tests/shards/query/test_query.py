@@ -1,6 +1,5 @@
 """SQL sees the samples that are live, and nothing else of the world; it reads the columns that it uses."""
 
-import builtins
 import io
 import subprocess
 import sys
@@ -240,19 +239,6 @@ def test_an_error_in_the_query_says_what_duckdb_says(pets):
         query(pets, "pets", "select labl from train")
     with pytest.raises(ConfigError, match=r"Could not convert string 'k0"):
         query(pets, "pets", "select key::int from train order by key")
-
-
-def test_without_duckdb_the_error_says_how_to_have_it(pets, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name == "duckdb":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"pip install 'duckdb>="):
-        query(pets, "pets", "select 1")
 
 
 def test_a_missing_or_truncated_shard_is_no_error_of_the_query(url):  # noqa: F811

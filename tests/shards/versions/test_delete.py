@@ -1,7 +1,5 @@
 """Deleting samples from a data set: by key, by condition, in races."""
 
-import builtins
-
 import pyarrow as pa
 import pytest
 
@@ -231,17 +229,3 @@ def test_a_column_named_like_our_own_is_no_trouble(repository):
     write_version(repository, "odd", {"train": [[{"key": key, "datasvc_row": 5} for key in "ab"]]}, schema)
     delete(repository, "odd", where="datasvc_row = 5 and key = 'b'")
     assert keys_of(repository, "odd") == {"train": ["a"]}
-
-
-def test_without_duckdb_a_condition_says_what_to_install(pets, monkeypatch):
-    real = builtins.__import__
-
-    def lacking(name, *arguments, **options):
-        if name == "duckdb":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", lacking)
-    with pytest.raises(ConfigError, match=r"pip install 'duckdb>="):
-        delete(pets, "pets", where="label = 1")
-    assert delete(pets, "pets", keys=["b"]).num_deleted == 1

@@ -1,0 +1,56 @@
+"""Results of SQL queries as a table, CSV or JSON."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from datasvc.cli.terminal.output import print_json, print_table
+from datasvc.cli.terminal.values import json_value, text_value
+from datasvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+QueryArgument = Annotated[str, typer.Argument(metavar="QUERY", help="One SQL query in the dialect of DuckDB.")]
+CsvOption = Annotated[bool, typer.Option("--csv", help="Print CSV with a header.")]
+
+
+def check_one_format(*, as_csv: bool, as_json: bool) -> None:
+    """Raise ConfigError if both formats are requested."""
+    if as_csv and as_json:
+        raise ConfigError("--csv and --json exclude each other; give one of them")
+
+
+def print_query_result(result: pa.Table, *, as_csv: bool, as_json: bool) -> None:
+    """Print the result of a query."""
+    rows = list(zip(*(column.to_pylist() for column in result.columns), strict=True))
+    if as_json:
+        names = _unique_names(result.column_names)
+        print_json([dict(zip(names, map(json_value, row), strict=True)) for row in rows])
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(result.column_names)
+        writer.writerows([_csv_value(value) for value in row] for row in rows)
+    else:
+        print_table(result.column_names, [tuple(map(text_value, row)) for row in rows])
+
+
+def _unique_names(names: list[str]) -> list[str]:
+    """Return the column names with a number added to repeated ones: `a`, `a_1`."""
+    unique: list[str] = []
+    for name in names:
+        candidate, number = name, 0
+        while candidate in unique or (candidate != name and candidate in names):
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
+
+
+def _csv_value(value: Any) -> Any:
+    plain = json_value(value)
+    return text_value(value) if isinstance(plain, (dict, list)) else plain

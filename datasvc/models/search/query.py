@@ -1,0 +1,152 @@
+"""SQL over the versions of all models: DuckDB on the index of versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from datasvc.errors import ConfigError
+from datasvc.models.search.index import VersionIndex, read_index
+from datasvc.models.search.rows import TREES
+from datasvc.models.search.table import WILDCARDS, build_table
+from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository import Repository, Resolved
+from datasvc.sql_sandbox import connected, lock, only_query
+
+if TYPE_CHECKING:
+    import duckdb
+
+_NAMES_AT_ONCE: Final = 16
+_MUTABLE_STATE: Final = pa.schema(
+    {"model": pa.string(), "version": pa.int64(), "tags": pa.list_(pa.string()), "removed": pa.bool_()}
+)
+_COLUMNS: Final = {
+    "model": "model",
+    "version": "version",
+    "created": "try_cast(created AS TIMESTAMP)",
+    "tags": "coalesce(tags, [])",
+    **{name: name for name in ("step", "epoch", "message", *TREES, "data", "evaluation", "parents")},
+    **{name: name for name in ("size_bytes", "stored_bytes", "num_tensors", "num_nonfinite")},
+    "removed": "coalesce(removed, false)",
+}
+# `names(data)` are the references without their versions, so that 'imagenet' finds every version of it.
+_VIEWS: Final = f"""
+    CREATE TEMP MACRO names(refs) AS [split_part(ref, '@', 1) FOR ref IN refs];
+    CREATE TEMP VIEW all_versions AS SELECT {", ".join(f"{value} AS {name}" for name, value in _COLUMNS.items())}
+        FROM version_index LEFT JOIN mutable_state USING (model, version);
+    CREATE TEMP VIEW versions AS SELECT * EXCLUDE (removed) FROM all_versions WHERE NOT removed
+"""  # noqa: S608 - constants
+
+
+def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_PROGRESS) -> pa.Table:
+    """Return the result of a SQL query over the versions of all models.
+
+    The table `versions` has a row for each version; `all_versions` has removed versions too, and the column
+    `removed`. The function `names` returns the names in a list of references. docs/models.md lists the columns. The
+    query has no access to anything else: files, network, or variables of this program.
+
+    Args:
+        repository: repository of the models.
+        sql: one query in DuckDB's dialect.
+        progress: counts the entries that an update of the index reads.
+
+    Returns:
+        The result, in memory.
+
+    Raises:
+        ConfigError: DuckDB rejects the query; the message has its reason.
+        CorruptDataError, UnavailableError: an entry cannot be read.
+    """
+    index = read_index(repository, progress=progress)
+    with connected() as connection, _map_errors(f"the query {sql!r}"):
+        _prepare(connection, repository, index, sql=None)
+        statement = only_query(connection, sql, example="select model, version, metrics.top1 from versions")
+        return connection.sql(statement).to_arrow_table()
+
+
+def find_versions(
+    repository: Repository,
+    condition: str,
+    *,
+    order_by: str | None = None,
+    ascending: bool = False,
+    removed: bool = False,
+    progress: Progress = NO_PROGRESS,
+) -> list[Resolved]:
+    """Return the versions of all models that meet a condition.
+
+    Args:
+        repository: repository of the models.
+        condition: SQL expression over the columns of `versions`, see `query_versions`, such as
+            `metrics.top1 > 0.75 and 'imagenet@3' in data`. A version for which it is null is not returned.
+        order_by: SQL expression to sort by, versions for which it is null or NaN last; by default the model name,
+            newest version first.
+        ascending: sort `order_by` from the lowest value instead of the highest.
+        removed: search removed versions too; the condition may use the column `removed`.
+        progress: counts the entries that an update of the index reads.
+
+    Raises:
+        ConfigError: the condition or `order_by` is not valid SQL, or uses a column that does not exist.
+        CorruptDataError, UnavailableError: an entry cannot be read.
+    """
+    index = read_index(repository, progress=progress)
+    if not index.table.num_rows:
+        return []
+    order = "model, version DESC"
+    if order_by is not None:
+        # Line breaks end comments in the expression.
+        key = f"({order_by}\n)"
+        order = f"{key} IS NULL OR {key}::VARCHAR = 'nan', {key} {'ASC' if ascending else 'DESC'}, {order}"
+    with connected() as connection, _map_errors(f"the condition {condition!r}"):
+        _prepare(connection, repository, index, sql=f"{condition} {order}")
+        versions = connection.view("all_versions" if removed else "versions")
+        found = versions.filter(f"({condition}\n)").order(order).project("model, version").fetchall()
+    return [Resolved("models", model, version) for model, version in found]
+
+
+def _prepare(
+    connection: duckdb.DuckDBPyConnection, repository: Repository, index: VersionIndex, *, sql: str | None
+) -> None:
+    """Create the tables for SQL of the user."""
+    connection.register("version_index", build_table(index, sql=sql))
+    with_tags = sql is None or any(word in sql.lower() for word in ("tags", *WILDCARDS))
+    connection.register("mutable_state", _read_mutable_state(repository, index, with_tags=with_tags))
+    connection.execute(_VIEWS)
+    lock(connection)
+
+
+@contextmanager
+def _map_errors(what: str) -> Iterator[None]:
+    import duckdb
+
+    try:
+        yield
+    except duckdb.Error as error:
+        raise ConfigError(
+            f"{what} cannot be evaluated: {error}\nThe columns are {', '.join(_COLUMNS)}. Only all_versions and a "
+            "search of removed versions have `removed`; tags, data, evaluation, parents are lists: 'pets@3' in data"
+        ) from error
+
+
+def _read_mutable_state(repository: Repository, index: VersionIndex, *, with_tags: bool) -> pa.Table:
+    """Return what changes without a new version, so that the index does not contain it: tags and removals."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        removed = repository.removals("models", name).removed()
+        tags: dict[int, list[str]] = {number: [] for number in removed}
+        for tag, number in sorted(repository.tags("models", name).items()) if with_tags else ():
+            tags.setdefault(number, []).append(tag)
+        return [
+            {"model": name, "version": number, "tags": of_version, "removed": number in removed}
+            for number, of_version in tags.items()
+        ]
+
+    with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-find") as pool:
+        # Threads hide the latency of a network; a local disk has none.
+        map_names = map if repository.storage.is_local else pool.map
+        rows = [row for rows in map_names(read, index.heads) for row in rows]
+    return pa.Table.from_pylist(rows, _MUTABLE_STATE)

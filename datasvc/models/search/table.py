@@ -1,0 +1,110 @@
+"""The columns `metrics`, `config`, `environment` and `code` of the table that SQL sees: structs of typed values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from itertools import chain, count
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.models.search.index import VersionIndex
+from datasvc.models.search.rows import TREES, VALUES, Field
+
+_TYPES: Final = {"number": pa.float64(), "boolean": pa.bool_(), "text": pa.string()}
+# These exist although no version may have a value.
+_CODE: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
+# A reference to one name of a struct: metrics.top1, metrics['top1'].
+_NAME_IN_STRUCT: Final = r"""\b{}"?\s*(?:\.|\[\s*'(?:[^']|'')*'\s*\])"""
+# SQL with one of these may use any column without its name.
+WILDCARDS: Final = ("*", "columns", "versions")
+
+
+def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
+    """Return the rows of an index with a struct for each tree in place of the lists of values.
+
+    A column has one type. Where a name has values of several kinds, the first of numbers, booleans, texts, lists and
+    structs has the name itself, and the others are named like `lr_text`, `lr_number_list` and `lr_struct`. SQL
+    ignores case: names that differ from another one in case only are named so too, or like `lr_2`.
+
+    Args:
+        index: the index.
+        sql: SQL that the table is for: fields that it does not use are null. None: any SQL.
+    """
+    lists, num_rows = index.table[VALUES].combine_chunks(), index.table.num_rows
+    values = lists.flatten()
+    row_of, field_of = np.repeat(np.arange(num_rows), lists.value_lengths()), values.field("field").to_numpy()
+    is_used = _plan_use(sql)
+    used = np.array([is_used(field) for field in index.fields], bool)
+    places = np.flatnonzero(used[field_of])
+    places = places[np.argsort(field_of[places], kind="stable")]
+    bounds = np.searchsorted(field_of[places], np.arange(len(index.fields) + 1))
+    # Shared, so that the names of thousands of unused fields cost no memory.
+    nulls = {kind: pa.nulls(num_rows, arrow_type) for kind, arrow_type in _TYPES.items()}
+
+    def array(number: int, field: Field) -> pa.Array:
+        of_field = places[bounds[number] : bounds[number + 1]]
+        if not len(of_field):
+            return pa.nulls(num_rows, pa.list_(_TYPES[field.kind])) if field.is_list else nulls[field.kind]
+        source = values.field("text" if field.kind == "text" else "number")
+        if field.is_list:
+            counts = np.bincount(row_of[of_field], minlength=num_rows)
+            offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
+            items = source.take(pa.array(of_field)).cast(_TYPES[field.kind])
+            return pa.ListArray.from_arrays(offsets, items, mask=pa.array(counts == 0))
+        place_of_row = np.full(num_rows, -1)
+        place_of_row[row_of[of_field]] = of_field
+        return source.take(pa.array(place_of_row, mask=place_of_row < 0)).cast(_TYPES[field.kind])
+
+    table = index.table.drop_columns([VALUES])
+    for tree in TREES:
+        arrays = {field: nulls[field.kind] for field in _CODE if tree == "code"}
+        arrays |= {field: array(number, field) for number, field in enumerate(index.fields) if field.path[0] == tree}
+        # A struct cannot be without names.
+        column = _struct(arrays, 1) if arrays else pa.nulls(num_rows, pa.map_(pa.string(), pa.string()))
+        table = table.append_column(tree, column)
+    return table
+
+
+def _plan_use(sql: str | None) -> Callable[[Field], bool]:
+    """Return a function that tells whether SQL uses a field; where that is not certain, it does."""
+    text = "" if sql is None else sql.lower()
+    if sql is None or any(word in text for word in WILDCARDS):
+        return lambda _field: True
+    whole = {
+        tree
+        for tree in TREES
+        if len(re.findall(rf"\b{tree}\b", text)) != len(re.findall(_NAME_IN_STRUCT.format(tree), text))
+    }
+    plain_text = _without_quotes(text)
+    return lambda field: field.path[0] in whole or any(_without_quotes(name) in plain_text for name in field.path[1:])
+
+
+def _without_quotes(text: str) -> str:
+    return text.lower().replace('"', "").replace("'", "")
+
+
+def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
+    """Return a struct of the fields, which share the first `depth` names of their paths."""
+    kinds = [f"{kind}{of_list}" for of_list in ("", "_list") for kind in _TYPES] + ["struct"]
+    groups: dict[tuple[str, int], dict[Field, pa.Array]] = {}
+    for field, array in arrays.items():
+        kind = "struct" if len(field.path) > depth + 1 else f"{field.kind}{'_list' * field.is_list}"
+        groups.setdefault((field.path[depth], kinds.index(kind)), {})[field] = array
+    children: dict[str, Any] = {}
+    taken: set[str] = set()
+    reserved = {name.lower() for name, _ in groups}
+    for (path_name, kind_number), group in sorted(groups.items()):
+        # Arrow and DuckDB end a name at a NUL, and DuckDB has no empty names.
+        name, kind = path_name.replace("\0", "\N{REPLACEMENT CHARACTER}") or "_", kinds[kind_number]
+        candidates = chain([name, f"{name}_{kind}"], (f"{name}_{number}" for number in count(2)))
+        free_name = next(
+            free
+            for free in candidates
+            if free.lower() not in taken and (free == name or free.lower() not in reserved)
+        )
+        taken.add(free_name.lower())
+        children[free_name] = _struct(group, depth + 1) if kind == "struct" else next(iter(group.values()))
+    return pa.StructArray.from_arrays(list(children.values()), list(children))
