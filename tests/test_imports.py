@@ -97,7 +97,6 @@ ROOMS = {
         "provenance",
         "transfer",
     ],
-    "datasvc.models.interop": ["pickle", "."],
     "datasvc.node": ["transfers", "http", "."],
     "datasvc.cli": ["terminal", "nodes datasets", "models", "."],
     "datasvc.loaders": [

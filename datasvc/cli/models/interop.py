@@ -64,6 +64,10 @@ def import_model(
     step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the model was trained for; 0: unknown.")] = 0,
     parent: Annotated[str | None, typer.Option(metavar="REF", help="Version that this one continues.")] = None,
     message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
+    reader_memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Memory to read a file of torch.save or a DCP folder, beside its tensors."),
+    ] = "1GiB",
     as_json: JsonOption = False,
 ) -> None:
     """Store a model of another format as the next version of NAME. Code in SOURCE is never executed.
@@ -75,7 +79,7 @@ def import_model(
     from datasvc.models.interop import import_model as run_import
     from datasvc.models.tensors.name_filter import parse_name_map
     from datasvc.repository import Repository
-    from datasvc.sizes import format_size
+    from datasvc.sizes import format_size, parse_size
 
     with byte_progress(f"importing {source.name}") as progress:
         report = run_import(
@@ -90,6 +94,7 @@ def import_model(
             step=step,
             parent=parent,
             message=message,
+            reader_memory_bytes=parse_size(reader_memory),
             progress=progress,
         )
     if as_json:

@@ -5,7 +5,6 @@ Tensors are read and stored block by block, so memory does not grow with the mod
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from datasvc.models.interop.dcp_folders import METADATA_FILE, read_dcp_folder
 from datasvc.models.interop.safetensors_files import SUFFIX, read_safetensors, read_safetensors_folder
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
+from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
 from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.state_tree import encode_state, unflatten
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
@@ -66,6 +66,7 @@ def import_model(
     step: int = 0,
     parent: str | None = None,
     message: str = "",
+    reader_memory_bytes: int = READER_MEMORY_BYTES,
     progress: Progress = NO_PROGRESS,
 ) -> ImportReport:
     """Store a safetensors file, Hugging Face or DCP folder, or torch.save file as the next version of a model.
@@ -85,6 +86,8 @@ def import_model(
         step: number of optimizer steps behind the model, if known.
         parent: version that the new one continues.
         message: message of the commit.
+        reader_memory_bytes: memory of the process that reads a torch.save file or a DCP folder, beside its
+            tensors.
         progress: counts the bytes of each chunk that was stored.
 
     Raises:
@@ -100,10 +103,10 @@ def import_model(
     if parent is not None:
         parent = str(repository.resolve("models", parent))
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
-    foreign = read_foreign(path)
+    foreign = read_foreign(path, reader_memory_bytes)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
     check_arranged(tensors, skeleton, str(path))
-    progress.begin(sum(map(num_bytes, tensors)))
+    progress.begin(sum(tensor.nbytes for tensor in tensors))
     try:
         stored = store_blocks(repository, tensors, base=base, codec=codec, progress=progress)
     except OSError as error:
@@ -124,7 +127,7 @@ def import_model(
     return ImportReport(version, foreign.format, len(tensors), size, stored.new_bytes, foreign.ignored)
 
 
-def read_foreign(source: Path) -> ForeignState:
+def read_foreign(source: Path, reader_memory_bytes: int = READER_MEMORY_BYTES) -> ForeignState:
     """Return the state in a file or folder of any supported format.
 
     Raises:
@@ -134,32 +137,32 @@ def read_foreign(source: Path) -> ForeignState:
         UnavailableError: it cannot be read.
     """
     try:
-        return _read_folder(source) if source.is_dir() else _read_file(source)
+        return (_read_folder if source.is_dir() else _read_file)(source, reader_memory_bytes)
     except FileNotFoundError as error:
         raise NotFoundError(f"{error.filename or source} does not exist") from error
     except OSError as error:
         raise UnavailableError(f"cannot read {source}: {error}") from error
 
 
-def _read_folder(folder: Path) -> ForeignState:
+def _read_folder(folder: Path, reader_memory_bytes: int) -> ForeignState:
     if (folder / METADATA_FILE).is_file():
-        return read_dcp_folder(folder)
+        return read_dcp_folder(folder, reader_memory_bytes)
     names = sorted(file.name for file in folder.iterdir())
     if any(name.endswith(SUFFIX) for name in names) or f"model{SUFFIX}.index.json" in names:
         return read_safetensors_folder(folder)
     if CHECKPOINT_FILE in names:
-        return read_torch_file(folder / CHECKPOINT_FILE)
+        return read_torch_file(folder / CHECKPOINT_FILE, reader_memory_bytes)
     raise ConfigError(
         f"{folder} is not a model: expected {SUFFIX} files, a DCP folder with {METADATA_FILE}, or {CHECKPOINT_FILE}; "
         f"it has: {', '.join(names[:10]) or 'nothing'}. To import a torch.save file, give the path of the file"
     )
 
 
-def _read_file(path: Path) -> ForeignState:
+def _read_file(path: Path, reader_memory_bytes: int) -> ForeignState:
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith((ZIP, LEGACY)):
-        return read_torch_file(path)
+        return read_torch_file(path, reader_memory_bytes)
     # The JSON header of a safetensors file follows its length of 8 bytes.
     if head[8:9] == b"{" or path.suffix == SUFFIX:
         return read_safetensors(path)
@@ -267,11 +270,6 @@ def store_blocks(
         num_nonfinite.update(stored.num_nonfinite)
     records = tuple(join_chunks(tensor.name, tensor.dtype, tensor.shape, chunks[tensor.name]) for tensor in tensors)
     return StoredTensors(records, new_bytes, dict(num_nonfinite))
-
-
-def num_bytes(tensor: ForeignTensor) -> int:
-    """Return the size of a tensor in memory."""
-    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
 def _batches(tensors: Iterable[ForeignTensor]) -> Iterator[list[TensorBlock]]:

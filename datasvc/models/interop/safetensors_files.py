@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.interop.safetensors_header import Placed, encode_header, parse_object, read_header
-from datasvc.models.interop.state import ForeignState, ForeignTensor, flat_skeleton
+from datasvc.models.interop.safetensors_header import PlacedTensor, encode_header, parse_object, read_header
+from datasvc.models.interop.state import ForeignState, ForeignTensor, bytes_of, flat_skeleton, read_block
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.tensors.chunks import Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
@@ -43,7 +43,7 @@ def read_safetensors(path: Path) -> ForeignState:
         CorruptDataError, ConfigError: see `read_header`.
         OSError: the file cannot be read.
     """
-    return ForeignState("safetensors", _tensors(path, _read_placed(path)))
+    return ForeignState("safetensors", _tensors(path))
 
 
 def read_safetensors_folder(folder: Path) -> ForeignState:
@@ -61,7 +61,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         raise ConfigError(
             f"{folder} has {len(files)} safetensors files and no {INDEX_FILE}; give the path of the file to import"
         )
-    tensors = _tensors(files[0], _read_placed(files[0]))
+    tensors = _tensors(files[0])
     state = folder / STATE_FILE
     # This name means that `models export` wrote the folder, with the state in a file of its own.
     if files[0].name == TENSORS_FILE:
@@ -170,7 +170,7 @@ def _read_indexed(folder: Path) -> ForeignState:
     tensors: list[ForeignTensor] = []
     ignored: list[str] = []
     for path in sorted(set(files.values())):
-        stored = _tensors(path, _read_placed(path))
+        stored = _tensors(path)
         tensors += [tensor for tensor in stored if files.get(tensor.name) == path]
         ignored += [tensor.name for tensor in stored if files.get(tensor.name) != path]
     missing = files.keys() - {tensor.name for tensor in tensors}
@@ -195,11 +195,6 @@ def _plain_file(folder: Path, name: object) -> Path:
             "folder"
         )
     return folder / name
-
-
-def _read_placed(path: Path) -> list[Placed]:
-    with path.open("rb") as file:
-        return read_header(file, path.stat().st_size, str(path))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -230,47 +225,24 @@ def _with_config(state: ForeignState, folder: Path) -> ForeignState:
     return replace(state, config=config, files={CONFIG_FILE: raw})
 
 
-def _tensors(path: Path, placed: Iterable[Placed]) -> list[ForeignTensor]:
-    return [ForeignTensor(tensor.name, tensor.dtype, tensor.shape, _reader(path, tensor)) for tensor in placed]
+def _tensors(path: Path) -> list[ForeignTensor]:
+    return [
+        ForeignTensor(tensor.name, tensor.dtype, tensor.shape, _reader(path, tensor)) for tensor in read_header(path)
+    ]
 
 
-def _reader(path: Path, placed: Placed) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
+def _reader(path: Path, placed: PlacedTensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
-        import torch
-
-        dtype = getattr(torch, placed.dtype)
-        # Read instead of mapping: if the file is truncated during the read, this raises an error. Access to a mapped
-        # file would kill the process with SIGBUS.
+        # Read the file, which safetensors would map: if it is truncated meanwhile, this raises an error. Access to
+        # a mapped file would kill the process with SIGBUS.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)
             for start, shape in plan_chunks(placed.shape, ITEM_BYTES[placed.dtype]):
-                yield start, _read_block(file, dtype, shape, placed, path)
+                yield start, read_block(file, placed.dtype, shape, f"{path}: tensor {placed.name!r}")
 
     return blocks
 
 
-def _read_block(file: Any, dtype: torch.dtype, shape: Shape, placed: Placed, path: Path) -> torch.Tensor:
-    import torch
-
-    block = torch.empty(shape, dtype=dtype)
-    view = _bytes_of(block)
-    filled = 0
-    while filled < view.nbytes:
-        length = file.readinto(view[filled:])
-        if not length:
-            raise CorruptDataError(f"{path} was truncated in tensor {placed.name!r} while it was read")
-        filled += length
-    return block
-
-
 def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
     if tensor.numel():
-        file.write(_bytes_of(tensor.contiguous()))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a view of the bytes of a contiguous tensor on the CPU."""
-    import torch
-
-    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return view
+        file.write(bytes_of(tensor.contiguous()))

@@ -1,4 +1,4 @@
-"""Read and write the header of a safetensors file; every size in it is checked against the size of the file.
+"""Read the header of a safetensors file with safetensors; write one before its tensors are in memory.
 
 Layout: length of the header (8 bytes, little-endian); the header, a JSON object; the bytes of the tensors, without
 gaps. See https://github.com/huggingface/safetensors, "Format".
@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.state import check_tensor_name
@@ -36,70 +38,49 @@ _MAX_DIMENSIONS: Final = 64
 _MAX_SIZE: Final = 1 << 60
 
 
-@dataclass(frozen=True)
-class Placed:
-    """Place of a tensor in a safetensors file.
-
-    Attributes:
-        name: name of the tensor.
-        dtype: torch's name of its dtype.
-        shape: shape of the tensor.
-        offset: offset of its first byte in the file.
-        length: number of bytes.
-    """
+class PlacedTensor(NamedTuple):
+    """A tensor in a file: its name, torch's name of its dtype, its shape, and the offset of its first byte."""
 
     name: str
     dtype: str
     shape: Shape
     offset: int
-    length: int
 
 
-def read_header(file: BinaryIO, file_bytes: int, location: str) -> list[Placed]:
-    """Return the tensors of an open file, ordered by their offset.
+def read_header(path: Path) -> list[PlacedTensor]:
+    """Return the tensors of a file, ordered by their offset.
 
     Raises:
         CorruptDataError: the file is truncated or is not a safetensors file, or tensors overlap, leave gaps or exceed
             the file.
         ConfigError: a tensor has a dtype that torch or a repository does not support.
+        OSError: the file cannot be read.
     """
-    raw = file.read(_LENGTH_BYTES)
-    length = int.from_bytes(raw, "little")
-    if len(raw) < _LENGTH_BYTES or length > file_bytes - _LENGTH_BYTES:
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    # safetensors checks the length against the file, and accepts more than this.
+    if MAX_HEADER_BYTES < header_bytes < path.stat().st_size:
         raise CorruptDataError(
-            f"{location} is not a safetensors file, or is truncated: it has {file_bytes} bytes, its header alone "
-            f"needs {length}"
+            f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are supported"
         )
-    if length > MAX_HEADER_BYTES:
-        raise CorruptDataError(f"{location} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are supported")
-    header = file.read(length)
-    if len(header) < length:
-        raise CorruptDataError(f"{location} is truncated: it has {len(header)} of {length} bytes of the header")
-    placed = [
-        _placed(name, description, _LENGTH_BYTES + length, location)
-        for name, description in parse_object(header, location).items()
-        if name != _METADATA
-    ]
-    return check_places(placed, _LENGTH_BYTES + length, file_bytes, location)
-
-
-def check_places(placed: Iterable[Placed], start: int, stop: int, location: str) -> list[Placed]:
-    """Check that the tensors fill the bytes from `start` to `stop` exactly; return them ordered by offset.
-
-    Raises:
-        CorruptDataError: they overlap, leave a gap, or do not end at `stop`.
-    """
-    ordered = sorted(placed, key=lambda tensor: (tensor.offset, tensor.length))
-    end = start
-    for tensor in ordered:
-        if tensor.offset != end:
-            what = "overlaps the one before it" if tensor.offset < end else "leaves a gap before it"
-            raise CorruptDataError(f"{location}: tensor {tensor.name!r} {what}")
-        end += tensor.length
-    if end != stop:
-        what = "is truncated" if end > stop else "has bytes that belong to no tensor"
-        raise CorruptDataError(f"{location} {what}: its header describes {end} bytes, it has {stop}")
-    return ordered
+    try:
+        with safe_open(path, "numpy") as opened:
+            slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
+            described = [(name, found.get_dtype(), tuple(found.get_shape())) for name, found in slices]
+    except SafetensorError as error:
+        raise CorruptDataError(f"{path} is damaged, or is not a safetensors file: {error}") from None
+    placed: list[PlacedTensor] = []
+    # safetensors has checked that the tensors fill the file without gaps.
+    offset = _LENGTH_BYTES + header_bytes
+    for name, dtype, shape in described:
+        check_tensor_name(name, str(path))
+        if dtype not in DTYPES:
+            raise ConfigError(f"{path}: tensor {name!r} has the dtype {dtype!r}, which is not supported")
+        if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= _MAX_SIZE:
+            raise CorruptDataError(f"{path}: tensor {name!r} has {len(shape)} dimensions or a size that is too large")
+        placed.append(PlacedTensor(name, DTYPES[dtype], shape, offset))
+        offset += math.prod(shape) * ITEM_BYTES[DTYPES[dtype]]
+    return placed
 
 
 def parse_object(raw: bytes, location: str) -> dict[str, Any]:
@@ -154,35 +135,3 @@ def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[s
     # The format allows spaces at the end of the header; they align the tensors to 8 bytes.
     raw += b" " * (-len(raw) % _ALIGNMENT)
     return len(raw).to_bytes(_LENGTH_BYTES, "little") + raw
-
-
-def _placed(name: str, description: object, start: int, location: str) -> Placed:
-    check_tensor_name(name, location)
-
-    def refuse(what: str) -> CorruptDataError:
-        return CorruptDataError(f"{location}: tensor {name!r}: {what}")
-
-    if not isinstance(description, dict) or not isinstance(description.get("dtype"), str):
-        raise refuse("its dtype is missing")
-    if description["dtype"] not in DTYPES:
-        raise ConfigError(
-            f"{location}: tensor {name!r} has the dtype {description['dtype'][:20]!r}, which is not supported"
-        )
-    dtype = DTYPES[description["dtype"]]
-    shape, offsets = _sizes(description.get("shape"), _MAX_DIMENSIONS), _sizes(description.get("data_offsets"), 2)
-    if shape is None:
-        raise refuse("its shape is not valid")
-    if offsets is None or len(offsets) != 2:
-        raise refuse("its offsets are not valid")
-    begin, end = offsets
-    length = math.prod(shape) * ITEM_BYTES[dtype]
-    if end - begin != length:
-        raise refuse(f"shape {shape} and dtype {dtype} need {length} bytes, but its offsets give {end - begin}")
-    return Placed(name, dtype, tuple(shape), start + begin, length)
-
-
-def _sizes(value: Any, max_length: int) -> list[int] | None:
-    """Return `value` if it is a list of at most `max_length` sizes, else None."""
-    if not isinstance(value, list) or len(value) > max_length:
-        return None
-    return value if all(type(size) is int and 0 <= size < _MAX_SIZE for size in value) else None

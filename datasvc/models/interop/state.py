@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from datasvc.errors import CorruptDataError
 from datasvc.models.tensors.chunks import Shape
+from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,11 @@ class ForeignTensor:
     dtype: str
     shape: Shape
     blocks: Callable[[], Iterator[tuple[Shape, torch.Tensor]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in memory; 0 for a dtype that cannot be stored."""
+        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
 
 
 @dataclass(frozen=True)
@@ -83,3 +90,30 @@ def dict_skeleton(parts: Mapping[str, Any]) -> Any:
     if any(key.startswith("$") for key in parts):
         return {"$dict": [[key, part] for key, part in parts.items()]}
     return dict(parts)
+
+
+def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torch.Tensor:
+    """Return a block of a tensor whose bytes come next in a file.
+
+    Raises:
+        CorruptDataError: the file ends before.
+        OSError: the file cannot be read.
+    """
+    import torch
+
+    block = torch.empty(shape, dtype=getattr(torch, dtype))
+    view, filled = bytes_of(block), 0
+    while filled < view.nbytes:
+        length = file.readinto(view[filled:])  # type: ignore[attr-defined] # of every binary file
+        if not length:
+            raise CorruptDataError(f"{location} was truncated while it was read")
+        filled += length
+    return block
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous tensor on the CPU."""
+    import torch
+
+    view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+    return view

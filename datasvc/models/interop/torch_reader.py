@@ -1,0 +1,166 @@
+"""Reads files of `torch.save` and metadata of DCP in a child process with limits, and receives plain values from it.
+
+Both are pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still claim any
+amount of memory, compute without end, or crash the process that reads it. The child is `torch_child`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from datasvc.child_process import ChildProcess
+from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.interop.state import ForeignTensor, check_tensor_name, read_block
+from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
+from datasvc.models.tensors.state_tree import MAX_STATE_BYTES
+from datasvc.models.tensors.tensor_table import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+READER_MEMORY_BYTES: Final = 1 << 30
+"""Default memory of the child, beside the file itself: enough for some millions of values that are not tensors."""
+MAX_NODES: Final = 1 << 20
+"""Maximum number of values in a state: a small file can contain the same list very often."""
+_CHILD: Final = "datasvc.models.interop.torch_child"
+_ERRORS: Final[dict[str, type[Exception]]] = {
+    "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
+}  # fmt: skip
+# Tied tensors share one storage under several names. All tensors together may have this multiple of the file's bytes.
+_MAX_SHARED: Final = 16
+MAX_REPEATED_BYTES: Final = 1 << 20
+"""Up to this size, a tensor may repeat its values freely."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Byte range of a file: `length` bytes from `offset`; `location` names it in messages."""
+
+    path: Path
+    offset: int
+    length: int
+    location: str
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """A request to the child.
+
+    Attributes:
+        kind: "state" describes the output of torch.save in the extent, "block" sends a block of one of its tensors,
+            "metadata" describes the metadata of a DCP folder.
+        extent: what to read.
+        name: name of the tensor for "block".
+        box: the block of this tensor.
+    """
+
+    kind: Literal["state", "block", "metadata"]
+    extent: Extent
+    name: str = ""
+    box: Box | None = None
+
+
+@dataclass(frozen=True)
+class DescribedState:
+    """A state in a file of torch.save.
+
+    Attributes:
+        skeleton: skeleton of the state tree, see `state_tree.flatten`.
+        tensors: its tensors.
+        is_bare: whether it is only a tensor, or a dict of tensors.
+    """
+
+    skeleton: Any
+    tensors: Sequence[ForeignTensor]
+    is_bare: bool
+
+
+class TorchReader:
+    """A child process that reads files; it ends when this object is deleted, or with this process.
+
+    Args:
+        memory_bytes: memory that the child may use beside the tensors of the file.
+
+    Raises:
+        OSError: the process could not be started.
+    """
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._child = ChildProcess(_CHILD, (memory_bytes, MAX_NODES), answers=True)
+        weakref.finalize(self, self._child.close)
+
+    def read_state(self, extent: Extent) -> DescribedState:
+        """Return the state in an extent. Its tensors are read later, so the file must not change until then.
+
+        Raises:
+            ConfigError: it holds values that only code could create, or that cannot be stored; the message names
+                them. Or it needs more memory than the limit.
+            CorruptDataError: it is damaged, or its tensors are larger than the extent.
+            OSError: the file cannot be read.
+        """
+        reply = self._request(ReadRequest("state", extent))
+        tensors = [self._tensor(extent, name, dtype, tuple(shape)) for name, dtype, shape in reply["tensors"]]
+        return DescribedState(reply["skeleton"], tensors, reply["is_bare"])
+
+    def read_dcp_metadata(self, path: Path) -> dict[str, Any]:
+        """Return the metadata of a DCP folder as the lists of `torch_child.describe_metadata`.
+
+        Raises:
+            ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
+                Or it needs more memory than the limit.
+            CorruptDataError: the file is damaged or not DCP metadata.
+            OSError: the file cannot be read.
+        """
+        reply: dict[str, Any] = self._request(
+            ReadRequest("metadata", Extent(path, 0, path.stat().st_size, str(path)))
+        )
+        return reply
+
+    def _tensor(self, extent: Extent, name: str, dtype: str, shape: Shape) -> ForeignTensor:
+        def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
+            for box in plan_chunks(shape, ITEM_BYTES[dtype]):
+                self._request(ReadRequest("block", extent, name, box))
+                yield box[0], read_block(self._child.process.stdout, dtype, box[1], extent.location)
+
+        return ForeignTensor(check_tensor_name(name, extent.location), dtype, shape, blocks)
+
+    def _request(self, request: ReadRequest) -> Any:
+        assert self._child.process.stdout is not None
+        self._child.send(request)
+        line = self._child.process.stdout.readline(MAX_STATE_BYTES + 100)
+        if not line.endswith(b"\n"):
+            raise self._describe_end(request.extent.location)
+        reply = json.loads(line)
+        if "error" in reply:
+            kind, message = reply["error"]
+            raise _ERRORS[kind](message)
+        return reply["value"]
+
+    def _describe_end(self, location: str) -> CorruptDataError:
+        """Return the error for a child that ended without a reply."""
+        self._child.process.kill()
+        status = self._child.process.wait()
+        if status == -signal.SIGXCPU:
+            return CorruptDataError(f"{location} takes too long to read for its size: it is damaged or hostile")
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        return CorruptDataError(f"{location} is damaged or was changed: the process that read it ended with {how}")
+
+
+def check_shared_bytes(tensors: Sequence[ForeignTensor], file_bytes: int, location: str) -> None:
+    """Check that tensors that share memory in a file do not become far larger than the file.
+
+    Raises:
+        ConfigError: they do.
+    """
+    total_bytes = sum(tensor.nbytes for tensor in tensors)
+    if total_bytes > _MAX_SHARED * max(file_bytes, MAX_REPEATED_BYTES):
+        raise ConfigError(
+            f"{location}: its tensors share so much memory that {file_bytes} bytes would become {total_bytes}; save "
+            "each tensor only once"
+        )
