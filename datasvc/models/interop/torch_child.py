@@ -76,7 +76,7 @@ class _DcpUnpickler(pickle.Unpickler):
 
 
 class _PickleServer:
-    """Answers the requests of one parent process. Keeps the tensors that were read last, whose blocks are requested next."""
+    """Answers the requests of the parent. Keeps the tensors that were read last: their blocks are requested next."""
 
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
@@ -158,7 +158,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
         )
     stored: dict[int, int] = {}
 
-    def place(storage: torch.UntypedStorage, _location: str) -> torch.UntypedStorage:
+    def place(storage: Any, _location: str) -> Any:
         if not is_zip:
             storage.fill_(0)  # a damaged file may not fill it, and memory of this process must not become data
         stored[storage.data_ptr()] = storage.nbytes()
@@ -319,7 +319,8 @@ def main() -> None:
     torch.set_num_threads(1)
     messages = sys.stdin.buffer
     server = _PickleServer(*pickle.load(messages))  # noqa: S301 - from our own parent process
-    with suppress(EOFError, BrokenPipeError):
+    # The input ends with the parent. A write fails if the parent or the end of a mapped file is gone.
+    with suppress(EOFError, OSError):
         while True:
             request: ReadRequest = pickle.load(messages)  # noqa: S301 - from our own parent process
             reply, content = server.answer(request)

@@ -124,6 +124,7 @@ class TorchReader:
 
     def _tensor(self, extent: Extent, name: str, dtype: str, shape: Shape) -> ForeignTensor:
         def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
+            assert self._child.process.stdout is not None
             for box in plan_chunks(shape, ITEM_BYTES[dtype]):
                 self._request(ReadRequest("block", extent, name, box))
                 yield box[0], read_block(self._child.process.stdout, dtype, box[1], extent.location)

@@ -2,6 +2,7 @@ import collections
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 import zipfile
@@ -12,10 +13,10 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import nn
 
-from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, UnavailableError
 from datasvc.models import restore, save
-from datasvc.models.interop import export_model, import_model
-from datasvc.models.interop.torch_files import save_to
+from datasvc.models.interop import export_model, import_model, torch_reader
+from datasvc.models.interop.torch_files import read_torch_file, save_to
 from tests.examples import examples
 
 STATE = {
@@ -246,6 +247,47 @@ def test_hostile_bytes_are_refused_in_our_words_and_never_run(repository, tmp_pa
 
 def test_most_hostile_bytes_are_refused():
     assert len(REFUSED) > 10
+
+
+def test_views_are_imported_as_the_values_that_they_show(repository, tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    views = {"t": base.T, "part": base[1:, ::2], "conj": torch.tensor([1 + 2j]).conj(), "none": base[:0]}
+    torch.save({"n": 1, **views}, tmp_path / "x.pt")
+    import_model(repository, tmp_path / "x.pt", "m")
+    found = restore(repository, "m").state
+    assert all(torch.equal(found[name], view.resolve_conj()) for name, view in views.items())
+
+
+def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path, readers):
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(1 << 20)}, path)
+    (tensor,) = read_torch_file(path, 1 << 30).tensors
+    os.truncate(path, 1000)
+    with pytest.raises(CorruptDataError, match=r"was truncated while it was read|ended with SIGBUS"):
+        list(tensor.blocks())
+    ((child, _),) = readers.values()
+    child.process.wait()
+
+
+def test_a_file_that_takes_too_much_processor_time_is_refused(tmp_path, readers):
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    (tensor,) = read_torch_file(tmp_path / "x.pt", 1 << 30).tensors
+    ((child, _),) = readers.values()
+    child.process.send_signal(signal.SIGXCPU)
+    child.process.wait()
+    with pytest.raises(CorruptDataError, match="takes too long to read for its size"):
+        list(tensor.blocks())
+
+
+def test_the_memory_of_the_reader_is_what_the_caller_allows(repository, tmp_path, monkeypatch):
+    def start(_module, message, *, answers):
+        assert answers
+        raise OSError(f"started with {message}")
+
+    monkeypatch.setattr(torch_reader, "ChildProcess", start)
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    with pytest.raises(UnavailableError, match=r"started with \(12345, "):
+        import_model(repository, tmp_path / "x.pt", "m", reader_memory_bytes=12345)
 
 
 def test_a_full_disk_is_called_so():
