@@ -53,7 +53,7 @@ class BatchDecoder(Protocol[B_co]):
 
 
 class BatchSource(Protocol):
-    """Source of a loader's sample batches: shards, or planned steps if another process decodes."""
+    """Source of a loader's sample batches: shards."""
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
         """Yield batches from `cursor` on without end."""

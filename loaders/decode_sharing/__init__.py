@@ -1,6 +1,6 @@
-"""Decode groups: jobs of one node that read the same batches share one process that decodes them."""
+"""Decode groups: jobs of one node that read the same batches decode each batch once, in one of them."""
 
-from datasvc.loaders.decode_sharing.consumer import SharingCounts
+from datasvc.loaders.decode_sharing.decoder import SharingCounts
 from datasvc.loaders.decode_sharing.settings import DecodeGroup, parse_decode_group
 from datasvc.loaders.decode_sharing.sharing import Sharing
 

@@ -1,67 +1,259 @@
-"""`BatchDecoder` that receives batches from the decode group, and decodes the others in this process."""
+"""`BatchDecoder` of a job in a decode group: takes the batches that other jobs decode, and decodes the others."""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
-from datasvc.loaders.core.batches import SampleBatch
-from datasvc.loaders.core.loader import Loader
-from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing.consumer import SharedBatches
-from datasvc.loaders.decode_sharing.loader_spec import Positioned
+from datasvc.errors import LagError
+from datasvc.loaders.core.batches import Cursor, SampleBatch
+from datasvc.loaders.core.loader import BatchDecoder
+from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep
+from datasvc.loaders.decode_sharing.settings import DecodeGroup
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 
 B = TypeVar("B")
 
+# One batch of patience returns per 8 batches, so slow jobs cost the others an eighth of their time at most.
+_BATCHES_PER_PATIENCE: Final = 8
 
-class SharedDecoder(Generic[B]):
-    """A `BatchDecoder` for planned steps, whose samples this process does not read.
+
+@dataclass
+class SharingCounts:
+    """A job's counters of its decode group.
+
+    Attributes:
+        shared: batches that another job decoded.
+        decoded: batches that this job decoded, for itself and for the others.
+        behind: number of times that the job fell too far behind the others.
+        last_behind: batches behind the fastest job at the last such time.
+        lost: number of times that a job was silent for too long, or that the group could not be used.
+    """
+
+    shared: int = 0
+    decoded: int = 0
+    behind: int = 0
+    last_behind: int = 0
+    lost: int = 0
+
+
+class Pace:
+    """How far this job is from the others of its group, and how long they wait for each other.
 
     Args:
-        batches: batches of the decode group; the connection stays open after `close`.
-        make_alone: function that creates a loader of the same batches without a decode group.
-        iterate: function that returns an iterator over the rest of that loader's epoch.
-        profiler: profiler of the loader; time spent on the other process counts as a wait for decoding.
+        group: settings of the group.
+        folder: the job's view of the group.
+        counts: counters that this object increments.
+        steps_per_epoch: steps of an epoch.
+        global_batch: samples of a step over all ranks.
     """
 
     def __init__(
         self,
-        batches: SharedBatches,
-        make_alone: Callable[[], Loader[B]],
-        iterate: Callable[[Loader[B]], Iterator[B]],
+        group: DecodeGroup,
+        folder: GroupFolder,
+        counts: SharingCounts,
         *,
+        steps_per_epoch: int,
+        global_batch: int,
+    ) -> None:
+        self._group, self._folder, self._counts = group, folder, counts
+        self._steps_per_epoch, self._global_batch = steps_per_epoch, global_batch
+        self._patience_left = group.patience
+        self._num_steps = 0
+        self._is_behind = False
+
+    def is_kept(self, cursor: Cursor, current: Cursor) -> bool:
+        """Return whether a batch is kept for the other jobs when this job requests the step at `current`."""
+        return abs(self._ordinal(current) - self._ordinal(cursor)) <= self._group.lag
+
+    def advance(self) -> None:
+        """Record a step of this job."""
+        self._num_steps += 1
+        if self._num_steps % _BATCHES_PER_PATIENCE == 0:
+            self._patience_left = min(self._group.patience, self._patience_left + 1)
+
+    def catch_up(self) -> None:
+        """Record that this job got a batch of another job, so it is not behind."""
+        self._is_behind = False
+
+    def wait_for_others(self, cursor: Cursor) -> None:
+        """Wait for jobs that are further behind this one than the lag, before this job decodes a step.
+
+        Only jobs that decode are waited for: a job that trains or is stopped decodes nothing.
+
+        Raises:
+            LagError: this job is too far behind the others, and the group has `when_behind="raise"`.
+            OSError: the group cannot be used.
+        """
+        while True:
+            distances = {other: self._ordinal(other) - self._ordinal(cursor) for other in self._folder.others()}
+            ahead = [distance for other, distance in distances.items() if self._is_ahead(other, distance)]
+            if ahead:
+                self._record_lag(max(ahead))
+                return
+            self._is_behind = False
+            if not any(self._wait_for(other, -distance) for other, distance in sorted(distances.items())):
+                return
+
+    def _ordinal(self, cursor: Cursor) -> int:
+        """Return the number of steps before `cursor` in a run that starts at position 0."""
+        return cursor.epoch * self._steps_per_epoch + cursor.position // self._global_batch
+
+    def _is_ahead(self, other: Cursor, distance: int) -> bool:
+        return distance > self._group.lag and self._folder.is_alive(other)
+
+    def _wait_for(self, other: Cursor, behind: int) -> bool:
+        """Wait until a step behind this job is decoded; return whether it was worth a wait."""
+        if not self._group.lag < behind <= self._patience_left:
+            return False
+        pending = self._folder.find(other)
+        if not isinstance(pending, PendingStep):
+            return False
+        with pending:
+            self._patience_left -= 1
+            if not pending.wait(self._group.silent_s):
+                self._folder.give_up(pending)
+        return True
+
+    def _record_lag(self, ahead: int) -> None:
+        if ahead <= self._patience_left:
+            self._patience_left -= 1  # the others wait for this job, as far as its patience goes too
+            return
+        was_behind, self._is_behind = self._is_behind, True
+        self._counts.last_behind = ahead
+        self._counts.behind += not was_behind
+        reason = f"decode group {self._group.name!r}: this job is {ahead} batches behind the fastest"
+        if self._group.when_behind == "raise":
+            raise LagError(
+                f"{reason}; give the group a larger lag or patience, or when_behind='alone' to decode in this job"
+            )
+        if not was_behind:
+            warnings.warn(f"{reason}; it decodes alone until it catches up", RuntimeWarning, stacklevel=2)
+
+
+class SharedDecoder(Generic[B]):
+    """A `BatchDecoder` that shares its batches with the other jobs of a decode group.
+
+    A thread of its own finishes and publishes the batches that this job decodes, so that the others never wait for
+    the training of this job.
+
+    Args:
+        inner: decoder of the batches that no other job decodes. One thread feeds it and another one takes from it.
+        folder: the job's view of its group.
+        pace: pace of the job.
+        group: settings of the group.
+        counts: counters that this object increments.
+        profiler: profiler of the loader; waits for other jobs and for the own threads count as waits for decoding.
+    """
+
+    def __init__(
+        self,
+        inner: BatchDecoder[B],
+        *,
+        folder: GroupFolder,
+        pace: Pace,
+        group: DecodeGroup,
+        counts: SharingCounts,
         profiler: StepProfiler,
     ) -> None:
-        self._batches = batches
-        self._profiler = profiler
-        self._alone = Positioned(make_alone, iterate)
-        self._fed: deque[tuple[Cursor, bool]] = deque()
+        self._inner = inner
+        self._folder, self._pace, self._group = folder, pace, group
+        self._counts, self._profiler = counts, profiler
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="datasvc-publish")
+        # Each batch with its result if another job has decoded it, its future if this job decodes it, or None if
+        # another job decodes it.
+        self._fed: deque[tuple[SampleBatch, Any]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
-        """See `BatchDecoder`. Raises ConfigError, LagError: see `SharedBatches.request`."""
-        cursor = batch.before
-        with self._profiler.waiting(Stage.DECODE):
-            is_pending = self._batches.request(cursor)
-        self._fed.append((cursor, is_pending))
+        """See `BatchDecoder`. Raises ConfigError, LagError: see `GroupFolder.join` and `Pace.wait_for_others`."""
+        self._pace.advance()
+        found = self._find_or_decode(batch)
+        if isinstance(found, PendingStep):
+            with found:
+                found = None
+        self._fed.append((batch, found))
 
     def take(self) -> B:
         """See `BatchDecoder`."""
-        cursor, is_pending = self._fed[0]
-        with self._profiler.waiting(Stage.DECODE):
-            batch: B | None = self._batches.take(cursor) if is_pending else None
-        if batch is None:
-            batch = self._alone.read(cursor)
-            self._batches.counts.alone += 1
-        elif not any(True for _, pending in self._fed if not pending):
-            self._alone.close()  # this job has caught up: free the threads and memory of the separate loader
+        batch, found = self._fed[0]
+        while found is None or isinstance(found, PendingStep):
+            if found is not None:
+                self._wait(found)
+            found = self._find_or_decode(batch)
+        if isinstance(found, Future):
+            with self._profiler.waiting(Stage.DECODE):
+                found = found.result()
+            self._counts.decoded += 1
+        else:
+            self._counts.shared += 1
+            self._pace.catch_up()
         self._fed.popleft()
-        return batch
+        finished: B = found
+        return finished
 
     def close(self) -> None:
-        """See `BatchDecoder`."""
+        """See `BatchDecoder`. Steps that this job has not finished are free for the others."""
+        self._publisher.shutdown(wait=False, cancel_futures=True)
+        self._inner.close()  # ends the wait of the publisher for the batch in progress
+        self._publisher.shutdown(wait=True)
+        for batch, _ in self._fed:
+            self._folder.abandon(batch.before)
         self._fed.clear()
-        self._batches.cancel()
-        self._alone.close()
+
+    def _wait(self, pending: PendingStep) -> None:
+        with pending, self._profiler.waiting(Stage.DECODE):
+            if not pending.wait(self._group.silent_s):
+                self._folder.give_up(pending)
+                self._record_loss(f"a job did not finish a batch for {self._group.silent_s:g} s")
+
+    def _find_or_decode(self, batch: SampleBatch) -> Any:
+        """Return the batch of another job, its pending step, or the future of the batch that this job decodes."""
+        cursor = batch.before
+        try:
+            self._folder.join()
+            self._folder.retire(lambda kept: self._pace.is_kept(kept, cursor))
+            found = self._folder.find(cursor)
+            if found is None:
+                with self._profiler.waiting(Stage.DECODE):
+                    self._pace.wait_for_others(cursor)
+                found = self._folder.find_or_claim(cursor)
+        except OSError as error:
+            # Another job or the system fails, such as at the limit of open files: this job goes on alone.
+            self._folder.leave()
+            self._record_loss(str(error))
+            found = None
+        return self._decode(batch) if found is None else found
+
+    def _decode(self, batch: SampleBatch) -> Future[B]:
+        try:
+            self._inner.feed(batch)
+        except BaseException:
+            self._folder.abandon(batch.before)
+            raise
+        return self._publisher.submit(self._finish, batch.before)
+
+    def _finish(self, cursor: Cursor) -> B:
+        try:
+            finished = self._inner.take()
+        except BaseException:
+            self._folder.abandon(cursor)
+            raise
+        with suppress(
+            OSError
+        ):  # no memory or file descriptor is left: the claim ends, and other jobs decode the step
+            self._folder.publish(cursor, finished)
+        return finished
+
+    def _record_loss(self, reason: str) -> None:
+        self._counts.lost += 1
+        warnings.warn(
+            f"decode group {self._group.name!r}: {reason}; this job decodes the batch itself",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,90 +1,199 @@
-"""Anonymous shared memory (`memfd`) that one process writes and others read.
+"""Shared memory of one decoded batch (`memfd`): one job writes it, the others map it without a copy.
 
-It has no name in a file system. The kernel frees it when no process has it open or mapped.
+The memory has no name in a file system. The kernel frees it when no process has it open or mapped. A reader holds a
+shared lock on it as long as it references the batch, and the writer uses the memory again only under the exclusive
+lock, so a batch never changes while it is in use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
-import itertools
 import mmap
 import os
+import stat
+import struct
+import weakref
+from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from datasvc.loaders.decode_sharing.packing import Part, pack
+from datasvc.loaders.decode_sharing.packing import Part, unpack
 
+KEY_BYTES: Final = 16
 _ALIGNMENT: Final = 64
-_F_SEAL_FUTURE_WRITE: Final = 0x10  # linux/fcntl.h; Python has no name for it
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-
-_numbers = itertools.count(1)
-
-Span = tuple[int, int]
-"""Offset and length in bytes."""
+_HEADER: Final = struct.Struct(f"<{KEY_BYTES}sQ")  # key of the batch, number of its parts
+_SPAN: Final = struct.Struct("<QQ")  # offset and length of each part, in bytes
+# Bits of /proc/self/pagemap, from the kernel's Documentation/admin-guide/mm/pagemap.rst.
+_IS_PRESENT: Final = np.uint64(1 << 63)
+_IS_SWAPPED: Final = np.uint64(1 << 62)
+_IS_OF_FILE: Final = np.uint64(1 << 61)
 
 
 class SharedBuffer:
-    """A shared buffer for one batch, as seen by the writer.
-
-    File seals fix its size and forbid new writable mappings, so no reader can change what another reader maps.
+    """Memory for one batch, as seen by the job that writes it.
 
     Args:
-        size_bytes: size of the buffer.
+        size_bytes: size of the memory.
 
     Attributes:
-        number: unique number of the buffer in this process.
-        descriptor: file descriptor to send to readers.
+        descriptor: file descriptor of the memory, which other processes of the user open through `/proc`.
+        size_bytes: the argument.
 
     Raises:
         OSError: the system has no memory or file descriptor left.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self.number = next(_numbers)
-        self.descriptor = os.memfd_create("datasvc-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.size_bytes = size_bytes
+        self.descriptor = os.memfd_create("datasvc-decode", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.descriptor, size_bytes)
             self._mapped = mmap.mmap(self.descriptor, size_bytes)
-            # Sealed after mapping: the seal forbids new writable mappings and leaves this one.
-            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(self.descriptor)
             raise
-        self.size_bytes = size_bytes
 
-    def write(self, parts: Sequence[Part]) -> list[Span]:
-        """Write byte arrays one after the other, aligned; return the offset and length of each."""
-        spans = lay_out(parts)
+    def try_lock(self) -> bool:
+        """Return whether no job maps the memory; no job can map it then until `unlock`."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def unlock(self) -> None:
+        """Let other jobs map the memory."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    def write(self, key: bytes, parts: Sequence[Part]) -> None:
+        """Write a batch; its parts need `size_of(parts)` bytes."""
         content = np.frombuffer(self._mapped, np.uint8)
-        for part, (offset, length) in zip(parts, spans, strict=True):
+        spans = _lay_out(parts)
+        for number, (part, (offset, length)) in enumerate(zip(parts, spans, strict=True)):
             np.copyto(content[offset : offset + length], part)
-        return spans
+            _SPAN.pack_into(content, _HEADER.size + number * _SPAN.size, offset, length)
+        _HEADER.pack_into(content, 0, key, len(parts))
 
     def close(self) -> None:
-        """Unmap and close the buffer; mappings of readers stay valid."""
+        """Unmap and close the memory; mappings of readers stay valid."""
         self._mapped.close()
         os.close(self.descriptor)
 
 
-def lay_out(parts: Sequence[Part]) -> list[Span]:
-    """Return the offset and length of byte arrays stored one after the other, each aligned for any dtype."""
-    spans, offset = [], 0
-    for part in parts:
-        spans.append((offset, part.size))
-        offset = -(-(offset + part.size) // _ALIGNMENT) * _ALIGNMENT
-    return spans
+def size_of(parts: Sequence[Part]) -> int:
+    """Return the size in bytes of the memory that a packed batch needs."""
+    offset, length = _lay_out(parts)[-1]
+    return offset + length
 
 
-def write_batch(batch: object, spare: SharedBuffer | None) -> tuple[SharedBuffer, list[Span]]:
-    """Write a batch into `spare` if it fits, otherwise into a new buffer.
+class MappedBatches:
+    """The batches of other jobs that this job has mapped.
 
-    Returns:
-        The buffer, and the offset and length in bytes of each part of the batch.
+    A new mapping costs as much as a copy, so a mapping is used for the next batch in the same memory too. It is not
+    used again after a write: pages that were written have become private and would hide the next batch.
+
+    Args:
+        num_kept: maximum number of unused mappings that are kept.
     """
-    parts = pack(batch)
-    offset, length = lay_out(parts)[-1]
-    memory = spare if spare is not None and spare.size_bytes >= offset + length else SharedBuffer(offset + length)
-    return memory, memory.write(parts)
+
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
+        self._kept: dict[int, _Mapping] = {}
+        self._unused: deque[_Mapping] = deque()
+
+    def read(self, descriptor: int, key: bytes) -> Any | None:
+        """Return the batch with a key in memory of another job; None if the memory holds another batch by now.
+
+        Its arrays are views of a private mapping: they do not change while they are referenced, and writing to them
+        changes no other job's batch. The caller may close the descriptor.
+
+        Raises:
+            OSError: the memory cannot be mapped.
+        """
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < _HEADER.size:
+            return None
+        while self._unused:
+            self._keep(self._unused.popleft())
+        # A mapping keeps the memory, so no other memory has its number.
+        mapping = self._kept.pop(found.st_ino, None) or _Mapping(descriptor, found.st_ino)
+        batch = mapping.read(key, self._unused)
+        if batch is None:
+            self._kept[found.st_ino] = mapping
+        return batch
+
+    def close(self) -> None:
+        """Drop all unused mappings; the others stay valid."""
+        self._kept.clear()
+        self._unused = deque()
+
+    def _keep(self, mapping: _Mapping) -> None:
+        if not mapping.has_private_pages():
+            self._kept[mapping.number] = mapping
+        while len(self._kept) > self._num_kept:
+            del self._kept[next(iter(self._kept))]
+
+
+class _Mapping:
+    """A private mapping of a job's memory, and the descriptor that has the shared lock while a batch is in use."""
+
+    def __init__(self, descriptor: int, number: int) -> None:
+        self.number = number
+        self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
+        self._descriptor = os.dup(descriptor)
+
+    def read(self, key: bytes, unused: deque[_Mapping]) -> Any | None:
+        """Return the batch; append this mapping to `unused` when its last view is gone. None if it is another one."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None  # its writer uses it again
+        found, num_parts = _HEADER.unpack_from(self._mapped, 0)
+        if found != key:
+            self._unlock()
+            return None
+        # Every view of the batch keeps this object alive, and nothing else does: its end is the end of the batch.
+        owner = (ctypes.c_char * len(self._mapped)).from_buffer(self._mapped)
+        # Any thread may drop the last view at any moment; appending to a deque is atomic.
+        weakref.finalize(owner, self._return, unused).atexit = False
+        content = memoryview(owner).cast("B")
+        spans = _SPAN.iter_unpack(content[_HEADER.size : _HEADER.size + num_parts * _SPAN.size])
+        return unpack([content[offset : offset + length] for offset, length in spans])
+
+    def has_private_pages(self) -> bool:
+        """Return whether a page of the mapping was written and copied; True if the kernel does not report it."""
+        num_pages = -(-len(self._mapped) // mmap.PAGESIZE)
+        try:
+            with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+                content = os.pread(pagemap.fileno(), 8 * num_pages, self._address // mmap.PAGESIZE * 8)
+        except OSError:
+            return True
+        if len(content) < 8 * num_pages:
+            return True
+        pages = np.frombuffer(content, np.uint64)
+        is_private = ((pages & (_IS_PRESENT | _IS_SWAPPED)) != 0) & ((pages & _IS_OF_FILE) == 0)
+        return bool(is_private.any())
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+    def _return(self, unused: deque[_Mapping]) -> None:
+        self._unlock()
+        unused.append(self)
+
+    def _unlock(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+
+
+def _lay_out(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    """Return the offset and length of parts stored after the header, each aligned for any dtype."""
+    spans, end = [], _HEADER.size + len(parts) * _SPAN.size
+    for part in parts:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        spans.append((offset, part.size))
+        end = offset + part.size
+    return spans

@@ -32,7 +32,7 @@ def pack(batch: object) -> list[Part]:
 
 def unpack(parts: Sequence[memoryview]) -> Any:
     """Return the batch that `pack` serialized; its arrays and tensors are views of `parts` and keep them alive."""
-    return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - of a process of this user, see `rendezvous`
+    return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - of a process of this user, see `group_folder`
 
 
 class _Pickler(pickle.Pickler):

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.decode_sharing.window import AHEAD
 
 MAX_NAME_BYTES: Final = 50
-PROTOCOL_FORMAT: Final = 1
-"""Version of the messages and the shared memory between the processes of a decode group."""
+SHARING_FORMAT: Final = 2
+"""Version of the links and the shared memory between the jobs of a decode group."""
 
 
 @dataclass(frozen=True)
@@ -18,15 +17,15 @@ class DecodeGroup:
     """A group of jobs on this node that share decoded batches, and how far apart its jobs may run.
 
     Attributes:
-        name: name of the group; jobs of one user with the same name use one decoding process.
-        lag: number of batches that a job may be behind the fastest job and still get shared batches. `lag + 3`
-            batches are kept in memory, once for all jobs.
+        name: name of the group; jobs of one user with the same name share batches.
+        lag: number of batches that a job may be behind the one that decodes and still get shared batches. So many
+            are kept in memory, once for all jobs.
         patience: number of batches that the other jobs wait in total for jobs that are further behind, such as a job
             that starts late or writes a checkpoint. One batch of patience returns with every eight batches decoded.
             0: the others never wait.
         when_behind: "alone": a job that is too far behind decodes the same batches in its own process until it
             catches up; "raise": it gets a `LagError`.
-        silent_s: seconds without an answer after which the decoding process is treated as lost.
+        silent_s: seconds that a job waits for a batch that another job decodes; then it decodes the batch itself.
 
     Raises:
         ConfigError: a value is out of range.
@@ -53,14 +52,9 @@ class DecodeGroup:
             raise ConfigError(f"silent_s is {self.silent_s}; expected a number of seconds above 0")
 
     @property
-    def num_slots(self) -> int:
-        """Number of batches that are kept in memory."""
-        return self.lag + AHEAD + 1
-
-    @property
     def common(self) -> dict[str, Any]:
         """The settings that all jobs of a group must have in common, JSON values by name."""
-        return {"protocol_format": PROTOCOL_FORMAT, "lag": self.lag, "patience": self.patience}
+        return {"sharing_format": SHARING_FORMAT, "lag": self.lag, "patience": self.patience}
 
 
 def parse_decode_group(group: DecodeGroup | str) -> DecodeGroup:

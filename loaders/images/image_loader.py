@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
-from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -102,8 +101,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             launcher binds each rank to processors of its own.
         prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
         ledger: folder that records the batches handed over, see `Loader`.
-        decode_group: name, or `DecodeGroup`, of jobs on this node with otherwise equal arguments: one process decodes
-            each batch once for all of them.
+        decode_group: name, or `DecodeGroup`, of jobs on this node with otherwise equal arguments: each batch is
+            decoded once for all of them, by one of them.
 
     Raises:
         ConfigError: an argument is out of range; the split has no images; a batch is larger than the epoch with
@@ -205,8 +204,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                     f"device is {device!r}; a decode group decodes on the CPU only: give device='cpu', or leave out "
                     "decode_group"
                 )
-            self.sharing = Sharing(self, parse_decode_group(decode_group), arguments, cache)
-            self._source = self.sharing.planned
+            self.sharing = Sharing(self, parse_decode_group(decode_group), arguments)
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:
         """Yield the rest of the epoch; see `Loader`."""
@@ -274,13 +272,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
     def _make_unpinned(self) -> BatchDecoder[ImageBatch[Any]]:
         """Return a decoder whose batches are in ordinary memory; a CPU backend decodes images to pinned memory."""
-        if self.sharing is not None:
-            return self.sharing.make_decoder(
-                iter if self._framework == "torch" else methodcaller("numpy"), self._framework
-            )
-        return ImageDecoder(
+        # What is decoded for other jobs too is copied to pinned memory by each job that needs it there.
+        is_pinned = self._is_pinned and self.sharing is None
+        decoder = ImageDecoder(
             make_backend(
-                dataclasses.replace(self._config, is_pinned=self._is_pinned),
+                dataclasses.replace(self._config, is_pinned=is_pinned),
                 # The state of `Loader`, without the backend: ranks may differ in that before they have agreed.
                 self._choice.settle(
                     self._draw_trial, question=super().state_dict() | {"batch_size": self.batch_size}
@@ -298,6 +294,9 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             device=None if self._config.device_id is None else f"cuda:{self._config.device_id}",
             profiler=self.profiler,
         )
+        if self.sharing is None:
+            return decoder
+        return self.sharing.make_decoder(decoder, batches=self._framework, backend=self.decode)
 
     @property
     def decode(self) -> Backend:

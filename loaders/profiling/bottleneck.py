@@ -34,7 +34,7 @@ class Resources:
         num_processors: this rank's part of the processors available to the process.
         prefetch: number of batches in progress.
         has_cache: whether shards are read through a node's cache.
-        is_shared: whether the process of a decode group decodes.
+        is_shared: whether the loader is a member of a decode group.
     """
 
     unit: str = "samples"
@@ -135,7 +135,7 @@ def _advice(stage: Stage, totals: Totals, resources: Resources) -> str:
 
 def _decode_advice(totals: Totals, resources: Resources) -> str:
     if resources.is_shared:
-        return "one process decodes for all jobs of the decode group: give more num_threads to the job that starts it"
+        return "the jobs of the decode group decode in turn: give more num_threads to each of them"
     if not _is_bound(totals) and totals.num_bound_steps:
         return f"some batches take longer than others: use prefetch={2 * resources.prefetch or 2} to even that out"
     if resources.decoder is None:

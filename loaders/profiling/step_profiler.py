@@ -111,7 +111,9 @@ class StepProfiler:
         self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
-        """Begin a stage outside of calls; called by `StageTimer`."""
+        """Begin a stage outside of calls; called by `StageTimer`. A wait there is no work, and delays no call."""
+        if timer.is_wait:
+            return
         timer.counted = timer.stage
         with self._lock:
             self._active[timer.stage] += 1
@@ -119,6 +121,8 @@ class StepProfiler:
 
     def leave_beside(self, timer: StageTimer, exclusive_ns: int) -> None:
         """End a stage outside of calls, or a stage nested in one; called by `StageTimer`."""
+        if timer.is_wait:
+            return
         with self._lock:
             if timer.counted is not None:
                 self._active[timer.counted] -= 1

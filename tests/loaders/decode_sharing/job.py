@@ -31,13 +31,13 @@ def endless(loader):
         yield from loader.numpy()
 
 
-def main(**more):
-    """Take commands until they end; `more` are arguments of the loader that are not JSON."""
+def main():
+    """Take commands until they end."""
     warnings.simplefilter("ignore")
     options = json.loads(sys.argv[2])
     group = DecodeGroup(**options.pop("decode_group"))
     split = open_dataset(Repository.open(sys.argv[1]), "digits@1")[options.pop("split", "val")]
-    loader = ImageLoader(split, decode_group=group, **{**OPTIONS, **options, **more})
+    loader = ImageLoader(split, decode_group=group, **{**OPTIONS, **options})
     batches = endless(loader)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
@@ -45,8 +45,6 @@ def main(**more):
             answer = [describe(next(batches)) for _ in range(*arguments)]
         elif command == "counts":
             answer = vars(loader.sharing.counts)
-        elif command == "status":
-            answer = loader.sharing.status()
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     loader.close()

@@ -5,9 +5,7 @@ import json
 import os
 import resource
 import secrets
-import select
 import signal
-import socket
 import subprocess
 import sys
 import warnings
@@ -16,40 +14,27 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError, LagError
 from datasvc.loaders import ImageLoader
+from datasvc.loaders.core.batches import Cursor
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture
-from datasvc.loaders.core.split_reader import Cursor
-from datasvc.loaders.decode_sharing import DecodeGroup, consumer
-from datasvc.loaders.decode_sharing.job import ServerJob, start_server
-from datasvc.loaders.decode_sharing.loader_spec import LoaderSpec
-from datasvc.loaders.decode_sharing.memory import SharedBuffer
-from datasvc.loaders.decode_sharing.messages import receive, send
-from datasvc.loaders.decode_sharing.rendezvous import address_of, connect_or_listen
-from datasvc.loaders.decode_sharing.server import Consumer
-from datasvc.loaders.decode_sharing.server import DecodeServer as ServerInside
-from datasvc.loaders.decode_sharing.step_index import StepIndex
+from datasvc.loaders.decode_sharing import DecodeGroup
+from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep, folder_of
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.decode_sharing.job import OPTIONS, describe, endless
 
 ROOT = Path(__file__).parents[3]
-JOB = Path(__file__).with_name("job.py")
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
 def name():
-    """A decode group of this test alone; whatever it started is gone at its end, and nobody listens."""
+    """A decode group of this test alone; at its end nothing of it is left."""
     name = f"test-{secrets.token_hex(8)}"
     yield name
-    assert not is_listening(name)
-
-
-def is_listening(name):
-    address = address_of(name, DataRanks())
-    return address[1:] in Path("/proc/net/unix").read_text()
+    assert not folder_of(name, DataRanks()).exists()
 
 
 def make(split, group, **options):
@@ -57,8 +42,11 @@ def make(split, group, **options):
 
 
 def take(loader, count):
-    stream = endless(loader)
-    return [describe(next(stream)) for _ in range(count)]
+    return [describe(batch) for batch in itertools.islice(endless(loader), count)]
+
+
+def counts_of(*loaders):
+    return [(loader.sharing.counts.shared, loader.sharing.counts.decoded) for loader in loaders]
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +56,16 @@ def alone(digits):
         return take(loader, 90)
 
 
-class Job:
-    """A process of `job.py`, or of another script that takes the same commands."""
+class Process:
+    """A process of one of the scripts beside this file."""
 
-    def __init__(self, split, group, script=JOB, cwd=None, **options):
-        settings = {"decode_group": group if isinstance(group, dict) else {"name": group}, **options}
+    def __init__(self, script, *arguments):
         self.process = subprocess.Popen(
-            [sys.executable, script, split.repository.url, json.dumps(settings)],
+            [sys.executable, HERE / script, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=cwd,
         )
 
     def tell(self, *command):
@@ -106,46 +92,54 @@ class Job:
             pipe.close()
 
 
-class Server:
-    """The decoding process of a decode group, seen from outside; leaving the block waits until it is gone."""
+def job(split, group, **options):
+    settings = {"decode_group": group if isinstance(group, dict) else {"name": group}, **options}
+    return Process("job.py", split.repository.url, json.dumps(settings))
 
-    def __init__(self, pid):
-        self.pid = pid
-        self.descriptor = os.pidfd_open(pid)
 
-    def __enter__(self):
-        return self
+def steps_of(*steps):
+    return [Cursor(0, OPTIONS["batch_size"] * step) for step in steps]
 
-    def wait(self):
-        assert select.select([self.descriptor], [], [], 30)[0], "the decoding process lives on"
 
-    def __exit__(self, kind, *_):
-        if kind is None:
-            self.wait()
-        os.close(self.descriptor)
+@contextmanager
+def claimer(loader, *steps, forks=False):
+    """A process of a loader's group that never finishes the steps that it decodes."""
+    folder = loader.sharing._folder
+    positions = [str(cursor.position) for cursor in steps_of(*steps)]
+    with Process("claimer.py", folder._name, folder._settings.decode(), str(int(forks)), *positions) as process:
+        assert process.process.stdout.readline() == "claimed\n"
+        yield process
+
+
+@contextmanager
+def claims(loader, *steps):
+    """A member of a loader's group that does not finish the steps that it decodes before the block ends."""
+    folder = loader.sharing._folder
+    other = GroupFolder(folder._name, DataRanks(), json.loads(folder._settings))
+    other.join()
+    assert [other.find_or_claim(cursor) for cursor in steps_of(*steps)] == [None] * len(steps)
+    try:
+        yield other
+    finally:
+        other.leave()
 
 
 def test_jobs_get_the_batches_of_a_job_alone_and_each_is_decoded_once(digits, alone, name):
     with ExitStack() as stack:
-        jobs = [stack.enter_context(Job(digits["val"], name)) for _ in range(3)]
-        first = [job.do("take", 1) for job in jobs]
-        server = stack.enter_context(Server(jobs[0].do("status")["pid"]))
-        # In turns of a few: one that falls far behind is waited for, and batches are decoded again for it.
-        taken = [list(begun) for begun in first]
+        jobs = [stack.enter_context(job(digits["val"], name)) for _ in range(3)]
+        taken = [job.do("take", 1) for job in jobs]
         for _ in range(16):
-            for job in jobs:
-                job.tell("take", 3)
-            for job, batches in zip(jobs, taken, strict=True):
-                batches.extend(job.hear())
+            for each in jobs:
+                each.tell("take", 3)
+            for each, batches in zip(jobs, taken, strict=True):
+                batches.extend(each.hear())
         assert taken == [alone[:49]] * 3
-        counts = [job.do("counts") for job in jobs]
-        assert [(each["shared"], each["alone"], each["lost"]) for each in counts] == [(49, 0, 0)] * 3
-        status = jobs[0].do("status")
-        # Beyond what was taken: two that each prefetches, and two ahead of the fastest, with one under way.
-        assert (status["pid"], 49 <= status["decoded"] <= 54) == (server.pid, True)
-        for job in jobs:
-            job.process.stdin.close()
-            assert job.process.wait(30) == 0
+        counts = [each.do("counts") for each in jobs]
+        assert [each["shared"] + each["decoded"] for each in counts] == [49] * 3
+        assert (sum(each["decoded"] for each in counts), [each["lost"] for each in counts]) == (49, [0] * 3)
+        for each in jobs:
+            each.process.stdin.close()
+            assert each.process.wait(30) == 0
 
 
 @pytest.mark.slow
@@ -153,107 +147,94 @@ def test_torch_batches_are_shared_bit_for_bit_whatever_their_type_and_layout(dig
     import torch
 
     options = {"output": "bfloat16", "layout": "NHWC", "columns": ["width"], "tail": "short", "batch_size": 100}
-    with ImageLoader(digits["val"], **{**OPTIONS, **options}) as own, make(digits["val"], name, **options) as loader:
-        for expected, found in zip(own, loader, strict=True):
-            assert found.images.stride() == expected.images.stride()
-            assert torch.equal(found.images, expected.images)
-            assert torch.equal(found.labels, expected.labels)
-            assert torch.equal(found.mask, expected.mask)
-            assert torch.equal(found.columns["width"], expected.columns["width"])
-            assert found.positions.tolist() == expected.positions.tolist()
-        assert loader.sharing.counts.shared == 4
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
+    own = ImageLoader(digits["val"], **{**OPTIONS, **options})
+    with own, make(digits["val"], name, **options) as first, make(digits["val"], name, **options) as second:
+        for expected, *others in zip(own, first, second, strict=True):
+            for found in others:
+                assert found.images.stride() == expected.images.stride()
+                assert torch.equal(found.images, expected.images)
+                assert torch.equal(found.labels, expected.labels)
+                assert torch.equal(found.mask, expected.mask)
+                assert torch.equal(found.columns["width"], expected.columns["width"])
+                assert found.positions.tolist() == expected.positions.tolist()
+        assert sum(decoded for _, decoded in counts_of(first, second)) == 4
 
 
-def join_again(loader):
-    """Take batches from a loader that lost its server until it has joined the next, and return them."""
-    batches = loader.sharing._batches
-    asked = take(loader, 1)
-    while not batches._has_joined:
-        assert batches._connection is not None, "nobody starts the server"
-        assert select.select([batches._connection], [], [], 30)[0]
-        asked += take(loader, 1)
-    return asked
-
-
-def test_a_killed_server_costs_no_batch_and_is_started_again(digits, alone, name):
-    with make(digits["val"], name) as first, make(digits["val"], name) as second, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaders = [first, second]
-        found = [take(loader, 5) for loader in loaders]
-        with Server(first.sharing.status()["pid"]) as server:
-            os.kill(server.pid, signal.SIGKILL)
-        for loader, batches in zip(loaders, found, strict=True):
-            batches.extend(take(loader, 5))
-        for loader, batches in zip(loaders, found, strict=True):
-            batches.extend(join_again(loader))
-        shared = [loader.sharing.counts.shared for loader in loaders]
-        for loader, batches in zip(loaders, found, strict=True):
-            batches.extend(take(loader, 10))
-            assert batches == alone[: len(batches)]
-        assert [loader.sharing.counts.lost for loader in loaders] == [1, 1]
-        assert all(loader.sharing.counts.shared > before + 5 for loader, before in zip(loaders, shared, strict=True))
-        status = first.sharing.status()
-        assert status["pid"] != server.pid
-        assert second.sharing.status()["pid"] == status["pid"]
-        again = Server(status["pid"])
-    again.wait()
-
-
-def test_a_server_killed_between_a_pending_reply_and_its_batch_is_missed_by_nobody(digits, alone, name):
-    with make(digits["val"], DecodeGroup(name, lag=30)) as loader:
+def test_a_job_killed_while_it_decodes_costs_no_batch(digits, alone, name, monkeypatch):
+    wait, is_killed = PendingStep.wait, []
+    with make(digits["val"], name) as loader:
         assert take(loader, 1) == alone[:1]
-        batches = loader.sharing._batches
-        far = Cursor(0, 8 * 30)
-        assert batches.request(far)
-        with Server(loader.sharing.status()["pid"]) as server:
-            os.kill(server.pid, signal.SIGKILL)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            missed = batches.take(far)
-            assert missed is None or describe(missed) == alone[30]
-            assert take(loader, 10) == alone[1:11]
-            join_again(loader)
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
+        # Of the steps after those that are prefetched: the first one is missed before the kill, the second one after.
+        with claimer(loader, 4, 5) as other:
+
+            def kill_and_wait(pending, timeout_s):
+                other.kill()
+                is_killed.append(wait(pending, timeout_s))
+                return is_killed[-1]
+
+            monkeypatch.setattr(PendingStep, "wait", kill_and_wait)
+            assert take(loader, 20) == alone[1:21]
+        assert is_killed == [True]
+        assert counts_of(loader) == [(0, 21)]
+        assert loader.sharing.counts.lost == 0
 
 
-def test_a_killed_job_even_the_one_that_started_the_server_disturbs_nobody(digits, alone, name):
-    with Job(digits["val"], name) as starter, make(digits["val"], name) as other:
+@pytest.mark.slow
+def test_a_forked_child_does_not_hide_that_its_parent_was_killed(digits, alone, name):
+    with make(digits["val"], name) as loader:
+        take(loader, 1)
+        with claimer(loader, 10, forks=True) as other:
+            with loader.sharing._folder.find(*steps_of(10)) as pending:
+                assert not pending.wait(0)
+                other.kill()
+                assert pending.wait(60)
+            assert take(loader, 20) == alone[1:21]
+            assert loader.sharing.counts.lost == 0
+
+
+def test_a_job_killed_after_it_decoded_disturbs_nobody(digits, alone, name):
+    with job(digits["val"], name) as starter, make(digits["val"], name) as other:
         starter.do("take", 3)
-        pid = starter.do("status")["pid"]
-        batches = endless(other)
-        found = [describe(next(batches)) for _ in range(2)]
+        found = take(other, 2)
         starter.tell("take", 5)
         starter.kill()
-        found += [describe(next(batches)) for _ in range(48)]
+        found += take(other, 48)
         assert found == alone[:50]
-        counts = other.sharing.counts
-        assert (counts.shared, counts.alone, counts.lost) == (50, 0, 0)
-        assert other.sharing.status()["pid"] == pid
-        server = Server(pid)
-    server.wait()
+        assert other.sharing.counts.lost == 0
+        assert sum(counts_of(other)[0]) == 50
 
 
-def test_a_stopped_job_blocks_nobody_is_told_and_gets_its_own_batches(digits, alone, name):
-    group = {"name": name, "lag": 2, "patience": 0}
-    with Job(digits["val"], group) as slow, make(digits["val"], DecodeGroup(**group)) as fast:
-        # One, so that the first batch is still kept when the other asks for it, however late that is.
+def test_a_silent_job_is_waited_for_once_and_not_for_ever(digits, alone, name):
+    with make(digits["val"], DecodeGroup(name, silent_s=0.01)) as loader:
+        found = take(loader, 1)
+        said = r"did not finish a batch for 0\.01 s; this job decodes"
+        with claims(loader, 4, 5, 6) as other:
+            with pytest.warns(RuntimeWarning, match=said) as warned:
+                found += take(loader, 30)
+            assert (found, len(warned), loader.sharing.counts.lost) == (alone[:31], 1, 1)
+            for cursor in steps_of(4, 5, 6):
+                other.publish(cursor, "too late")
+            loader.load_state_dict(loader.state_dict() | {"epoch": 0, "position": 32})
+            assert take(loader, 3) == alone[4:7]
+
+
+@pytest.mark.slow
+def test_a_job_that_was_stopped_gets_its_own_batches(digits, alone, name):
+    group = {"name": name, "lag": 2, "patience": 0, "silent_s": 0.01}
+    with job(digits["val"], group) as slow, make(digits["val"], DecodeGroup(**group)) as fast:
         found = slow.do("take", 1)
         slow.process.send_signal(signal.SIGSTOP)
         slow.tell("take", 20)
-        assert take(fast, 40) == alone[:40]
-        assert fast.sharing.counts.alone == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert take(fast, 40) == alone[:40]
         slow.process.send_signal(signal.SIGCONT)
         assert found + slow.hear() == alone[:21]
         counts = slow.do("counts")
-        # Two were promised before it was stopped; after them it asks for number 3 where the fastest is beyond 40.
-        assert (counts["behind"], counts["shared"] >= 3, counts["alone"] >= 4, counts["lost"]) == (1, True, True, 0)
+        # Two were begun before it was stopped; after them it asks for number 3 where the fastest is beyond 40.
+        assert (counts["behind"], counts["decoded"] >= 4) == (1, True)
         assert counts["last_behind"] > 10
-        server = Server(fast.sharing.status()["pid"])
         slow.kill()
-    server.wait()
 
 
 def test_a_mixture_is_shared_as_a_split_is(digits, name):
@@ -264,38 +245,37 @@ def test_a_mixture_is_shared_as_a_split_is(digits, name):
 
     with ImageLoader(mixture, **OPTIONS) as loader:
         alone = describe_sources(loader, 10)
-    with make(mixture, name) as first, make(mixture, name) as second:
+    with make(mixture, DecodeGroup(name, lag=20)) as first, make(mixture, DecodeGroup(name, lag=20)) as second:
         for loader in (first, second):
             assert describe_sources(loader, 10) == alone
-            assert (loader.sharing.counts.shared, loader.sharing.counts.alone) == (10, 0)
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
+        assert counts_of(first, second) == [(0, 10), (10, 0)]
 
 
-def test_the_wait_for_the_process_that_decodes_is_a_wait_and_no_work_of_the_job(digits, name):
+def test_the_wait_for_a_batch_is_a_wait_and_no_work_of_the_job(digits, name):
     with make(digits["val"], name) as loader:
         take(loader, 5)
         report = loader.report()
         assert report.totals.waiting_s.keys() == {Stage.DECODE}
         assert 0 < report.totals.waiting_s[Stage.DECODE] <= report.totals.blocked_s[Stage.DECODE]
-        assert "one process decodes for all jobs of the decode group" in str(report.bottleneck)
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
+        assert "the jobs of the decode group decode in turn" in str(report.bottleneck)
 
 
-def test_who_starts_late_is_waited_for_and_shares_from_then_on(digits, alone, name):
+def test_who_starts_late_shares_as_soon_as_it_has_caught_up(digits, alone, name):
     group = DecodeGroup(name, lag=2, patience=50)
-    with make(digits["val"], group) as first:
+    with make(digits["val"], group) as first, warnings.catch_warnings():
+        warnings.simplefilter("error")
         early = endless(first)
         found = [describe(next(early)) for _ in range(20)]
         with make(digits["val"], group) as second:
-            late = [describe(batch) for batch, _ in zip(endless(second), range(20), strict=False)]
-            for _ in range(10):
-                found.append(describe(next(early)))
-            assert (found, late) == (alone[:30], alone[:20])
-            assert (second.sharing.counts.alone, first.sharing.counts.alone) == (0, 0)
-            server = Server(first.sharing.status()["pid"])
-    server.wait()
+            late = endless(second)
+            assert [describe(next(late)) for _ in range(20)] == alone[:20]
+            begun = sum(decoded for _, decoded in counts_of(first, second))
+            for expected in alone[20:30]:
+                assert [describe(next(stream)) for stream in (early, late)] == [expected] * 2
+            # Those from where the late one began, and each of the ten once.
+            assert sum(decoded for _, decoded in counts_of(first, second)) == begun + 10
+            assert second.sharing.counts.behind == 0
+    assert found == alone[:20]
 
 
 def test_who_is_too_far_behind_is_warned_or_gets_an_error_as_asked(digits, alone, name):
@@ -309,30 +289,11 @@ def test_who_is_too_far_behind_is_warned_or_gets_an_error_as_asked(digits, alone
             second.load_state_dict(first.state_dict())
             assert take(second, 1) == [describe(next(stream))] == alone[20:21]
         with make(digits["val"], DecodeGroup(name, lag=2, patience=0)) as third:
-            with pytest.warns(RuntimeWarning, match="batches behind the fastest; this job decodes alone"):
+            with pytest.warns(RuntimeWarning, match="batches behind the fastest; it decodes alone"):
                 assert take(third, 3) == alone[:3]
-            assert (third.sharing.counts.alone, third.sharing.counts.behind) == (3, 1)
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
+            assert (third.sharing.counts.decoded, third.sharing.counts.behind) == (3, 1)
 
 
-@pytest.mark.slow
-def test_a_job_that_is_left_alone_elsewhere_takes_the_server_with_it(digits, alone, name):
-    group = DecodeGroup(name, lag=2, patience=0)
-    with make(digits["val"], group) as first, make(digits["val"], group) as second:
-        take(first, 20)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            late = endless(second)
-            assert [describe(next(late)) for _ in range(2)] == alone[:2]
-        first.close()
-        assert [describe(next(late)) for _ in range(20)] == alone[2:22]
-        assert second.sharing.counts.shared >= 15
-        server = Server(second.sharing.status()["pid"])
-    server.wait()
-
-
-@pytest.mark.slow
 def test_a_state_loaded_in_between_gives_exactly_the_rest(digits, alone, name):
     with make(digits["val"], name) as first, make(digits["val"], name) as second:
         take(first, 5)
@@ -342,8 +303,6 @@ def test_a_state_loaded_in_between_gives_exactly_the_rest(digits, alone, name):
         assert take(first, 7) == alone[5:12]
         second.load_state_dict(state)
         assert take(second, 45) == alone[5:50]
-        server = Server(second.sharing.status()["pid"])
-    server.wait()
 
 
 @pytest.mark.slow
@@ -358,31 +317,38 @@ def test_jobs_resumed_at_an_odd_position_share_too(digits, name):
         streams = [endless(first), endless(second)]
         for each in expected:
             assert [describe(next(stream)) for stream in streams] == [each, each]
-        assert (first.sharing.counts.alone, second.sharing.counts.alone) == (0, 0)
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
+        assert sum(decoded for _, decoded in counts_of(first, second)) == 60
 
 
-def test_batches_that_are_kept_stay_as_they_are_and_those_of_a_closed_loader_too(digits, alone, name):
-    with make(digits["val"], name) as loader:
-        batches = endless(loader)
-        kept = [next(batches) for _ in range(30)]
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
-    assert [describe(batch) for batch in kept] == alone[:30]
+def test_batches_that_are_kept_stay_as_they_are_when_all_jobs_have_left(digits, alone, name):
+    with make(digits["val"], name) as first, make(digits["val"], name) as second:
+        kept = []
+        for one, other in itertools.islice(zip(endless(first), endless(second), strict=True), 30):
+            kept += [one, other]
+        assert sum(shared for shared, _ in counts_of(first, second)) == 30
+    assert [describe(batch) for batch in kept] == [each for each in alone[:30] for _ in range(2)]
 
 
 def test_what_one_job_writes_into_a_batch_no_other_sees(digits, alone, name):
     with make(digits["val"], name) as first, make(digits["val"], name) as second:
         one, other = endless(first), endless(second)
         for expected in alone[:20]:
-            batch = next(one)
-            assert describe(batch) == expected
-            batch.images[...] = 0
-            batch.labels[...] = -1
-            assert describe(next(other)) == expected
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
+            for stream in (one, other):
+                batch = next(stream)
+                assert describe(batch) == expected
+                batch.images[...] = 0
+                batch.labels[...] = -1
+
+
+def test_memory_is_bounded_and_given_back(digits, name):
+    with make(digits["val"], DecodeGroup(name, lag=4)) as loader:
+        before = len(os.listdir("/proc/self/fd"))
+        take(loader, 80)
+        folder = loader.sharing._folder
+        # The step of the last request, as many behind it as the lag, and the link of the job itself.
+        assert len(list(folder._path.iterdir())) <= 4 + 1 + 2 + 1
+        assert len(folder._published) + len(folder._spare) <= 4 + 1 + 2
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_other_settings_under_the_same_name_are_refused_with_both(digits, name):
@@ -399,30 +365,46 @@ def test_other_settings_under_the_same_name_are_refused_with_both(digits, name):
             take(other, 1)
         with make(digits["val"], name) as other, pytest.raises(ConfigError, match="'torch' here and 'numpy' there"):
             next(iter(other))
+        with make(digits["val"], DecodeGroup(name, lag=9)) as other, pytest.raises(ConfigError, match="lag is 9"):
+            take(other, 1)
         with make(digits["val"], name, num_threads=2, prefetch=3) as other:  # these change nothing in a batch
             take(other, 1)
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
 
 
-@pytest.mark.slow
-def test_every_data_rank_has_a_server_of_its_own(digits, name):
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_name_is_free_for_other_settings_as_soon_as_nobody_uses_it(digits, name, is_killed):
+    with ExitStack() as stack:
+        if is_killed:
+            other = stack.enter_context(job(digits["val"], name))
+            other.do("take", 5)
+            other.kill()
+        else:
+            with make(digits["val"], name) as first:
+                take(first, 5)
+        with make(digits["val"], name, seed=3) as second:
+            take(second, 5)
+            assert counts_of(second) == [(0, 5)]
+            assert second.sharing.counts.lost == 0
+
+
+def test_what_killed_jobs_leave_is_no_memory_and_is_removed_by_the_next_job_of_any_group(digits, name):
+    other = f"{name}-other"
+    with job(digits["val"], other) as killed:
+        killed.do("take", 5)
+        killed.kill()
+    left = folder_of(other, DataRanks())
+    assert [link for link in left.iterdir() if link.exists() or not link.is_symlink()] == []
+    with make(digits["val"], name) as loader:
+        take(loader, 1)
+        assert not left.exists()
+
+
+def test_every_data_rank_shares_with_its_own_rank_only(digits, name):
     ranks = [{"data_rank": rank, "data_world_size": 2} for rank in range(2)]
     with make(digits["val"], name, **ranks[0]) as first, make(digits["val"], name, **ranks[1]) as second:
         served = [position for loader in (first, second) for position in take(loader, 1)[0][1]]
         assert sorted(served) == list(range(16))
-        servers = [Server(loader.sharing.status()["pid"]) for loader in (first, second)]
-    for server in servers:
-        server.wait()
-
-
-@pytest.mark.slow
-def test_the_cache_of_the_node_is_read_by_the_server(digits, alone, name, tmp_path):
-    with Cache(tmp_path / "cache", budget="10MB") as cache, make(digits["val"], name, cache=cache) as loader:
-        assert take(loader, 10) == alone[:10]
-        assert cache.status().resident_bytes > 0
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
+        assert counts_of(first, second) == [(0, 1), (0, 1)]
 
 
 @pytest.mark.slow
@@ -444,111 +426,25 @@ def test_a_sample_that_does_not_decode_is_named_to_whoever_meets_it(repository, 
         for loader in (first, second):
             loader.load_state_dict({**loader.state_dict(), "position": failed_at + 3})
             assert take(loader, 1)[0][1][0] == failed_at + 3
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
-    with make(split, name, on_bad="mask", **options) as loader:
-        assert sum(len(batch.bad) for batch in loader.numpy()) == loader.num_bad == 1
-        assert loader.sharing.counts.alone == 0
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
+    masked = {**options, "on_bad": "mask"}
+    with make(split, name, **masked) as first, make(split, name, **masked) as second:
+        bad = [0, 0]
+        for batches in zip(first.numpy(), second.numpy(), strict=True):
+            bad = [count + len(batch.bad) for count, batch in zip(bad, batches, strict=True)]
+        assert bad == [first.num_bad, second.num_bad] == [1, 1]
+        assert sum(shared for shared, _ in counts_of(first, second)) == 7
 
 
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_is_given_up(digits, alone, name):
-    with make(digits["val"], DecodeGroup(name, silent_s=0.2)) as loader:
-        batches = endless(loader)
-        while not loader.sharing.counts.shared:  # a slow start, too, may look like silence
-            loader.close()
-            loader.load_state_dict(loader.state_dict() | {"epoch": 0, "position": 0})
-            batches = endless(loader)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = [describe(next(batches))]
-        pid = loader.sharing.status()["pid"]
-        server = Server(pid)
-        os.kill(pid, signal.SIGSTOP)
-        with pytest.warns(RuntimeWarning, match="the decoding process was lost"):
-            found += [describe(next(batches)) for _ in range(10)]
-        assert found == alone[:11]
-        os.kill(pid, signal.SIGCONT)
-    server.wait()
-
-
-@pytest.mark.slow
-def test_a_forked_child_keeps_no_server_alive_and_breaks_nothing(digits, alone, name):
+def test_a_loader_in_a_forked_child_is_refused_and_the_parent_goes_on(digits, alone, name):
     with make(digits["val"], name) as loader:
         found = take(loader, 2)
-        reading, writing = os.pipe()
         if (child := os.fork()) == 0:
-            os.close(writing)
-            os.read(reading, 1)  # until the parent is done
+            loader.close()
             os._exit(0)
-        os.close(reading)
+        os.waitpid(child, 0)
         found += take(loader, 3)
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
-    os.close(writing)
-    os.waitpid(child, 0)
-    assert found == alone[:5]
-
-
-@pytest.mark.slow
-def test_a_server_whose_starter_is_gone_before_it_is_up_ends_by_itself(digits, name):
-    spec = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
-    job = ServerJob.plan(DecodeGroup(name), spec=spec, step_index=StepIndex(360, 8, "drop"), fingerprint={})
-    connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
-    with connection, listener:
-        server = Server(start_server(job, listener))
-    server.wait()
-
-
-def test_of_many_that_come_at_once_one_starts_the_server(name):
-    address = address_of(name, DataRanks())
-    found = [connect_or_listen(address, 30) for _ in range(8)]
-    listeners = [listener for _, listener in found if listener is not None]
-    assert len(listeners) == 1
-    for each in (*listeners, *(connection for connection, _ in found)):
-        each.close()
-    with pytest.raises(ConnectionRefusedError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as late:
-        late.connect(address)
-
-
-@pytest.mark.slow
-def test_where_the_server_cannot_make_the_loader_everybody_decodes_alone(digits, alone, name, tmp_path):
-    cache = Cache(tmp_path / "cache", budget="10MB")
-    with cache, make(digits["val"], name, cache=cache) as loader:
-        loader.sharing._cache = type(
-            "Gone", (), {"folder": Path("/proc/nowhere"), "tenant": "default", "peers": None}
-        )
-        loader.sharing._make_alone = lambda: ImageLoader(digits["val"], **OPTIONS)
-        with pytest.warns(RuntimeWarning, match="nowhere"):
-            assert take(loader, 5) == alone[:5]
-        assert loader.sharing.counts.alone == 5
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
-
-
-def test_transforms_of_a_module_beside_the_script_are_found_and_nothing_of_the_working_directory(
-    digits, name, tmp_path
-):
-    beside, cwd = tmp_path / "beside", tmp_path / "cwd"
-    beside.mkdir()
-    cwd.mkdir()
-    (beside / "own_transforms.py").write_text("def invert(pixels, generator):\n    return 255 - pixels\n")
-    script = beside / "train.py"
-    script.write_text(
-        "from own_transforms import invert\n"
-        "from tests.loaders.decode_sharing.job import main\n"
-        "main(transform=invert)\n"
-    )
-    (cwd / "json.py").write_text("open('was_run', 'w').close()\n")
-    with Job(digits["val"], name, script, cwd) as job:
-        job.do("take", 5)
-        counts = job.do("counts")
-        assert (counts["shared"], counts["alone"], counts["lost"]) == (5, 0, 0)
-        assert not (cwd / "was_run").exists()
-        server = Server(job.do("status")["pid"])
-    server.wait()
+        assert found == alone[:5]
+        assert folder_of(name, DataRanks()).exists()
 
 
 @contextmanager
@@ -562,107 +458,87 @@ def no_more_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("has_arrived", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_who_can_open_no_more_files_decodes_alone(digits, alone, name, has_arrived):
-    with make(digits["val"], DecodeGroup(name, lag=30)) as loader:
-        assert take(loader, 1) == alone[:1]
-        batches = loader.sharing._batches
-        far = Cursor(0, 8 * 20)
-        assert batches.request(far)
-        if has_arrived:
-            while far not in batches._arrived:
-                batches._receive()
-        server = Server(loader.sharing.status()["pid"])
+def test_who_can_open_no_more_files_decodes_alone(digits, alone, name):
+    with make(digits["val"], name) as first, make(digits["val"], name) as second:
+        assert take(first, 5) == take(second, 5) == alone[:5]
         with pytest.warns(RuntimeWarning, match="Too many open files"), no_more_files():
-            assert batches.take(far) is None
-        server.wait()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert take(loader, 10) == alone[1:11]
-            join_again(loader)
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
+            assert take(second, 5) == alone[5:10]
+        assert second.sharing.counts.lost > 0
+        assert take(first, 10) == alone[5:15]
+        assert take(second, 10) == alone[10:20]
+        assert folder_of(name, DataRanks()).exists()
 
 
-def test_an_answer_that_was_interrupted_is_not_taken_for_that_to_the_next_question(digits, name, monkeypatch):
-    def interrupted(connection):
+def test_an_interrupted_wait_loses_no_batch(digits, alone, name, monkeypatch):
+    def interrupted(pending, timeout_s):
         raise KeyboardInterrupt
 
-    with make(digits["val"], name) as first, make(digits["val"], name) as second:
-        take(first, 1)
-        take(second, 1)
-        batches = second.sharing._batches
-        for question in (lambda: batches.request(Cursor(0, 8)), batches.status):
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(consumer, "receive", interrupted)
-                question()
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert not batches.request(Cursor(0, 3))  # no step that the first comes to
-            assert batches.request(Cursor(0, 8))
-        assert second.sharing.counts.lost == 0
-        server = Server(first.sharing.status()["pid"])
-    server.wait()
-
-
-@pytest.mark.parametrize("fate", [pytest.param(signal.SIGCONT, marks=pytest.mark.slow), signal.SIGKILL])
-def test_a_name_is_free_for_other_settings_as_soon_as_nobody_uses_it(digits, name, monkeypatch, fate):
-    with make(digits["val"], name) as first:
-        take(first, 1)
-        server = Server(first.sharing.status()["pid"])
-        first.sharing._batches.cancel()  # so that closing waits for no answer
-        os.kill(server.pid, signal.SIGSTOP)  # it has not seen yet that the first is gone when the second comes
-    fates = [fate]
-
-    def send_and_go_on(connection, message):
-        send(connection, message)
-        if fates:
-            os.kill(server.pid, fates.pop())
-
-    with make(digits["val"], name, seed=3) as second:
-        monkeypatch.setattr(consumer, "send", send_and_go_on)
-        take(second, 5)
-        counts = second.sharing.counts
-        assert (counts.shared, counts.alone, counts.lost) == (5, 0, 0)
-        server.wait()
-        server = Server(second.sharing.status()["pid"])
-    server.wait()
-
-
-def test_messages_that_make_no_sense_end_whoever_sent_them_alone(digits, alone, name):
     with make(digits["val"], name) as loader:
-        assert take(loader, 5) == alone[:5]
-        join = {"type": "join", "fingerprint": loader.sharing._batches._job.fingerprint}
-        for message in (
-            [],
-            {"type": "join"},
-            {"type": "release"},
-            {"type": "release", "numbers": 3},
-            {"type": "request", "cursor": 3},
-            {"type": "request", "cursor": ["a", "b"]},
-        ):
-            connection, _ = connect_or_listen(address_of(name, DataRanks()), 30)
-            with connection:
-                send(connection, join)
-                assert receive(connection)[0]["type"] == "joined"
-                send(connection, message)
-                assert receive(connection) is None
-        assert take(loader, 5) == alone[5:10]
+        assert take(loader, 1) == alone[:1]
+        with claims(loader, 4) as other:
+            stream = endless(loader)
+            assert [describe(next(stream)) for _ in range(3)] == alone[1:4]
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(PendingStep, "wait", interrupted)
+                next(stream)
+            other.leave()
+            assert take(loader, 10) == alone[4:14]
+
+
+def test_a_folder_that_vanishes_costs_no_batch(digits, alone, name):
+    with make(digits["val"], name) as loader:
+        assert take(loader, 3) == alone[:3]
+        path = folder_of(name, DataRanks())
+        for link in path.iterdir():
+            link.unlink()
+        path.rmdir()
+        with pytest.warns(RuntimeWarning, match="No such file"):
+            assert take(loader, 10) == alone[3:13]
+        assert path.exists()
+
+
+def test_a_folder_that_others_can_open_is_refused(digits, name):
+    path = folder_of(name, DataRanks())
+    path.mkdir(0o755)
+    path.chmod(0o755)
+    try:
+        with make(digits["val"], name) as loader, pytest.raises(ConfigError, match="this user alone can open"):
+            take(loader, 1)
+    finally:
+        path.rmdir()
+    path.symlink_to("/tmp")
+    try:
+        with make(digits["val"], name) as loader, pytest.raises(ConfigError, match="this user alone can open"):
+            take(loader, 1)
+    finally:
+        path.unlink()
+
+
+def test_links_to_something_else_are_not_believed(digits, alone, name, tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    with ExitStack() as stack, make(digits["val"], name) as loader:
+        assert take(loader, 1) == alone[:1]
+        path = folder_of(name, DataRanks())
+        for step, target in enumerate([tmp_path, tmp_path / "file", Path("/dev/null")], 5):
+            descriptor = os.open(target, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            (path / f"0-{8 * step}").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        (path / "job-0").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        (path / "nonsense").symlink_to("nowhere")
+        other = GroupFolder(name, DataRanks(), {"other": 1})
+        # What another job of other settings keeps under the same step, as after a race of two that join.
+        other._settings = b"{}"
+        other._links = loader.sharing._folder._links
+        assert other.find_or_claim(Cursor(0, 80)) is None
+        other.publish(Cursor(0, 80), "not a batch")
+        with make(digits["val"], name) as second:
+            assert take(loader, 20) == alone[1:21]
+            assert take(second, 20) == alone[:20]
         assert loader.sharing.counts.lost == 0
-        server = Server(loader.sharing.status()["pid"])
-    server.wait()
-
-
-def test_a_loan_to_a_consumer_that_has_just_gone_is_none(digits, name):
-    spec = LoaderSpec(ImageLoader, digits["val"], None, OPTIONS)
-    job = ServerJob.plan(DecodeGroup(name), spec=spec, step_index=StepIndex(360, 8, "drop"), fingerprint={})
-    connection, listener = connect_or_listen(address_of(name, DataRanks()), 30)
-    with connection, listener:
-        server = ServerInside(job, listener)
-        slot = server._slots.add(Cursor(0, 0), SharedBuffer(64), [])
-        server._lend(Consumer(connection), slot)
-        assert not slot.holders.total()
-        server._slots.drop(slot)
+        other.retire(lambda _: False)
+        other._links = None
+        (path / "nonsense").unlink(missing_ok=True)
+        (path / "job-0").unlink()
 
 
 def test_a_loader_that_would_push_out_jobs_of_its_own_pace_is_refused(digits, name):
@@ -671,10 +547,28 @@ def test_a_loader_that_would_push_out_jobs_of_its_own_pace_is_refused(digits, na
     make(digits["val"], name, prefetch=6).close()
 
 
-def test_what_cannot_be_sent_to_another_process_is_refused(digits, name):
-    with make(digits["val"], name, transform=lambda pixels, generator: pixels) as loader:  # noqa: SIM117
-        with pytest.raises(ConfigError, match="cannot send the loader's settings"):
-            take(loader, 1)
+def invert(pixels, generator):
+    return 255 - pixels
+
+
+def flip(pixels, generator):
+    return pixels[::-1]
+
+
+def test_a_transform_is_compared_by_its_code(digits, name, monkeypatch):
+    with make(digits["val"], name, transform=invert) as first, make(digits["val"], name, transform=invert) as second:
+        assert take(first, 3) == take(second, 3)
+        assert counts_of(first, second) == [(0, 3), (3, 0)]
+        # As in another script, which is `__main__` too.
+        monkeypatch.setattr(sys.modules[__name__], "invert", flip)
+        monkeypatch.setattr(flip, "__qualname__", "invert")
+        with make(digits["val"], name, transform=flip) as other, pytest.raises(ConfigError, match="transform is"):
+            take(other, 1)
+
+
+def test_what_cannot_be_compared_with_other_jobs_is_refused(digits, name):
+    with pytest.raises(ConfigError, match="cannot compare transform with that of other jobs"):
+        make(digits["val"], name, transform=lambda pixels, generator: pixels)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ STARVED = totals(consumer_s=10, decode=5, waiting_s=5, bound=100)
         (STARVED, {"decoder": "pillow"}, "two more decode threads or decode='cpu'"),
         (STARVED, {"decoder": "gpu-window"}, "compare decode='cpu', or store smaller images"),
         (STARVED, {"decoder": None}, "larger batches"),
-        (STARVED, {"is_shared": True}, "give more num_threads to the job that starts it"),
+        (STARVED, {"is_shared": True}, "the jobs of the decode group decode in turn"),
         (totals(consumer_s=10, decode=5, waiting_s=5, bound=20), {}, "prefetch=4"),
         (totals(consumer_s=10, origin=5), {"has_cache": False}, "cache=Cache(FOLDER)"),
         (totals(consumer_s=10, origin=5), {}, "datasvc stage"),

@@ -244,3 +244,13 @@ def test_an_iterator_that_is_collected_at_any_moment_blocks_nobody(profiler, clo
     finally:
         gc.set_threshold(*thresholds)
     assert profiler.totals().num_steps == 20
+
+
+def test_a_wait_outside_of_calls_is_no_work(profiler, clock):
+    with profiler.waiting(Stage.DECODE):
+        clock.advance(5)
+        with profiler.stage(Stage.COLLATE):
+            clock.advance(2)
+    totals = profiler.totals()
+    assert Stage.DECODE not in totals.beside_s
+    assert totals.beside_s[Stage.COLLATE] == pytest.approx(0.002)

@@ -1,0 +1,163 @@
+"""A private folder of symbolic links to file descriptors of running processes: `/proc/PID/fd/N`.
+
+When a process exits, even after a crash, the kernel frees its descriptors, and its links lead nowhere. A link is
+created atomically, and only its creator uses a descriptor for something else, after it has changed the link.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from datasvc.errors import ConfigError
+
+_TRIES: Final = 100
+_OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+class OpenLink(NamedTuple):
+    """The open target of a link; whoever opens it closes the descriptor.
+
+    Attributes:
+        target: target of the link.
+        descriptor: file descriptor of this process.
+    """
+
+    target: str
+    descriptor: int
+
+    @property
+    def process(self) -> str:
+        """Process id of the process that has created the link."""
+        return self.target.split("/")[2]
+
+    @property
+    def is_pipe(self) -> bool:
+        """Whether the link leads to a pipe, and not to memory."""
+        return stat.S_ISFIFO(os.fstat(self.descriptor).st_mode)
+
+
+class LinkFolder:
+    """An open folder of links, which is created if needed.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        ConfigError: it is not a folder that this user alone can open.
+        FileNotFoundError: another process has just removed the folder.
+        OSError: no file descriptor or no memory is left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        self._descriptor = _open_private(path)
+
+    def names(self) -> list[str]:
+        """Return the names of all links."""
+        return os.listdir(self._descriptor)
+
+    def create(self, name: str, descriptor: int) -> None:
+        """Create a link to a descriptor of this process. Raises FileExistsError: another process was faster."""
+        os.symlink(target_of(descriptor), name, dir_fd=self._descriptor)
+
+    def replace(self, name: str, descriptor: int) -> None:
+        """Change a link of this process to another descriptor."""
+        new = f"new-{os.getpid()}-{name}"
+        self.create(new, descriptor)
+        os.replace(new, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def remove(self, name: str, target: str) -> None:
+        """Remove a link if it still has the expected target."""
+        with suppress(OSError):
+            if self.read(name) == target:
+                os.unlink(name, dir_fd=self._descriptor)
+
+    def read(self, name: str) -> str | None:
+        """Return the target of a link; None if there is no such link."""
+        try:
+            return os.readlink(name, dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return None
+
+    def open(self, name: str) -> OpenLink | None:
+        """Open the target of a link; None if there is no such link. A link that leads nowhere is removed.
+
+        Raises:
+            OSError: no file descriptor or no memory is left.
+        """
+        for _ in range(_TRIES):
+            target = self.read(name)
+            if target is None:
+                return None
+            descriptor = _open_target(target)
+            # Unchanged: so its creator had not closed the descriptor yet, whose number may mean another file later.
+            if self.read(name) == target:
+                if descriptor is not None:
+                    return OpenLink(target, descriptor)
+                self.remove(name, target)
+            elif descriptor is not None:
+                os.close(descriptor)
+        return None
+
+    def leads_somewhere(self, name: str) -> bool:
+        """Return whether the process that has created a link is running and has the descriptor open."""
+        try:
+            os.stat(name, dir_fd=self._descriptor)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the folder. Remove what processes have left that were killed, and the folder if it has no links."""
+        with suppress(OSError):
+            for name in self.names():
+                target = self.read(name)
+                if target is not None and not self.leads_somewhere(name):
+                    self.remove(name, target)
+        os.close(self._descriptor)
+        with suppress(OSError):
+            self._path.rmdir()
+
+
+def target_of(descriptor: int) -> str:
+    """Return the target of a link to a descriptor of this process."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _open_private(path: Path) -> int:
+    """Open a folder, and check that it belongs to this user and that no other user can open it."""
+    message = (
+        f"{path} is not a folder that this user alone can open: another user of the node holds the decode group; "
+        "choose another group name, or remove it"
+    )
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (PermissionError, NotADirectoryError) as error:
+        raise ConfigError(message) from error
+    found = os.fstat(folder)
+    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+        os.close(folder)
+        raise ConfigError(message)
+    return folder
+
+
+def _open_target(target: str) -> int | None:
+    """Open the target of a link for reading; None if its process has exited or closed it."""
+    try:
+        descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _OUT_OF_RESOURCES:
+            raise
+        return None
+    # The process id may belong to a process of another user by now, whose files a job of root can open.
+    if os.fstat(descriptor).st_uid == os.getuid():
+        return descriptor
+    os.close(descriptor)
+    return None
