@@ -202,8 +202,8 @@ class SharedDecoder(Generic[B]):
         self._publisher.shutdown(wait=False, cancel_futures=True)
         self._inner.close()  # ends the wait of the publisher for the batch in progress
         self._publisher.shutdown(wait=True)
-        for batch, _ in self._fed:
-            self._folder.abandon(batch.before)
+        # All claims, and not those of `_fed` alone: an interrupt may come after a claim and before its batch is fed.
+        self._folder.abandon_all()
         self._fed.clear()
 
     def _wait(self, pending: PendingStep) -> None:
@@ -244,9 +244,8 @@ class SharedDecoder(Generic[B]):
         except BaseException:
             self._folder.abandon(cursor)
             raise
-        with suppress(
-            OSError
-        ):  # no memory or file descriptor is left: the claim ends, and other jobs decode the step
+        with suppress(OSError):
+            # Without memory or a file descriptor the claim ends all the same, and other jobs decode the step.
             self._folder.publish(cursor, finished)
         return finished
 

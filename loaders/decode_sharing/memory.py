@@ -142,6 +142,7 @@ class _Mapping:
 
     def __init__(self, descriptor: int, number: int) -> None:
         self.number = number
+        self._process = os.getpid()
         self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         self._descriptor = os.dup(descriptor)
@@ -182,6 +183,8 @@ class _Mapping:
         os.close(self._descriptor)
 
     def _return(self, unused: deque[_Mapping]) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child shares the lock with its parent, which may still use the batch
         self._unlock()
         unused.append(self)
 

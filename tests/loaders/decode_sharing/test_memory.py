@@ -97,6 +97,19 @@ def test_memory_is_in_use_until_the_last_view_is_gone():
     memory.close()
 
 
+def test_a_forked_child_that_drops_a_batch_leaves_it_to_its_parent():
+    memory = write(np.arange(10))
+    batch = read(memory)
+    if (child := os.fork()) == 0:
+        del batch
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not memory.try_lock()
+    del batch
+    assert memory.try_lock()
+    memory.close()
+
+
 def test_a_batch_outlives_the_job_that_wrote_it():
     memory = write(np.arange(5000))
     batch = read(memory)

@@ -20,7 +20,8 @@ from datasvc.loaders.core.batches import Cursor
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.decode_sharing import DecodeGroup
-from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep, folder_of
+from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep
+from datasvc.loaders.decode_sharing.membership import folder_of
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.decode_sharing.job import OPTIONS, describe, endless
@@ -104,9 +105,9 @@ def steps_of(*steps):
 @contextmanager
 def claimer(loader, *steps, forks=False):
     """A process of a loader's group that never finishes the steps that it decodes."""
-    folder = loader.sharing._folder
+    folder = loader.sharing._folder._membership
     positions = [str(cursor.position) for cursor in steps_of(*steps)]
-    with Process("claimer.py", folder._name, folder._settings.decode(), str(int(forks)), *positions) as process:
+    with Process("claimer.py", folder.name, folder.settings.decode(), str(int(forks)), *positions) as process:
         assert process.process.stdout.readline() == "claimed\n"
         yield process
 
@@ -114,8 +115,8 @@ def claimer(loader, *steps, forks=False):
 @contextmanager
 def claims(loader, *steps):
     """A member of a loader's group that does not finish the steps that it decodes before the block ends."""
-    folder = loader.sharing._folder
-    other = GroupFolder(folder._name, DataRanks(), json.loads(folder._settings))
+    folder = loader.sharing._folder._membership
+    other = GroupFolder(folder.name, DataRanks(), json.loads(folder.settings))
     other.join()
     assert [other.find_or_claim(cursor) for cursor in steps_of(*steps)] == [None] * len(steps)
     try:
@@ -346,7 +347,7 @@ def test_memory_is_bounded_and_given_back(digits, name):
         take(loader, 80)
         folder = loader.sharing._folder
         # The step of the last request, as many behind it as the lag, and the link of the job itself.
-        assert len(list(folder._path.iterdir())) <= 4 + 1 + 2 + 1
+        assert len(list(folder._membership.path.iterdir())) <= 4 + 1 + 2 + 1
         assert len(folder._published) + len(folder._spare) <= 4 + 1 + 2
     assert len(os.listdir("/proc/self/fd")) <= before
 
@@ -527,8 +528,7 @@ def test_links_to_something_else_are_not_believed(digits, alone, name, tmp_path)
         (path / "nonsense").symlink_to("nowhere")
         other = GroupFolder(name, DataRanks(), {"other": 1})
         # What another job of other settings keeps under the same step, as after a race of two that join.
-        other._settings = b"{}"
-        other._links = loader.sharing._folder._links
+        other._membership._links = loader.sharing._folder._membership.links
         assert other.find_or_claim(Cursor(0, 80)) is None
         other.publish(Cursor(0, 80), "not a batch")
         with make(digits["val"], name) as second:
@@ -536,7 +536,7 @@ def test_links_to_something_else_are_not_believed(digits, alone, name, tmp_path)
             assert take(second, 20) == alone[:20]
         assert loader.sharing.counts.lost == 0
         other.retire(lambda _: False)
-        other._links = None
+        other._membership._links = None
         (path / "nonsense").unlink(missing_ok=True)
         (path / "job-0").unlink()
 

@@ -1,0 +1,143 @@
+"""Membership of a job in a decode group: its link in the group's folder, and the comparison of settings."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from datasvc.errors import ConfigError
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.decode_sharing.links import LinkFolder, target_of
+
+_ROOT: Final = Path("/dev/shm")  # noqa: S108 - local to the node, and the same for all its jobs, unlike TMPDIR
+_JOB: Final = "job-"
+_MAX_SETTINGS_BYTES: Final = 1 << 20
+_TRIES: Final = 100
+
+
+def folder_of(name: str, ranks: DataRanks) -> Path:
+    """Return the folder of this user's decode group `name`; each data rank has a folder of its own."""
+    return _ROOT / f"{_prefix()}{ranks.rank}-of-{ranks.world_size}-{quote(name, safe='')}"
+
+
+def _prefix() -> str:
+    # Process ids are valid in one name space only, and containers may share the root.
+    return f"datasvc-decode-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
+
+
+class Membership:
+    """Membership of a job in a decode group; at first the job is no member.
+
+    Args:
+        name: name of the group.
+        ranks: data rank of this process.
+        settings: settings that affect the batches and must be equal in all jobs, JSON values by name.
+
+    Attributes:
+        name: the argument.
+        path: the folder of the group.
+        settings: the argument as JSON, equal bytes for equal settings.
+
+    Raises:
+        ConfigError: the system is not Linux.
+    """
+
+    def __init__(self, name: str, ranks: DataRanks, settings: Mapping[str, Any]) -> None:
+        if not hasattr(os, "memfd_create") or not _ROOT.is_dir():
+            raise ConfigError(f"decode_group needs Linux with {_ROOT}; leave it out on this system")
+        self.name, self.path = name, folder_of(name, ranks)
+        self.settings = json.dumps(settings, default=repr, sort_keys=True).encode()
+        self._links: LinkFolder | None = None
+        self._job, self._descriptor = "", -1
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the job is a member."""
+        return self._links is not None
+
+    @property
+    def links(self) -> LinkFolder:
+        """The folder of the group. Raises OSError: this job is no member."""
+        if self._links is None:
+            raise OSError(errno.EBADF, "this job is no member of the decode group", str(self.path))
+        return self._links
+
+    def join(self) -> None:
+        """Become a member, after the links that killed jobs of any group left are removed.
+
+        Raises:
+            ConfigError: jobs of the group have other settings; the folder belongs to another user.
+            OSError: no file descriptor or no memory is left.
+        """
+        for path in _ROOT.glob(f"{_prefix()}*"):
+            with suppress(OSError, ConfigError):  # the folder of another user, or one that is removed at this moment
+                LinkFolder(path).close()
+        self._descriptor = os.memfd_create("datasvc-decode-settings", os.MFD_CLOEXEC)
+        try:
+            os.write(self._descriptor, self.settings)
+            # The clock is that of the whole node, so names tell which job was first.
+            self._job = f"{_JOB}{time.monotonic_ns():020}-{os.getpid()}-{self._descriptor}"
+            self._links = self._enter()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        try:
+            self._check_settings(self._links)
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Remove the link of this job; the last member removes the folder."""
+        links, self._links = self.links, None
+        links.remove(self._job, target_of(self._descriptor))
+        links.close()
+        os.close(self._descriptor)
+
+    def _enter(self) -> LinkFolder:
+        """Open the folder, and create the link of this job in it."""
+        for _ in range(_TRIES):
+            # The last member removes the folder, perhaps after this job has opened it.
+            with suppress(FileNotFoundError):
+                links = LinkFolder(self.path)
+                try:
+                    links.create(self._job, self._descriptor)
+                except BaseException:
+                    links.close()
+                    raise
+                return links
+        raise OSError(errno.EAGAIN, "the folder of the decode group is removed again and again", str(self.path))
+
+    def _check_settings(self, links: LinkFolder) -> None:
+        """Raise ConfigError if a job that joined before this one has other settings."""
+        for name in sorted(links.names()):
+            if not name.startswith(_JOB) or name >= self._job:
+                continue
+            link = links.open(name)
+            if link is None:
+                continue
+            other: Any = None
+            # A job that was killed may have left a link that now leads to a file of another process.
+            with suppress(OSError, ValueError):
+                other = json.loads(os.pread(link.descriptor, _MAX_SETTINGS_BYTES, 0))
+            os.close(link.descriptor)
+            mine = json.loads(self.settings)
+            if isinstance(other, dict) and other != mine:
+                raise ConfigError(_describe_mismatch(self.name, mine, other))
+
+
+def _describe_mismatch(group: str, mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return an error message that names the settings in which another job differs."""
+    differing = [name for name in sorted({*mine, *other}) if mine.get(name) != other.get(name)]
+    values = "; ".join(f"{name} is {mine.get(name)!r} here and {other.get(name)!r} there" for name in differing)
+    return (
+        f"the jobs of the decode group {group!r} decode other batches than this job: {values}; give this job another "
+        "group name or the same settings"
+    )
