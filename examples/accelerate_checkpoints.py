@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
 import datasvc
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, ImageLoader
 from datasvc.models import ConsumptionTracker
 from datasvc.trainer.recipes.random_state import capture, reinstate
 
@@ -50,8 +50,7 @@ def main() -> None:
         training=True,
         size=args.size,
         device=str(accelerator.device),
-        data_rank=accelerator.process_index,
-        data_world_size=accelerator.num_processes,
+        ranks=DataRanks(accelerator.process_index, accelerator.num_processes),
     )
     net = build_net(len(split.classes), args.size)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)

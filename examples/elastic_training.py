@@ -15,7 +15,7 @@ from torch import nn
 
 import datasvc
 import datasvc.trainer as hvd
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, ImageLoader
 from datasvc.models import Checkpoint, CheckpointManager, ConsumptionTracker
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.rejoin import take_newest
@@ -51,8 +51,7 @@ def main() -> None:
             batch_size=args.global_batch_size // size,
             training=True,
             size=args.size,
-            data_rank=rank,
-            data_world_size=size,
+            ranks=DataRanks(rank, size),
         )
 
     def load(checkpoint: Checkpoint) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import datasvc
 import datasvc.trainer as hvd
-from datasvc.loaders import TokenLoader
+from datasvc.loaders import DataRanks, TokenLoader
 from datasvc.trainer.recipes.models import build_model
 
 
@@ -39,8 +39,7 @@ def main() -> None:
         training=True,
         labels="within",
         documents=True,
-        data_rank=hvd.rank(),
-        data_world_size=hvd.size(),
+        ranks=DataRanks(hvd.rank(), hvd.size()),
     )
     shape = {"layers": args.layers, "heads": args.heads, "width": args.width, "context": args.context}
     model = build_model("gpt", args.vocabulary, **shape).to(device)

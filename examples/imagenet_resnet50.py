@@ -13,7 +13,7 @@ from torch import nn
 import datasvc
 import datasvc.trainer as hvd
 from datasvc.cache import Cache
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, ImageLoader
 from datasvc.models import DataUse
 from datasvc.trainer.recipes.models import build_model
 
@@ -45,8 +45,7 @@ def main() -> None:
         size=args.size,
         cache=cache,
         device=str(device),
-        data_rank=hvd.rank(),
-        data_world_size=hvd.size(),
+        ranks=DataRanks(hvd.rank(), hvd.size()),
     )
     model = build_model(args.model, len(dataset["train"].classes)).to(device)
     optimizer = hvd.DistributedOptimizer(

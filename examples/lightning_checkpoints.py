@@ -18,7 +18,7 @@ from torch import nn
 
 import datasvc
 from datasvc.api import DataRepository
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, ImageLoader
 from datasvc.models import CheckpointManager, ConsumptionTracker, ReadLoader
 from datasvc.trainer.recipes.random_state import capture, reinstate
 
@@ -185,8 +185,7 @@ def main() -> None:
         batch_size=args.batch_size,
         training=True,
         size=args.size,
-        data_rank=trainer.global_rank,
-        data_world_size=trainer.world_size,
+        ranks=DataRanks(trainer.global_rank, trainer.world_size),
     )
     found = repo.models.versions(args.name)
     newest = str(found[-1]) if found else None

@@ -1,21 +1,34 @@
 """Data loaders for training jobs: batches of decoded samples in a reproducible, resumable order."""
 
-from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.core.batch import Batch
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders.decode.backend import DecodeConfig
+from datasvc.loaders.decode.pixels import IMAGENET_MEAN, IMAGENET_STD, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_loader import ImageLoader
 from datasvc.loaders.tokens.token_batch import TokenBatch
-from datasvc.loaders.tokens.token_loader import TokenLoader
+from datasvc.loaders.tokens.token_loader import TokenFormat, TokenLoader
+from datasvc.order import OrderConfig
 
 __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "AugmentConfig",
+    "Batch",
+    "DataRanks",
+    "DecodeConfig",
     "DecodeGroup",
     "ImageBatch",
     "ImageLoader",
+    "Loader",
     "Mixture",
+    "OrderConfig",
+    "PixelFormat",
     "TokenBatch",
+    "TokenFormat",
     "TokenLoader",
 ]

@@ -19,9 +19,7 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
-
-IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
-IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+from datasvc.loaders.augment.transform import Transform
 
 _AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of the keys; order and ingest use lower numbers
 _TRIES = 10
@@ -35,7 +33,7 @@ _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """Distribution of random windows and colour changes in training.
+    """What is cut out of each image, and how it is changed: at random in training, equally each time in evaluation.
 
     Attributes:
         scale: range of the window's area as a fraction of the image's, 0 < low <= high <= 1.
@@ -45,6 +43,11 @@ class AugmentConfig:
         contrast: spread of the contrast factor, as for brightness.
         saturation: spread of the saturation factor, as for brightness.
         hue: the hue is rotated by a value from [-hue, hue], as a fraction of the full circle; at most 0.5.
+        resize: evaluation only: shorter side before the centre crop, in pixels, at least the loader's `size`; None:
+            `size` * 256 / 224.
+        transform: function for training and evaluation, called for each image from any thread with the cropped and
+            flipped `uint8[size, size, 3]` and a random generator of (seed, epoch, position). It returns an array of
+            the same shape and dtype, which may be its argument.
 
     Raises:
         ConfigError: a value is out of range.
@@ -57,6 +60,8 @@ class AugmentConfig:
     contrast: float = 0.0
     saturation: float = 0.0
     hue: float = 0.0
+    resize: int | None = None
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.scale[0] <= self.scale[1] <= 1:

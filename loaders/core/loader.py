@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.batches import Cursor, SampleBatch, SampleBatches
 from datasvc.loaders.core.cached_splits import follow_splits
-from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.data_ranks import DataRanks, choose_data_ranks
 from datasvc.loaders.core.ledger import Ledger
 from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
 from datasvc.loaders.core.single_thread import SingleThreadGuard
@@ -30,6 +30,9 @@ from datasvc.loaders.profiling.timed_shards import TimedShards
 from datasvc.loaders.profiling.trace import write_trace
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
 from datasvc.shards import ShardStore, Split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
@@ -73,16 +76,23 @@ class Loader(ABC, Generic[B]):
         blob: column to decode; None if the decoder reads the parts of a batch itself.
         columns: further columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
-        order: parameters of the access order.
-        tail: treatment of the last samples that fill no global batch.
-        ranks: data rank of this process.
+        training: True: shuffled order, full batches only; False: table order, last batch padded.
         cache: cache of the node; None: read a local repository in place, and a remote one into memory.
-        prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
+        seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
+        shuffle: "global", None (table order), or "auto": "global" in training, None otherwise.
+        order: all parameters of the order, in place of `seed` and `shuffle`; needed for the order "windowed".
+        ranks: data-parallel rank of this process, or a `torch.distributed` device mesh of one axis, such as
+            `mesh["data"]`. Tensor- and pipeline-parallel peers give the same rank and get the same batches. Default:
+            rank 0 of 1.
+        tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad" (masked); default
+            "drop" in training, "pad" otherwise. With "short" and several ranks, a rank may get an empty last batch.
+        prefetch: batches in progress while the caller trains; 0: each batch is made in the call that returns it.
         ledger: folder that records the batches handed over, for `datasvc audit`; one for all ranks and restarts.
 
     Raises:
-        ConfigError: an argument is out of range; the split lacks a column; a batch is larger than the epoch with
-            `tail="drop"`; the ledger is one of other data or another order.
+        ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
+            a column; a batch is larger than the epoch with `tail="drop"`; the ledger is one of other data or another
+            order.
         CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
     """
 
@@ -93,11 +103,14 @@ class Loader(ABC, Generic[B]):
         blob: str | None,
         columns: Sequence[str],
         batch_size: int,
-        order: OrderConfig,
-        tail: Tail,
-        ranks: DataRanks,
-        cache: Cache | None,
-        prefetch: int,
+        training: bool,
+        cache: Cache | None = None,
+        seed: int | None = None,
+        shuffle: Shuffle | Literal["auto"] = "auto",
+        order: OrderConfig | None = None,
+        ranks: DataRanks | DeviceMesh | None = None,
+        tail: Tail | None = None,
+        prefetch: int = 2,
         ledger: Path | str | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size)
@@ -105,9 +118,9 @@ class Loader(ABC, Generic[B]):
             raise ConfigError(f"prefetch is {prefetch}; expected at least 0")
         self.split = split
         self.batch_size = batch_size
-        self.order = order
-        self.tail: Tail = tail
-        self.ranks = ranks
+        self.order = order = choose_order(order, seed=seed, shuffle=shuffle, training=training)
+        self.tail = parse_tail(tail or ("drop" if training else "pad"))
+        self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
         self._prefetch = prefetch
         self._check_lengths()
@@ -126,7 +139,7 @@ class Loader(ABC, Generic[B]):
             batch_size=batch_size,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            tail=tail,
+            tail=self.tail,
             blob=blob,
             columns=tuple(columns),
         )
@@ -329,15 +342,28 @@ class Loader(ABC, Generic[B]):
             )
 
 
-def choose_shuffle(shuffle: Shuffle | str, *, training: bool) -> Shuffle:
-    """Return the shuffle mode; "auto" stands for "global" in training, and for None (table order) otherwise."""
-    chosen: Any = ("global" if training else None) if shuffle == "auto" else shuffle
-    return cast("Shuffle", chosen)
+def choose_order(
+    order: OrderConfig | None, *, seed: int | None, shuffle: Shuffle | Literal["auto"], training: bool
+) -> OrderConfig:
+    """Return the parameters of the access order from the arguments of a loader, see `Loader`.
 
-
-def choose_tail(tail: Tail | None, *, training: bool) -> Tail:
-    """Return the tail mode; None stands for "drop" in training, and for "pad" otherwise. Raises ConfigError."""
-    return parse_tail(tail or ("drop" if training else "pad"))
+    Raises:
+        ConfigError: `order` is given together with `seed` or `shuffle`; a value is out of range.
+    """
+    if order is not None:
+        if seed is not None or shuffle != "auto":
+            raise ConfigError(
+                f"seed={seed} and shuffle={shuffle!r} are given together with order={order}, which has both; give "
+                "them in the OrderConfig only"
+            )
+        return order
+    if shuffle == "windowed":
+        raise ConfigError(
+            "shuffle='windowed' needs the number of samples that are permuted together; give "
+            "order=OrderConfig(shuffle='windowed', block=N, seed=...)"
+        )
+    chosen = ("global" if training else None) if shuffle == "auto" else shuffle
+    return OrderConfig(seed=seed or 0, shuffle=chosen)
 
 
 def check_sizes(**sizes: int | None) -> None:

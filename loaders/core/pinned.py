@@ -6,9 +6,8 @@ only after all copies from it are done, even if the batch was dropped earlier.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -16,10 +15,11 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from datasvc.loaders.core.batch import Batch
     from datasvc.loaders.core.batches import SampleBatch
     from datasvc.loaders.core.loader import BatchDecoder
 
-B = TypeVar("B")
+B = TypeVar("B", bound="Batch[Any]")
 
 
 def can_pin() -> bool:
@@ -44,29 +44,11 @@ def empty_pinned(shape: Sequence[int], dtype: np.dtype[Any]) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=can_pin())
 
 
-def pin(value: Any) -> Any:
-    """Return a tensor, or a mapping of tensors, in page-locked memory, copied if needed; other values unchanged."""
-    import torch
-
-    if isinstance(value, Mapping):
-        return {name: pin(element) for name, element in value.items()}
-    if isinstance(value, torch.Tensor) and can_pin():
-        return value.pin_memory()
-    return value
-
-
-def pin_batch(batch: B) -> B:
-    """Return a copy of a batch, which is a dataclass, with its tensors in page-locked memory."""
-    fields = dataclasses.fields(batch)  # type: ignore[arg-type]  # every batch is a dataclass
-    changed = {field.name: pin(getattr(batch, field.name)) for field in fields}
-    return dataclasses.replace(batch, **changed)  # type: ignore[type-var]  # likewise
-
-
 class PinnedDecoder(Generic[B]):
     """A `BatchDecoder` whose batches are in page-locked memory; tensors in ordinary memory are copied.
 
     Args:
-        inner: the decoder, whose batches are dataclasses of tensors.
+        inner: the decoder.
     """
 
     def __init__(self, inner: BatchDecoder[B]) -> None:
@@ -78,7 +60,7 @@ class PinnedDecoder(Generic[B]):
 
     def take(self) -> B:
         """See `BatchDecoder`."""
-        return pin_batch(self._inner.take())
+        return self._inner.take().pin_memory()
 
     def close(self) -> None:
         """See `BatchDecoder`."""

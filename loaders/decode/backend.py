@@ -1,13 +1,14 @@
-"""Interface and settings of the backends that decode images."""
+"""Settings of decoding, and the interface of the backends that decode images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy.typing as npt
 
+from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import ColourFactors, Windows
 from datasvc.loaders.decode.pixels import PixelFormat, Pixels
 from datasvc.shards.format.mapped_file import Bytes
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 Backend = Literal["cpu", "gpu-window", "gpu-whole", "pillow"]
+Decode = Literal["auto", "cpu", "gpu", "gpu-window", "gpu-whole", "pillow"]
+OnBad = Literal["raise", "mask"]
 Framework = Literal["torch", "numpy"]
 # Reads an encoded image: (index in the batch, buffer `uint8[size]`) -> the bytes, in that buffer or in other memory.
 Read = Callable[[int, Bytes], Bytes]
@@ -38,10 +41,49 @@ class Edit(Protocol):
 
 @dataclass(frozen=True)
 class DecodeConfig:
+    """How images are decoded.
+
+    Attributes:
+        backend: "cpu" decodes only the window of each image, in threads; "pillow" is slower and needs no further
+            package; "gpu-window" decodes the window on the loader's device with DALI; "gpu-whole" decodes the whole
+            image there and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or "pillow"
+            if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. A choice is
+            made by a trial in another process on the first batches, by data rank 0 for all ranks of a
+            torch.distributed process group. It is logged and stored in the state. Windows are equal for all backends;
+            pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about eight on a GPU.
+        num_threads: number of decoding threads, at least 1; None: the processors available to this process, divided
+            by the number of ranks that the launcher started on this node. Give the number of processors of a rank if
+            the launcher binds each rank to processors of its own.
+        prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
+        on_bad: treatment of samples that do not decode: "raise" an error, or "mask": zeros as image, False in the
+            mask, and the sample's name in `batch.bad`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    backend: Decode = "auto"
+    num_threads: int | None = None
+    prefetch: int = 2
+    on_bad: OnBad = "raise"
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Decode):
+            raise ConfigError(f"decode is {self.backend!r}; expected one of {', '.join(get_args(Decode))}")
+        if self.on_bad not in get_args(OnBad):
+            raise ConfigError(f"on_bad is {self.on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+        for name, value, lowest in (("num_threads", self.num_threads, 1), ("prefetch", self.prefetch, 0)):
+            if value is not None and value < lowest:
+                raise ConfigError(f"{name} is {value}; expected at least {lowest}")
+
+
+@dataclass(frozen=True)
+class BackendConfig:
     """Settings of a decoding backend.
 
     Attributes:
         batch_size: maximum number of images in a batch.
+        size: side of an image in pixels.
         pixels: format of the decoded images.
         num_threads: number of decoding threads.
         prefetch: number of batches in progress at the same time.
@@ -53,6 +95,7 @@ class DecodeConfig:
     """
 
     batch_size: int
+    size: int
     pixels: PixelFormat
     num_threads: int
     prefetch: int
@@ -62,14 +105,19 @@ class DecodeConfig:
     changes_colours: bool = False
     is_pinned: bool = False
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a full batch."""
+        return self.pixels.shape(self.batch_size, self.size)
+
 
 @dataclass(frozen=True)
 class DecodedImages:
     """A decoded batch.
 
     Attributes:
-        images: images of shape `PixelFormat.shape(n)`: an array from the CPU, or a tensor on a GPU. An image that
-            cannot be decoded is all zeros. The memory is not reused while a reference to it exists.
+        images: images of shape `PixelFormat.shape(n, size)`: an array from the CPU, or a tensor on a GPU. An image
+            that cannot be decoded is all zeros. The memory is not reused while a reference to it exists.
         bad: reasons why images could not be decoded, by index in the batch.
     """
 

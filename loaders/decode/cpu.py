@@ -17,7 +17,7 @@ import numpy.typing as npt
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.core.buffer_ring import BufferRing
 from datasvc.loaders.core.pinned import empty_pinned
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Framework, Read
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, Framework, Read
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -88,7 +88,7 @@ class CpuBackend:
     """
 
     def __init__(
-        self, config: DecodeConfig, *, backend: Backend, framework: Framework, profiler: StepProfiler
+        self, config: BackendConfig, *, backend: Backend, framework: Framework, profiler: StepProfiler
     ) -> None:
         if backend == "cpu":
             import_codec()
@@ -96,8 +96,7 @@ class CpuBackend:
             import torch  # noqa: F401 - before the threads start: parallel imports may get a module that is not complete
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
-        shape = config.pixels.shape(config.batch_size)
-        self._ring = BufferRing(shape, config.pixels.dtype, keep=config.prefetch + _HELD_BY_CALLER)
+        self._ring = BufferRing(config.shape, config.pixels.dtype, keep=config.prefetch + _HELD_BY_CALLER)
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
         self._thread_local = threading.local()
         self._stopped = threading.Event()
@@ -195,7 +194,7 @@ class CpuBackend:
         """Return unused memory for a full batch."""
         if not self._config.is_pinned:
             return self._ring.take()
-        return empty_pinned(self._config.pixels.shape(self._config.batch_size), self._config.pixels.dtype)
+        return empty_pinned(self._config.shape, self._config.pixels.dtype)
 
     def _deliver(self, images: npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
         if self._config.pixels.output != "bfloat16":
@@ -207,6 +206,8 @@ class CpuBackend:
     def _worker(self) -> ImageWorker:
         own = self._thread_local
         if not hasattr(own, "worker"):
-            own.worker = ImageWorker(self._config.pixels, backend=self._backend, framework=self._framework)
+            own.worker = ImageWorker(
+                self._config.pixels, self._config.size, backend=self._backend, framework=self._framework
+            )
         worker: ImageWorker = own.worker
         return worker

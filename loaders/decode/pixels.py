@@ -14,6 +14,9 @@ Output = Literal["uint8", "float32", "float16", "bfloat16"]
 Layout = Literal["NCHW", "NHWC"]
 Pixels = npt.NDArray[np.uint8]
 
+IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
+IMAGENET_STD: Final = (0.229, 0.224, 0.225)
+
 # NumPy has no bfloat16, so its bits are stored as uint16.
 _DTYPES: Final[dict[str, Any]] = {
     "uint8": np.uint8,
@@ -28,8 +31,8 @@ class PixelFormat:
     """Memory format of a batch of images.
 
     Attributes:
-        size: side of an image in pixels.
-        output: "uint8": levels 0..255 as decoded; other types: normalised, `(level / 255 - mean) / std`.
+        output: "uint8": levels 0..255 as decoded; "float32", "float16" and "bfloat16": normalised,
+            `(level / 255 - mean) / std`.
         layout: "NCHW", or "NHWC" (channels last).
         mean: mean of each channel, in 0..1.
         std: standard deviation of each channel, in 0..1, above 0.
@@ -38,11 +41,10 @@ class PixelFormat:
         ConfigError: a value is out of range.
     """
 
-    size: int
-    output: Output
-    layout: Layout
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    output: Output = "float32"
+    layout: Layout = "NCHW"
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    std: tuple[float, float, float] = IMAGENET_STD
 
     def __post_init__(self) -> None:
         for name, value, literal in (("output", self.output, Output), ("layout", self.layout, Layout)):
@@ -68,10 +70,9 @@ class PixelFormat:
         """Summand of each channel in the normalisation, `float32[3]`."""
         return np.asarray(-np.array(self.mean) / np.array(self.std), np.float32)
 
-    def shape(self, count: int) -> tuple[int, ...]:
-        """Return the shape of `count` images."""
-        side = (self.size, self.size)
-        return (count, 3, *side) if self.layout == "NCHW" else (count, *side, 3)
+    def shape(self, count: int, size: int) -> tuple[int, ...]:
+        """Return the shape of `count` images whose side is `size` pixels."""
+        return (count, 3, size, size) if self.layout == "NCHW" else (count, size, size, 3)
 
 
 class PixelWriter:
@@ -79,17 +80,17 @@ class PixelWriter:
 
     Args:
         pixels: format of the images.
+        size: side of an image in pixels.
     """
 
-    def __init__(self, pixels: PixelFormat) -> None:
+    def __init__(self, pixels: PixelFormat, size: int) -> None:
         self._planar = pixels.layout == "NCHW"
         self._output = pixels.output
-        side = (pixels.size, pixels.size)
-        self._planes = np.empty((3, *side), np.uint8)
-        self._mirrored = np.empty((*side, 3), np.uint8)
-        self._halves = np.empty((3, *side), pixels.dtype)
+        self._planes = np.empty((3, size, size), np.uint8)
+        self._mirrored = np.empty((size, size, 3), np.uint8)
+        self._halves = np.empty((3, size, size), pixels.dtype)
         self._scale, self._shift = pixels.scale, pixels.shift
-        self._row_scale, self._row_shift = np.tile(self._scale, pixels.size), np.tile(self._shift, pixels.size)
+        self._row_scale, self._row_shift = np.tile(self._scale, size), np.tile(self._shift, size)
         self._tables = _level_tables(pixels)
 
     def write(self, image: Pixels, out: npt.NDArray[Any], *, flip: bool) -> None:

@@ -24,17 +24,18 @@ class ImageWorker:
 
     Args:
         pixels: format of the decoded images.
+        size: side of a decoded image in pixels.
         backend: "cpu": decode only the window with nvImageCodec, or with Pillow if that fails; "pillow": Pillow only.
         framework: selects the resizer, see `make_resizer`.
     """
 
-    def __init__(self, pixels: PixelFormat, *, backend: Backend, framework: Framework) -> None:
-        self._size = pixels.size
+    def __init__(self, pixels: PixelFormat, size: int, *, backend: Backend, framework: Framework) -> None:
+        self._size = size
         self._crops = CropDecoder() if backend == "cpu" else None
-        self._resizer = make_resizer(framework, pixels.size)
-        self._writer = PixelWriter(pixels)
+        self._resizer = make_resizer(framework, size)
+        self._writer = PixelWriter(pixels, size)
         self._encoded = np.empty(0, np.uint8)
-        self._window, self._edited = np.empty((2, pixels.size, pixels.size, 3), np.uint8)
+        self._window, self._edited = np.empty((2, size, size, 3), np.uint8)
 
     def buffer(self, size: int) -> Bytes:
         """Return a buffer for an encoded image, `uint8[size]`, valid until the next call."""

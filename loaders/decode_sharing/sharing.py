@@ -17,15 +17,10 @@ from datasvc.loaders.decode_sharing.settings import DecodeGroup
 
 B = TypeVar("B")
 
-# Arguments of loaders that may differ between the jobs of a group, because they do not affect the batches.
-_MAY_DIFFER: Final = {"cache", "decode_group", "ledger", "num_threads", "prefetch"}
-# These are compared as part of the loader's state or as data ranks, or are no settings.
-_COMPARED_OTHERWISE: Final = {"self", "__class__", "split", "seed", "shuffle", "lanes", "block", "sticky", "tail"} | {
-    "data_rank",
-    "data_world_size",
-    "mesh",
-    "mesh_axis",
-}
+# Fields of `DecodeConfig` that may differ between the jobs of a group, because they do not affect the batches.
+_MAY_DIFFER: Final = {"num_threads", "prefetch"}
+# These are compared as part of the loader's state or as data ranks.
+_COMPARED_OTHERWISE: Final = {"order", "tail", "ranks"}
 
 
 class Sharing(Generic[B]):
@@ -34,7 +29,7 @@ class Sharing(Generic[B]):
     Args:
         loader: the loader.
         group: the decode group.
-        arguments: arguments of the loader's constructor by name.
+        arguments: arguments of the loader by name, those that affect its batches. `decode` is a `DecodeConfig`.
 
     Attributes:
         counts: counters of shared batches, own batches, and losses.
@@ -44,7 +39,7 @@ class Sharing(Generic[B]):
     """
 
     def __init__(self, loader: Loader[B], group: DecodeGroup, arguments: Mapping[str, Any]) -> None:
-        prefetch = arguments.get("prefetch", 0)
+        prefetch = arguments["decode"].prefetch
         if prefetch > group.lag:
             raise ConfigError(
                 f"prefetch is {prefetch}, more than the lag of {group.lag} of the decode group {group.name!r}, so "
@@ -89,7 +84,7 @@ class Sharing(Generic[B]):
 def _describe(loader: Loader[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings that affect the content of batches, and no others, as JSON values."""
     state = {name: value for name, value in loader.state_dict().items() if name not in {"epoch", "position"}}
-    compared = {name: value for name, value in arguments.items() if name not in _COMPARED_OTHERWISE | _MAY_DIFFER}
+    compared = {name: value for name, value in arguments.items() if name not in _COMPARED_OTHERWISE}
     settings = {name: _to_json(name, value) for name, value in compared.items()}
     ranks = {"data_rank": loader.ranks.rank, "data_world_size": loader.ranks.world_size}
     return {"loader": type(loader).__qualname__, "tail": loader.tail, **ranks, **state, **settings}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from datasvc.keyed_random import Integers
+from datasvc.loaders.core.batch import Batch
 
 A = TypeVar("A")
 
 
 @dataclass(frozen=True)
-class ImageBatch(Generic[A]):
-    """One rank's part of a global batch; unpacks to `images, labels`. `A` is a torch tensor or a NumPy array.
+class ImageBatch(Batch[A]):
+    """One rank's part of a global batch; the tuple `(images, labels)`. `A` is a torch tensor or a NumPy array.
 
     Attributes:
         images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type and device; zeros for samples
@@ -38,5 +39,6 @@ class ImageBatch(Generic[A]):
     bad: Mapping[int, str] = field(default_factory=dict)
     sources: A | None = None
 
-    def __iter__(self) -> Iterator[A | None]:
-        return iter((self.images, self.labels))
+    @property
+    def _pair(self) -> tuple[A, A | None]:
+        return self.images, self.labels

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from datasvc.errors import BadSampleError
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.other_columns import read_lists
-from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend
+from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_plan import ImagePlan
@@ -21,8 +21,6 @@ from datasvc.loaders.profiling.step_times import Stage
 from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.schema import LABEL
-
-OnBad = Literal["raise", "mask"]
 
 
 class ImageDecoder:
@@ -84,7 +82,8 @@ class ImageDecoder:
         if bad and self._on_bad == "raise":
             raise BadSampleError(
                 f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad.values())}; "
-                "delete them from the data set, ingest it with --decode-check --on-bad skip, or give on_bad='mask'"
+                "delete them from the data set, ingest it with --decode-check --on-bad skip, or give "
+                "decode=DecodeConfig(on_bad='mask')"
             )
         with self._profiler.stage(Stage.COLLATE):
             return self._collate(batch, decoded, bad)

@@ -7,31 +7,30 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy.typing as npt
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
-from datasvc.loaders.augment.transform import Transform
-from datasvc.loaders.core.data_ranks import choose_data_ranks
-from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_shuffle, choose_tail
+from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_order
 from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
 from datasvc.loaders.core.other_columns import sort_columns
 from datasvc.loaders.core.pinned import PinnedDecoder, warn_without_gpu
 from datasvc.loaders.core.state import DECODE
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, Framework
+from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, parse_backend
-from datasvc.loaders.decode.choice.choose import Decode, find_missing, plan_candidates
+from datasvc.loaders.decode.choice.choose import find_missing, plan_candidates
 from datasvc.loaders.decode.choice.make import make_backend
 from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
-from datasvc.loaders.decode.pixels import Layout, Output, PixelFormat
+from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing, parse_decode_group
 from datasvc.loaders.images.image_batch import ImageBatch
-from datasvc.loaders.images.image_decoder import ImageDecoder, OnBad
+from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.images.image_plan import ImagePlan
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.order import OrderConfig, Shuffle, Tail
@@ -54,53 +53,20 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     A new `for` continues where the last one stopped: with the rest of the epoch, or with the next epoch.
     `state_dict()` counts batches handed over, not prefetched ones. A state can be loaded at any world size and batch
     size; the run then continues with exactly the samples not yet served. Every rank of a job creates a loader with
-    the same arguments except `data_rank`.
+    the same arguments except `ranks`.
 
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
-        batch_size: samples of this rank per step.
-        training: True: random windows and flips in shuffled order; False: centre crops in table order.
-        cache: cache of the node; None: read a local repository in place, and a remote one into memory.
+        batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger: see `Loader`. `training=True` also
+            draws random windows and flips; False cuts the centre out.
         size: side of the output in pixels.
-        resize: shorter side before the centre crop in evaluation, pixels; default `size` * 256 / 224.
-        augment: distribution of windows and colours in training.
-        mean: mean of each channel for normalisation, in 0..1.
-        std: standard deviation of each channel for normalisation, in 0..1.
-        seed: seed of order and augmentation.
-        shuffle: "global", "windowed" or None; default "global" in training, None otherwise.
-        lanes: see `OrderConfig`.
-        block: see `OrderConfig`.
-        sticky: see `OrderConfig`.
-        data_rank: data-parallel rank of this process, given together with `data_world_size`. Tensor- and
-            pipeline-parallel peers give the same rank and get the same batches.
-        data_world_size: number of data-parallel ranks.
-        mesh: `torch.distributed` device mesh, as an alternative to these two.
-        mesh_axis: name of the mesh's data-parallel axis; needed if the mesh has several axes.
-        tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad" (masked); default
-            "drop" in training, "pad" otherwise. With "short" and several ranks, a rank may get an empty last batch.
-        output: "float32", "float16" or "bfloat16": normalised; "uint8": as decoded.
-        layout: "NCHW" or "NHWC".
+        pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
+        augment: windows, flips and colours of the images, and a transform of your own.
         columns: further columns for `batch.columns`: numbers and booleans as tensors, in which null is an error;
             everything else as lists of Python values with None for null.
-        transform: function for training and evaluation, called for each image from any thread with the cropped and
-            flipped `uint8[size, size, 3]` and a random generator of (seed, epoch, position). It returns an array of
-            the same shape and dtype.
-        on_bad: treatment of samples that do not decode: "raise" an error, or "mask": zeros as image, False in the
-            mask, and the sample's name in `batch.bad`.
         device: device of images, labels, mask and numbers: "cpu", "cuda:1", or "cuda" for torch's current device at
             the creation of the loader.
-        decode: "cpu" decodes only the window of each image, in threads; "pillow" is slower and needs no further
-            package; "gpu-window" decodes the window on `device` with DALI; "gpu-whole" decodes the whole image there
-            and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or "pillow" if the
-            decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. A choice is made by
-            a trial in another process on the first batches, by data rank 0 for all ranks of a torch.distributed
-            process group. It is logged and stored in the state. Windows are equal for all backends; pixels differ by
-            up to two levels of 255 between "cpu" and "pillow", and by up to about eight on a GPU.
-        num_threads: number of decoding threads; default: the processors available to this process, divided by the
-            number of ranks that the launcher started on this node. Give the number of processors of a rank if the
-            launcher binds each rank to processors of its own.
-        prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
-        ledger: folder that records the batches handed over, see `Loader`.
+        decode: how images are decoded, or the name of the backend alone, such as "cpu".
         decode_group: name, or `DecodeGroup`, of jobs on this node with otherwise equal arguments: each batch is
             decoded once for all of them, by one of them.
 
@@ -122,37 +88,25 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         training: bool,
         cache: Cache | None = None,
         size: int = 224,
-        resize: int | None = None,
-        augment: AugmentConfig | None = None,
-        mean: tuple[float, float, float] = IMAGENET_MEAN,
-        std: tuple[float, float, float] = IMAGENET_STD,
-        seed: int = 0,
-        shuffle: Shuffle | str = "auto",
-        lanes: int = 1,
-        block: int | None = None,
-        sticky: bool = False,
-        data_rank: int | None = None,
-        data_world_size: int | None = None,
-        mesh: DeviceMesh | None = None,
-        mesh_axis: str | None = None,
+        seed: int | None = None,
+        shuffle: Shuffle | Literal["auto"] = "auto",
+        order: OrderConfig | None = None,
+        ranks: DataRanks | DeviceMesh | None = None,
         tail: Tail | None = None,
-        output: Output = "float32",
-        layout: Layout = "NCHW",
+        pixels: PixelFormat | Output = "float32",
+        augment: AugmentConfig | None = None,
         columns: Sequence[str] = (),
-        transform: Transform | None = None,
-        on_bad: OnBad = "raise",
         device: str = "cpu",
-        decode: Decode = "auto",
-        num_threads: int | None = None,
-        prefetch: int = 2,
+        decode: DecodeConfig | Decode = "auto",
         ledger: Path | str | None = None,
         decode_group: DecodeGroup | str | None = None,
     ) -> None:
-        arguments = dict(locals())
-        check_sizes(size=size, num_threads=num_threads)
-        self._plan = ImagePlan(training, size, resize, seed, augment or AugmentConfig(), transform)
-        if on_bad not in get_args(OnBad):
-            raise ConfigError(f"on_bad is {on_bad!r}; expected one of {', '.join(get_args(OnBad))}")
+        check_sizes(size=size)
+        pixels = PixelFormat(pixels) if isinstance(pixels, str) else pixels
+        decode = DecodeConfig(decode) if isinstance(decode, str) else decode
+        augment = augment or AugmentConfig()
+        order = choose_order(order, seed=seed, shuffle=shuffle, training=training)
+        self._plan = ImagePlan(training, size, order.seed, augment)
         check_column(split, IMAGE, "images")
         column_names = columns_of(split)
         self._numbers, self._lists = sort_columns(split, columns)
@@ -163,36 +117,36 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 dict.fromkeys([WIDTH, HEIGHT, *([LABEL] if LABEL in column_names else []), *self._numbers])
             ),
             batch_size=batch_size,
-            order=OrderConfig(
-                seed=seed, shuffle=choose_shuffle(shuffle, training=training), lanes=lanes, block=block, sticky=sticky
-            ),
-            tail=choose_tail(tail, training=training),
-            ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
+            training=training,
             cache=cache,
-            prefetch=prefetch,
+            order=order,
+            ranks=ranks,
+            tail=tail,
+            prefetch=decode.prefetch,
             ledger=ledger,
         )
-        self._config = DecodeConfig(
+        self._config = BackendConfig(
             batch_size=batch_size,
-            pixels=PixelFormat(size, output, layout, mean, std),
-            num_threads=count_rank_processors() if num_threads is None else num_threads,
-            prefetch=max(1, prefetch),  # without prefetch, one batch is in progress during the call
+            size=size,
+            pixels=pixels,
+            num_threads=decode.num_threads or count_rank_processors(),
+            prefetch=max(1, decode.prefetch),  # without prefetch, one batch is in progress during the call
             device_id=_device_id(device),
             max_width=largest(split, "max_width"),
             max_height=largest(split, "max_height"),
             changes_colours=self._plan.changes_colours,
         )
-        self._on_bad = on_bad
+        self._on_bad = decode.on_bad
         self._framework: Framework = "torch"
         self._is_pinned = False
         candidates = plan_candidates(
-            decode,
+            decode.backend,
             on_gpu=self._config.device_id is not None,
-            has_transform=transform is not None,
+            has_transform=augment.transform is not None,
             missing=find_missing(),
         )
-        self._choice = DecodeChoice(decode, candidates, config=self._config, ranks=self.ranks)
-        if decode == "auto" and candidates[0] == "pillow":
+        self._choice = DecodeChoice(decode.backend, candidates, config=self._config, ranks=self.ranks)
+        if decode.backend == "auto" and candidates[0] == "pillow":
             _LOG.warning(
                 "images are decoded by Pillow, about half as fast as decode='cpu': %s", find_missing()["cpu"]
             )
@@ -204,6 +158,18 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                     f"device is {device!r}; a decode group decodes on the CPU only: give device='cpu', or leave out "
                     "decode_group"
                 )
+            arguments = {
+                "batch_size": batch_size,
+                "training": training,
+                "size": size,
+                "order": order,
+                "ranks": self.ranks,
+                "tail": self.tail,
+                "pixels": pixels,
+                "augment": augment,
+                "columns": tuple(columns),
+                "decode": decode,
+            }
             self.sharing = Sharing(self, parse_decode_group(decode_group), arguments)
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig, Windows, plan_centre_windows, plan_random_windows
 from datasvc.loaders.augment.edits import plan_edit
-from datasvc.loaders.augment.transform import Transform
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.decode.backend import Edit
 from datasvc.shards.format.schema import HEIGHT, WIDTH
@@ -23,32 +22,29 @@ class ImagePlan:
     Attributes:
         training: True: random windows, flips and colours; False: centre crops.
         size: side of the output in pixels.
-        resize: shorter side before the centre crop in evaluation, pixels; None: `size` * 256 / 224.
         seed: seed of order and augmentation.
-        augment: distribution of windows and colours in training.
-        transform: the user's transform, if any.
+        augment: windows, colours and transform of the images.
 
     Raises:
-        ConfigError: `resize` is smaller than `size`.
+        ConfigError: `augment.resize` is smaller than `size`.
     """
 
     training: bool
     size: int
-    resize: int | None
     seed: int
     augment: AugmentConfig
-    transform: Transform | None
 
     def __post_init__(self) -> None:
         if self.shorter_side < self.size:
             raise ConfigError(
-                f"resize is {self.resize}, below size {self.size}, so the crop does not fit; give a larger resize"
+                f"resize is {self.augment.resize}, below size {self.size}, so the crop does not fit; give a larger "
+                "resize in the AugmentConfig"
             )
 
     @property
     def shorter_side(self) -> int:
         """Length of an image's shorter side before the centre crop in evaluation, pixels."""
-        return round(self.size * _RESIZE_RATIO) if self.resize is None else self.resize
+        return round(self.size * _RESIZE_RATIO) if self.augment.resize is None else self.augment.resize
 
     @property
     def changes_colours(self) -> bool:
@@ -67,7 +63,11 @@ class ImagePlan:
     def edit(self, batch: SampleBatch) -> Edit | None:
         """Return the edits of a batch's images beside crop and flip; None if there are none."""
         return plan_edit(
-            batch.positions, seed=self.seed, epoch=batch.epoch, colours=self._colours, transform=self.transform
+            batch.positions,
+            seed=self.seed,
+            epoch=batch.epoch,
+            colours=self._colours,
+            transform=self.augment.transform,
         )
 
     @property

@@ -135,9 +135,14 @@ def _advice(stage: Stage, totals: Totals, resources: Resources) -> str:
 
 def _decode_advice(totals: Totals, resources: Resources) -> str:
     if resources.is_shared:
-        return "the jobs of the decode group decode in turn: give more num_threads to each of them"
+        return (
+            "the jobs of the decode group decode in turn: give each of them more, decode=DecodeConfig(num_threads=N)"
+        )
     if not _is_bound(totals) and totals.num_bound_steps:
-        return f"some batches take longer than others: use prefetch={2 * resources.prefetch or 2} to even that out"
+        setting = f"prefetch={2 * resources.prefetch or 2}"
+        if resources.decoder is not None:
+            setting = f"decode=DecodeConfig({setting})"
+        return f"some batches take longer than others: use {setting} to even that out"
     if resources.decoder is None:
         return "larger batches cost less per sample"
     if resources.decoder.startswith("gpu"):

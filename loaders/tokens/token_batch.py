@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy.typing as npt
 
 from datasvc.keyed_random import Integers
+from datasvc.loaders.core.batch import Batch
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +17,8 @@ A = TypeVar("A")
 
 
 @dataclass(frozen=True)
-class TokenBatch(Generic[A]):
-    """One rank's part of a global batch, arrays or tensors on the CPU; unpacks to `tokens, labels`.
+class TokenBatch(Batch[A]):
+    """One rank's part of a global batch, arrays or tensors on the CPU; the tuple `(tokens, labels)`.
 
     The loader does not reuse the memory while a reference to it exists. Attributes that were not requested are None.
 
@@ -50,8 +50,9 @@ class TokenBatch(Generic[A]):
     max_seqlen: int | None = None
     sources: A | None = None
 
-    def __iter__(self) -> Iterator[A | None]:
-        return iter((self.tokens, self.labels))
+    @property
+    def _pair(self) -> tuple[A, A | None]:
+        return self.tokens, self.labels
 
 
 def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:

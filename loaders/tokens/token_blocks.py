@@ -70,7 +70,8 @@ def choose_format(
     """
     if column not in schema.names:
         raise ConfigError(
-            f"there is no column {column!r} with tokens; the columns are {_list_columns(schema)}: give one as tokens="
+            f"there is no column {column!r} with tokens; the columns are {_list_columns(schema)}: give one as "
+            "tokens='COLUMN'"
         )
     kind = schema.field(column).type
     is_fixed = pa.types.is_fixed_size_list(kind)
@@ -81,20 +82,26 @@ def choose_format(
             f"{_list_columns(schema)}"
         )
     if is_list and dtype is not None:
-        raise ConfigError(f"dtype is only for blobs, and column {column!r} is {kind}; leave dtype out")
+        raise ConfigError(
+            f"dtype is only for blobs, and column {column!r} is {kind}; leave it out of the TokenFormat"
+        )
     if is_blob(kind) and dtype is None:
         raise ConfigError(
-            f"column {column!r} contains blobs; give the type of a token in them, such as dtype='uint16'"
+            f"column {column!r} contains blobs; give the type of a token in them, such as "
+            f"tokens=TokenFormat({column!r}, dtype='uint16')"
         )
     if is_fixed:
         if block_tokens not in (None, kind.list_size):
             raise ConfigError(
                 f"block_tokens is {block_tokens}, but the blocks of column {column!r} have {kind.list_size} tokens; "
-                "leave block_tokens out"
+                "leave it out of the TokenFormat"
             )
         block_tokens = kind.list_size
     elif block_tokens is None:
-        raise ConfigError(f"column {column!r} is {kind}, which has no fixed block size; give block_tokens=N")
+        raise ConfigError(
+            f"column {column!r} is {kind}, which has no fixed block size; give "
+            f"tokens=TokenFormat({column!r}, block_tokens=N)"
+        )
     stored: Any = kind.value_type.to_pandas_dtype() if is_list else dtype
     return BlockFormat(column, block_tokens, _integer_type(stored), is_ragged=not is_fixed)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,10 @@ import pyarrow as pa
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.data_ranks import choose_data_ranks
-from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_shuffle, choose_tail
+from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
 from datasvc.loaders.core.mixture import Mixture, weighted_splits
-from datasvc.loaders.core.pinned import pin_batch, warn_without_gpu
+from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.tokens.token_batch import TokenBatch, to_torch
 from datasvc.loaders.tokens.token_blocks import choose_format
@@ -30,6 +31,35 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@dataclass(frozen=True)
+class TokenFormat:
+    """How a data set stores blocks of tokens.
+
+    Attributes:
+        column: name of the column of blocks.
+        block_tokens: tokens of a block, at least 1; needed for blobs and for lists of variable size.
+        dtype: dtype of a token in blobs, such as "uint16"; bytes are little-endian.
+        pad: token that replaces padding, at least 0; None keeps the stored values, and puts 0 after short lists.
+        end: token that ends a document, at least 0; needed for documents if there is no column `document_starts`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    column: str = TOKENS
+    block_tokens: int | None = None
+    dtype: str | None = None
+    pad: int | None = None
+    end: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(block_tokens=self.block_tokens)
+        max_token = np.iinfo(np.int64).max
+        for option, value in (("pad", self.pad), ("end", self.end)):
+            if value is not None and not 0 <= value <= max_token:
+                raise ConfigError(f"{option} is {value}; expected a token from 0 to {max_token}")
+
+
 class TokenLoader(Loader[TokenBatch[Any]]):
     """Batches of a split's token blocks; `for tokens, labels in loader` runs to the end of the epoch.
 
@@ -39,28 +69,10 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     Args:
         split: a split of a data-set version, or a mixture of several. Blocks are lists of integers, of fixed or
             variable size, or blobs of integers.
-        batch_size: blocks of this rank per step.
-        training: True: shuffled order, full batches only; False: table order, last batch padded.
-        cache: cache of the node; None: read a local repository in place, and a remote one into memory.
-        tokens: name of the column of blocks.
-        block_tokens: tokens of a block; needed for blobs and for lists of variable size.
-        dtype: dtype of a token in blobs, such as "uint16"; bytes are little-endian.
-        pad: token that replaces padding; None keeps the stored values, and puts 0 after short lists.
+        batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger: see `Loader`.
+        tokens: how the data set stores blocks, or the name of their column alone.
         labels: next tokens as labels, "across" documents or only "within" them; None: no labels.
         documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
-        end: token that ends a document; needed for documents if there is no column `document_starts`.
-        seed: seed of the order.
-        shuffle: "global", "windowed" or None; default "global" in training, None otherwise.
-        lanes: see `OrderConfig`.
-        block: see `OrderConfig`.
-        sticky: see `OrderConfig`.
-        data_rank: see `ImageLoader`.
-        data_world_size: see `ImageLoader`.
-        mesh: see `ImageLoader`.
-        mesh_axis: see `ImageLoader`.
-        tail: see `ImageLoader`.
-        prefetch: number of batches whose shards are open while the caller trains.
-        ledger: folder that records the batches handed over, see `Loader`.
 
     Raises:
         ConfigError: an argument is out of range; the column of tokens is missing; a batch is larger than the epoch
@@ -75,38 +87,29 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         batch_size: int,
         training: bool,
         cache: Cache | None = None,
-        tokens: str = TOKENS,
-        block_tokens: int | None = None,
-        dtype: str | None = None,
-        pad: int | None = None,
+        tokens: TokenFormat | str = TOKENS,
         labels: Labels = None,
         documents: bool = False,
-        end: int | None = None,
-        seed: int = 0,
-        shuffle: Shuffle | str = "auto",
-        lanes: int = 1,
-        block: int | None = None,
-        sticky: bool = False,
-        data_rank: int | None = None,
-        data_world_size: int | None = None,
-        mesh: DeviceMesh | None = None,
-        mesh_axis: str | None = None,
+        seed: int | None = None,
+        shuffle: Shuffle | Literal["auto"] = "auto",
+        order: OrderConfig | None = None,
+        ranks: DataRanks | DeviceMesh | None = None,
         tail: Tail | None = None,
         prefetch: int = 2,
         ledger: Path | str | None = None,
     ) -> None:
-        check_sizes(block_tokens=block_tokens)
+        stored = TokenFormat(tokens) if isinstance(tokens, str) else tokens
         splits = weighted_splits(split)
         self._config = TokenConfig(
-            column=tokens,
-            block_tokens=_common_block(splits, tokens, block_tokens, dtype),
-            dtype=dtype,
+            column=stored.column,
+            block_tokens=_common_block(splits, stored),
+            dtype=stored.dtype,
             tokenizer=_common_tokenizer(splits),
             lengths_are_needed=all(LENGTH in part.table.sample_schema.names for part in splits),
-            pad=pad,
+            pad=stored.pad,
             labels=labels,
             documents=documents,
-            end=end,
+            end=stored.end,
         )
         _check_config(self._config, splits)
         self._deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
@@ -115,12 +118,13 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             blob=None,
             columns=(),
             batch_size=batch_size,
-            order=OrderConfig(
-                seed=seed, shuffle=choose_shuffle(shuffle, training=training), lanes=lanes, block=block, sticky=sticky
-            ),
-            tail=choose_tail(tail, training=training),
-            ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
+            training=training,
             cache=cache,
+            seed=seed,
+            shuffle=shuffle,
+            order=order,
+            ranks=ranks,
+            tail=tail,
             prefetch=prefetch,
             ledger=ledger,
         )
@@ -146,7 +150,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     def pin(self) -> Iterator[TokenBatch[torch.Tensor]]:
         """Yield the rest of the epoch as tensors in page-locked memory, see `ImageLoader.pin`."""
         warn_without_gpu()
-        return self._serve(lambda batch: pin_batch(to_torch(batch)))
+        return self._serve(lambda batch: to_torch(batch).pin_memory())
 
     def _serve(self, deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
@@ -176,12 +180,12 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return self._deliver(batch)
 
 
-def _common_block(splits: Sequence[Split], column: str, block_tokens: int | None, dtype: str | None) -> int:
+def _common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
     """Return the number of tokens of a block. Raises ConfigError: it differs between splits."""
     blocks: dict[int, Split] = {}
     for split in splits:
         try:
-            block_format = choose_format(split.table.sample_schema, column, block_tokens, dtype)
+            block_format = choose_format(split.table.sample_schema, stored.column, stored.block_tokens, stored.dtype)
         except ConfigError as error:
             raise ConfigError(f"{split!r}: {error}") from error
         blocks.setdefault(block_format.block_tokens, split)
@@ -214,10 +218,6 @@ def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
     """Raise ConfigError if a setting is out of range or needs a column that a split lacks."""
     if config.labels not in ("across", "within", None):
         raise ConfigError(f"labels is {config.labels!r}; expected 'across', 'within' or None")
-    largest = np.iinfo(np.int64).max
-    for option, value in (("pad", config.pad), ("end", config.end)):
-        if value is not None and not 0 <= value <= largest:
-            raise ConfigError(f"{option} is {value}; expected a token from 0 to {largest}")
     for split in splits:
         schema = split.table.sample_schema
         if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
@@ -225,7 +225,7 @@ def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
         if config.needs_segments and config.end is None and not _has_document_starts(schema):
             raise ConfigError(
                 f"{split!r} has no column {DOCUMENT_STARTS!r} with lists of integers, so the starts of documents are "
-                "unknown; give end=TOKEN, the token that ends a document"
+                "unknown; give tokens=TokenFormat(end=N), with the token that ends a document"
             )
 
 

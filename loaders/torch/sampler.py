@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.utils.data
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.data_ranks import choose_data_ranks
-from datasvc.loaders.core.loader import check_sizes
+from datasvc.loaders.core.data_ranks import DataRanks, choose_data_ranks
+from datasvc.loaders.core.loader import check_sizes, choose_order
 from datasvc.loaders.torch.dataset import Dataset
 from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
@@ -31,16 +31,8 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
     Args:
         data: a split, or a data set of it.
         batch_size: samples of this rank per step.
-        seed: seed of the order and of transforms.
-        shuffle: "global", "windowed" or None.
-        lanes: see `OrderConfig`.
-        block: see `OrderConfig`.
-        sticky: see `OrderConfig`.
-        data_rank: data-parallel rank of this process, given together with `data_world_size`. Tensor- and
-            pipeline-parallel peers give the same rank and get the same batches.
-        data_world_size: number of data-parallel ranks.
-        mesh: `torch.distributed` device mesh, as an alternative to these two.
-        mesh_axis: name of the mesh's data-parallel axis; needed if the mesh has several axes.
+        seed, order, ranks: see `Loader`.
+        shuffle: "global" or None (table order); "auto" is "global".
         tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad". With "pad", samples
             have a `mask`, which is False for padding. With "short" and several ranks, a rank may get one batch less.
 
@@ -53,24 +45,19 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         data: Split | Dataset,
         *,
         batch_size: int,
-        seed: int = 0,
-        shuffle: Shuffle = "global",
-        lanes: int = 1,
-        block: int | None = None,
-        sticky: bool = False,
-        data_rank: int | None = None,
-        data_world_size: int | None = None,
-        mesh: DeviceMesh | None = None,
-        mesh_axis: str | None = None,
+        seed: int | None = None,
+        shuffle: Shuffle | Literal["auto"] = "auto",
+        order: OrderConfig | None = None,
+        ranks: DataRanks | DeviceMesh | None = None,
         tail: Tail = "drop",
     ) -> None:
         check_sizes(batch_size=batch_size)
         self.batch_size = batch_size
         self.order = RankOrder(
             data.split if isinstance(data, Dataset) else data,
-            OrderConfig(seed=seed, shuffle=shuffle, lanes=lanes, block=block, sticky=sticky),
+            choose_order(order, seed=seed, shuffle=shuffle, training=True),
             batch_size=batch_size,
-            ranks=choose_data_ranks(data_rank, data_world_size, mesh, mesh_axis),
+            ranks=choose_data_ranks(ranks),
             tail=parse_tail(tail),
         )
         self._epoch, self._position = 0, 0

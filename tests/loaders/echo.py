@@ -51,9 +51,10 @@ class EchoLoader(Loader):
             columns=(),
             batch_size=batch_size,
             order=order or OrderConfig(seed=1),
+            training=True,
             tail=tail,
             ranks=DataRanks(rank, world_size),
-            **{"cache": None, "prefetch": 1, **others},
+            **{"prefetch": 1, **others},
         )
 
     def _make_decoder(self):

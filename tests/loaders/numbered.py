@@ -66,8 +66,9 @@ class Numbers(Loader):
     def __init__(self, samples, batch_size, *, rank=0, world_size=1, order=None, **options):
         super().__init__(
             samples,
-            **{"blob": "blob", "columns": ("label",), "tail": "short", "cache": None, "prefetch": 2, **options},
+            **{"blob": "blob", "columns": ("label",), "tail": "short", **options},
             batch_size=batch_size,
+            training=True,
             order=order or OrderConfig(seed=7),
             ranks=DataRanks(rank, world_size),
         )

@@ -8,7 +8,7 @@ import torch
 from nvidia.dali import Pipeline, fn, types
 
 from datasvc.errors import BadSampleError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.decode.pillow_decoder import decode_window
 from datasvc.loaders.decode.pixels import PixelFormat
@@ -38,8 +38,8 @@ def decode_with_dali(content, start, side):
 
 def decode_with_backend(backend, content, start, side):
     """Return `uint8[side, side, 3]`, and why not if so."""
-    pixels = PixelFormat(side, "uint8", "NHWC", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    out = np.ones(pixels.shape(1), np.uint8)[0]
+    pixels = PixelFormat("uint8", "NHWC")
+    out = np.ones(pixels.shape(1, side), np.uint8)[0]
     worker = ImageWorker(pixels, backend=backend, framework="torch")
     return out, worker.decode(np.frombuffer(content, np.uint8), start, (side, side), out, flip=False)
 
@@ -139,10 +139,12 @@ def odd_split(tmp_path_factory):
 @pytest.mark.parametrize("decode", ["cpu", "pillow"])
 @pytest.mark.parametrize("training", [True, False])
 def test_an_epoch_of_odd_images_serves_all_that_decode_and_masks_and_names_the_rest(odd_split, decode, training):
-    shape = {"batch_size": 16, "size": 32, "training": training, "tail": "short", "output": "uint8"}
+    shape = {"batch_size": 16, "size": 32, "training": training, "tail": "short", "pixels": "uint8"}
     whole = AugmentConfig(scale=(1, 1), ratio=(0.1, 10))  # of a cut image some windows decode
     named, served = [], {}
-    with ImageLoader(odd_split, **shape, augment=whole, columns=["key"], decode=decode, on_bad="mask") as loader:
+    with ImageLoader(
+        odd_split, **shape, augment=whole, columns=["key"], decode=DecodeConfig(backend=decode, on_bad="mask")
+    ) as loader:
         for batch in loader:
             named += batch.bad.values()
             for index, key in enumerate(batch.columns["key"]):
@@ -159,10 +161,18 @@ def test_an_epoch_of_odd_images_serves_all_that_decode_and_masks_and_names_the_r
 @pytest.mark.parametrize("decode", ["cpu", "pillow"])
 def test_a_bad_sample_spoils_no_pixel_of_the_others(odd_split, decode):
     """Epochs are resumed right at each step, with bad samples among those that were prefetched."""
-    shape = {"batch_size": 16, "size": 32, "training": True, "decode": decode, "on_bad": "mask", "tail": "short"}
+    shape = {
+        "batch_size": 16,
+        "size": 32,
+        "training": True,
+        "tail": "short",
+        "decode": DecodeConfig(backend=decode, on_bad="mask"),
+    }
     with ImageLoader(odd_split, **shape) as loader:
         whole = {position: image for batch in loader for position, image in pairs(batch)}
-    with ImageLoader(odd_split, **{**shape, "batch_size": 7}, num_threads=3, prefetch=4) as loader:
+    with ImageLoader(
+        odd_split, **{**shape, "batch_size": 7}, decode=DecodeConfig(num_threads=3, prefetch=4)
+    ) as loader:
         for batch in loader:
             for position, image in pairs(batch):
                 assert torch.equal(image, whole[position])

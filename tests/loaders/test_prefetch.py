@@ -1,11 +1,13 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 
 
 def make(digits, prefetch):
-    return ImageLoader(digits["train"], batch_size=64, training=True, size=32, prefetch=prefetch, num_threads=1)
+    return ImageLoader(
+        digits["train"], batch_size=64, training=True, size=32, decode=DecodeConfig(num_threads=1, prefetch=prefetch)
+    )
 
 
 def test_what_is_prefetched_changes_no_batch(digits):

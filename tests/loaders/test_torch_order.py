@@ -107,7 +107,7 @@ def test_two_ranks_serve_the_epoch_and_padding_says_so(dataset):
     for kind in ("map", "iterable"):
         keys = []
         for rank in range(2):
-            _, loader = make_loader(kind, dataset, 0, data_rank=rank, data_world_size=2, tail="pad")
+            _, loader = make_loader(kind, dataset, 0, tail="pad", ranks=DataRanks(rank, 2))
             batches = list(loader)
             assert [len(batch["key"]) for batch in batches] == [BATCH] * len(loader)
             keys += [
@@ -201,8 +201,8 @@ def test_wrong_arguments_and_states_are_refused(digits, dataset):
     for options, said in (
         ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 361}, "gives no full batch of 361 x 1 ranks with tail='drop'"),
-        ({"batch_size": 1, "data_rank": 2, "data_world_size": 2}, "data_rank is 2"),
-        ({"batch_size": 1, "data_rank": 1, "data_world_size": 361}, "fewer samples than there are ranks"),
+        ({"batch_size": 1, "ranks": 2}, "ranks is 2; expected DataRanks"),
+        ({"batch_size": 1, "ranks": DataRanks(1, 361)}, "fewer samples than there are ranks"),
         ({"batch_size": 1, "tail": "wrap"}, "tail is 'wrap'"),
         ({"batch_size": 1, "shuffle": "windowed"}, "lanes >= 1 and block >= 1"),
     ):

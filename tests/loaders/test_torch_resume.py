@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, DecodeConfig, ImageLoader
 from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler, ResumableDataLoader, order_state
 from tests.examples import examples
 from tests.loaders.test_torch_order import assert_same
@@ -254,7 +254,7 @@ def test_any_sequence_of_kills_and_resizes_serves_the_epoch_once(digits, runs):
         states = []
         for rank in range(world_size):
             loader = resumable(
-                kind, keys_only, 0, batch_size=batch_size, data_rank=rank, data_world_size=world_size, tail="short"
+                kind, keys_only, 0, batch_size=batch_size, tail="short", ranks=DataRanks(rank, world_size)
             )
             if state is not None:
                 loader.load_state_dict(state)
@@ -274,7 +274,9 @@ def test_any_sequence_of_kills_and_resizes_serves_the_epoch_once(digits, runs):
 def test_a_state_goes_to_the_loader_that_decodes_itself_and_back(digits, dataset, epochs):
     ours = resumable("iterable", dataset, 0)
     read(ours, 2)
-    with ImageLoader(digits["val"], batch_size=100, training=True, size=16, seed=5, num_threads=1) as images:
+    with ImageLoader(
+        digits["val"], batch_size=100, training=True, size=16, seed=5, decode=DecodeConfig(num_threads=1)
+    ) as images:
         images.load_state_dict(ours.state_dict())
         assert next(iter(images)).positions.tolist() == list(range(76, 176))
         ours.load_state_dict(images.state_dict())
@@ -283,7 +285,7 @@ def test_a_state_goes_to_the_loader_that_decodes_itself_and_back(digits, dataset
 
 def _train_until_killed(dataset, kind, folder):
     """Write what each batch had, then the state after it, as a job does; die in the middle of a step."""
-    loader = resumable(kind, dataset, 2, data_rank=0, data_world_size=1)
+    loader = resumable(kind, dataset, 2, ranks=DataRanks(0, 1))
     for number, batch in enumerate(loader):
         (folder / "state").write_text(json.dumps([number + 1, loader.state_dict(), batch["key"]]))
         if number == 4:

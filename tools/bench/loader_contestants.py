@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from datasvc.cache import Cache
-from datasvc.loaders import ImageLoader
-from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, Windows, plan_random_windows
+from datasvc.loaders import DecodeConfig, ImageLoader
+from datasvc.loaders.augment.augment import AugmentConfig, Windows, plan_random_windows
 from datasvc.loaders.core.batches import Cursor, SampleBatches
-from datasvc.loaders.decode import DecodeConfig, PixelFormat
+from datasvc.loaders.decode import BackendConfig, PixelFormat
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.dali import DaliPipeline
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -58,9 +58,12 @@ class Contestants:
         self._batch, self._size, self._threads = settings.batch, settings.size, settings.threads
         self._num_steps = len(split) // self._batch
         self._in_memory = self._hold_in_memory()
-        pixels = PixelFormat(self._size, "float32", "NCHW", IMAGENET_MEAN, IMAGENET_STD)
-        self._config = DecodeConfig(
-            batch_size=self._batch, pixels=pixels, num_threads=self._threads, prefetch=PREFETCH
+        self._config = BackendConfig(
+            batch_size=self._batch,
+            size=self._size,
+            pixels=PixelFormat(),
+            num_threads=self._threads,
+            prefetch=PREFETCH,
         )
 
     def all(self) -> dict[str, Callable[[], float]]:
@@ -111,12 +114,10 @@ class Contestants:
         return num_steps * batch_size / seconds
 
     def _loader(self) -> ImageLoader:
-        # fmt: off
+        decode = DecodeConfig("cpu", num_threads=self._threads, prefetch=PREFETCH)
         return ImageLoader(
-            self._split, batch_size=self._batch, training=True, cache=self._cache, size=self._size, decode="cpu",
-            num_threads=self._threads, prefetch=PREFETCH,
+            self._split, batch_size=self._batch, training=True, cache=self._cache, size=self._size, decode=decode
         )
-        # fmt: on
 
     def _decode(self, decoding: Decoding) -> Iterator[object]:
         # The loader, too, begins the next epoch's batches before the last ones of this are taken.

@@ -24,7 +24,8 @@ import numpy as np
 from PIL import Image
 from report import ROOT
 
-from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, plan_random_windows
+from datasvc.loaders import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from datasvc.loaders.augment.augment import plan_random_windows
 
 WARM_UP_STEPS = 4
 PER_TAR = 500

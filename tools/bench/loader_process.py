@@ -63,17 +63,15 @@ def main() -> None:
 
     import datasvc
     from datasvc.cache import Cache
-    from datasvc.loaders import ImageLoader
+    from datasvc.loaders import DecodeConfig, ImageLoader
 
     split = next(iter(datasvc.open(settings.repository).dataset("photos@1").values()))
 
     def make(cache: Cache) -> ImageLoader:
-        # fmt: off
+        decode = DecodeConfig(num_threads=settings.threads)
         return ImageLoader(
-            split, batch_size=settings.batch, training=True, cache=cache, size=settings.size,
-            num_threads=settings.threads,
+            split, batch_size=settings.batch, training=True, cache=cache, size=settings.size, decode=decode
         )
-        # fmt: on
 
     with Cache(settings.cache) as cache:
         with make(cache) as loader:

@@ -32,7 +32,7 @@ from report import ROOT, Report, alternate, make_parser
 
 import datasvc
 from datasvc.cache import Cache
-from datasvc.loaders import ImageBatch, ImageLoader
+from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader
 
 SHARING, SEPARATE, LONE = "sharing", "separate", "one job alone"
 WARM_UP_STEPS = 4
@@ -42,11 +42,11 @@ PAGE_BYTES = 4096
 
 def run_jobs(folder: Path, settings: argparse.Namespace, num_jobs: int, *, is_shared: bool) -> float:
     """Return the images per second of all jobs together."""
-    options = {"batch_size": settings.batch, "size": settings.size, "output": settings.output}
+    options = {"batch_size": settings.batch, "size": settings.size, "pixels": settings.output}
     group = f"bench-{secrets.token_hex(4)}" if is_shared else None
-    options |= {"num_threads": settings.threads, "decode_group": group}
+    options |= {"decode_group": group}
     command = [sys.executable, __file__, "--job", json.dumps(options), "--folder", str(folder)]
-    command += ["--steps", str(settings.steps)]
+    command += ["--steps", str(settings.steps), "--threads", str(settings.threads)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with ExitStack() as stack:
         jobs = [
@@ -79,11 +79,12 @@ def _hear(jobs: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     return heard
 
 
-def be_job(folder: Path, options: dict[str, Any], num_steps: int) -> None:
+def be_job(folder: Path, options: dict[str, Any], num_steps: int, num_threads: int) -> None:
     """Be one of the jobs."""
     with Cache(folder / "cache") as cache:
         split = next(iter(datasvc.open(str(folder / "repository")).dataset("photos@1").values()))
-        with ImageLoader(split, training=True, cache=cache, **options) as loader:
+        decode = DecodeConfig(num_threads=num_threads)
+        with ImageLoader(split, training=True, cache=cache, decode=decode, **options) as loader:
             batches = _without_end(loader)
             for batch in itertools.islice(batches, WARM_UP_STEPS):
                 _touch(batch)
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job is not None:
-        be_job(arguments.folder, json.loads(arguments.job), arguments.steps)
+        be_job(arguments.folder, json.loads(arguments.job), arguments.steps, arguments.threads)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="datasvc-bench-") as name:
         folder = Path(name)

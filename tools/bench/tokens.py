@@ -28,7 +28,7 @@ from report import Report, alternate, make_parser
 
 import datasvc
 from datasvc.cache import Cache
-from datasvc.loaders.tokens.token_loader import TokenLoader
+from datasvc.loaders import TokenFormat, TokenLoader
 from datasvc.shards import Split
 
 ARRAYS, TENSORS, LABELS, DOCUMENTS = (
@@ -66,7 +66,7 @@ class Bench:
             ARRAYS: self._run_loader,
             TENSORS: lambda: self._run_loader(as_tensors=True),
             LABELS: lambda: self._run_loader(labels="across"),
-            DOCUMENTS: lambda: self._run_loader(labels="within", documents=True, end=END),
+            DOCUMENTS: lambda: self._run_loader(labels="within", documents=True, tokens=TokenFormat(end=END)),
         }
 
     def _run_loader(self, *, as_tensors: bool = False, **options: object) -> float:

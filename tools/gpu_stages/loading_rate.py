@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 import datasvc
 from datasvc.cache import Cache
-from datasvc.loaders import ImageBatch, ImageLoader
+from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader, PixelFormat
 from datasvc.shards import Split
 from gpu_stages.stage import synchronize
 
@@ -24,12 +24,16 @@ WARM_UP_STEPS = 8
 
 def measure(split: Split, cache: Cache | None, settings: argparse.Namespace) -> dict[str, float | str]:
     """Return images per second of a training loader, and what decoded."""
-    # fmt: off
     with ImageLoader(
-        split, batch_size=settings.batch, training=True, cache=cache, size=settings.size, decode=settings.decode,
-        device=settings.device, num_threads=settings.threads, output="float16", layout="NHWC",
+        split,
+        batch_size=settings.batch,
+        training=True,
+        cache=cache,
+        size=settings.size,
+        pixels=PixelFormat("float16", "NHWC"),
+        device=settings.device,
+        decode=DecodeConfig(settings.decode, num_threads=settings.threads),
     ) as loader:
-        # fmt: on
         batches = endless(loader)
         for _ in range(WARM_UP_STEPS):
             next(batches)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from datasvc.cache import Cache
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import ImageLoader, PixelFormat
 from datasvc.processors import count_processors
 from datasvc.trainer.recipes.models import build_model
 from gpu_stages.loading_rate import endless
@@ -42,10 +42,10 @@ def run(stage: Stage) -> None:
         photos, split = make_photos(stage.folder, num_images=stage.choose(8000, 4))
         cache = Cache(stage.folder / "cache", budget=2 * split.table.size_bytes)
         cache.stage([split])
+    pixels = PixelFormat("bfloat16", "NHWC")
     # fmt: off
     with cache, ImageLoader(
-        split, batch_size=batch, training=True, cache=cache, size=size, output="bfloat16", layout="NHWC",
-        device=stage.device,
+        split, batch_size=batch, training=True, cache=cache, size=size, pixels=pixels, device=stage.device
     ) as loader:
         # fmt: on
         torch_batches = folder_batches(photos, batch=batch, size=size, device=stage.device)

@@ -33,7 +33,7 @@ class ElasticLoader(Generic[B]):
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` after each change; a loader of `datasvc.loaders`
-            gets them as `data_rank` and `data_world_size`. Divide a constant global batch by `size` for a loss that
+            gets them as `ranks=DataRanks(rank, size)`. Divide a constant global batch by `size` for a loss that
             does not depend on the number of ranks.
     """
 

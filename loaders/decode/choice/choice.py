@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.core.data_ranks import DataRanks
-from datasvc.loaders.decode.backend import Backend, DecodeConfig
+from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode
 from datasvc.loaders.decode.choice.agree import agree, default_store
-from datasvc.loaders.decode.choice.choose import ON_GPU, Decode, choose_fastest
+from datasvc.loaders.decode.choice.choose import ON_GPU, choose_fastest
 from datasvc.loaders.decode.choice.trial import TrialBatch, Trials, try_backends
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class DecodeChoice:
     Only a restored state changes the choice afterwards, because pixels differ between backends.
 
     Args:
-        requested: argument of the user.
+        requested: backend of the user's `DecodeConfig`.
         candidates: result of `plan_candidates`.
         config: settings of the backends.
         ranks: data rank of this process.
@@ -40,9 +40,9 @@ class DecodeChoice:
         requested: Decode,
         candidates: Sequence[Backend],
         *,
-        config: DecodeConfig,
+        config: BackendConfig,
         ranks: DataRanks,
-        try_in_child: Callable[[DecodeConfig, Sequence[Backend], Sequence[TrialBatch]], Trials] = try_backends,
+        try_in_child: Callable[[BackendConfig, Sequence[Backend], Sequence[TrialBatch]], Trials] = try_backends,
         find_store: Callable[[], Store | None] = default_store,
     ) -> None:
         self._requested, self._candidates = requested, candidates

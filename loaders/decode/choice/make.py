@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, Framework, ImageBackend
+from datasvc.loaders.decode.backend import Backend, BackendConfig, Framework, ImageBackend
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_backend(
-    config: DecodeConfig, backend: Backend, *, framework: Framework, profiler: StepProfiler
+    config: BackendConfig, backend: Backend, *, framework: Framework, profiler: StepProfiler
 ) -> ImageBackend:
     """Return a new backend.
 

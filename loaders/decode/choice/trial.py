@@ -30,7 +30,7 @@ from PIL import Image
 
 from datasvc.child_process import ChildProcess, end_with_input
 from datasvc.loaders.augment.augment import Windows
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, ImageBackend
+from datasvc.loaders.decode.backend import Backend, BackendConfig, ImageBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.shards.images.header import is_plain_jpeg
 
@@ -70,7 +70,7 @@ class TrialJob:
         batches: path of a file with the pickled batches.
     """
 
-    config: DecodeConfig
+    config: BackendConfig
     candidates: Sequence[Backend]
     batches: Path
 
@@ -89,7 +89,7 @@ class Trials:
 
 
 def try_backends(
-    config: DecodeConfig,
+    config: BackendConfig,
     candidates: Sequence[Backend],
     batches: Sequence[TrialBatch],
     *,
@@ -203,7 +203,7 @@ def _wait_for(images: Any) -> None:
         torch.cuda.current_stream(images.device).synchronize()
 
 
-def answer_trials(job: TrialJob, make: Callable[[DecodeConfig, Backend], ImageBackend]) -> Iterator[dict[str, Any]]:
+def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageBackend]) -> Iterator[dict[str, Any]]:
     """Yield the answer for each candidate, up to the first refused one. Runs in the child."""
     batches = pickle.loads(job.batches.read_bytes())  # noqa: S301 - from our own parent process
     for candidate in job.candidates:
@@ -228,7 +228,7 @@ def _make_jpeg() -> TrialBatch:
     return TrialBatch([encoded.getvalue()], Windows(start, shape, flip))
 
 
-def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: DecodeConfig) -> None:
+def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: BackendConfig) -> None:
     """Compare a backend's images with Pillow's, because some decoders fail without an error and return zeros.
 
     Raises:
@@ -239,8 +239,8 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Decode
     images, pixels = batch.arrays(), config.pixels
     backend.feed(images, batch.windows)
     decoded = backend.take()
-    worker = ImageWorker(pixels, backend="pillow", framework="torch")
-    out = np.empty(pixels.shape(1), pixels.dtype)
+    worker = ImageWorker(pixels, config.size, backend="pillow", framework="torch")
+    out = np.empty(pixels.shape(1, config.size), pixels.dtype)
     for index in range(min(_NUM_COMPARED, len(images))):
         starts, shapes = batch.windows.starts[index].tolist(), batch.windows.shapes[index].tolist()
         reason = worker.decode(images[index], starts, shapes, out[0], flip=bool(batch.windows.flips[index]))
@@ -253,7 +253,7 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Decode
             )
 
 
-def _to_levels(image: Any, config: DecodeConfig) -> Any:
+def _to_levels(image: Any, config: BackendConfig) -> Any:
     """Return an image of any format as levels of 255, `float64[...]`."""
     import torch
 
@@ -268,7 +268,7 @@ def _to_levels(image: Any, config: DecodeConfig) -> Any:
     return (levels * std + mean) * 255
 
 
-def _make(config: DecodeConfig, backend: Backend) -> ImageBackend:
+def _make(config: BackendConfig, backend: Backend) -> ImageBackend:
     from datasvc.loaders.decode.choice.make import make_backend
 
     return make_backend(config, backend, framework="torch", profiler=StepProfiler())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.augment.augment import Windows
-from datasvc.loaders.decode.backend import Backend, DecodeConfig
+from datasvc.loaders.decode.backend import Backend, BackendConfig
 from datasvc.loaders.decode.pixels import PixelFormat
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def device_errors(backend: Backend) -> Iterator[None]:
         ) from error
 
 
-def decoder_arguments(config: DecodeConfig) -> dict[str, Any]:
+def decoder_arguments(config: BackendConfig) -> dict[str, Any]:
     """Return the arguments of DALI's decoder. Without a GPU, a graph cannot have `mixed` operators."""
     if config.device_id is None:
         return {"device": "cpu"}
@@ -97,7 +97,7 @@ class DaliPipeline:
         DeviceError: the GPU cannot be used, or has too little memory.
     """
 
-    def __init__(self, config: DecodeConfig, graph: Graph = "window") -> None:
+    def __init__(self, config: BackendConfig, graph: Graph = "window") -> None:
         self.config = config
         with device_errors(_BACKENDS[graph]):
             self._pipe = _build(config, graph)
@@ -193,7 +193,7 @@ def _make_stream(device_id: int) -> torch.cuda.Stream:
     return stream
 
 
-def _build(config: DecodeConfig, graph: Graph) -> Any:
+def _build(config: BackendConfig, graph: Graph) -> Any:
     try:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
@@ -207,7 +207,7 @@ def _build(config: DecodeConfig, graph: Graph) -> Any:
         device_id=config.device_id,
         prefetch_queue_depth=config.prefetch,
     )
-    size = config.pixels.size
+    size = config.size
     with pipe:
         images = fn.external_source(name="images", no_copy=True)
         starts = fn.external_source(name="starts", no_copy=True, dtype=types.INT32, ndim=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.augment.augment import Windows
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import DaliPipeline, Graph, device_errors
@@ -55,7 +55,7 @@ class _SubBatch:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _DividedBatch:
     """A batch in progress: the images for DALI, the images for the CPU, and the CPU's run."""
 
     by_dali: _SubBatch
@@ -77,14 +77,14 @@ class GpuBackend:
     """
 
     def __init__(
-        self, config: DecodeConfig, graph: Graph = "window", *, profiler: StepProfiler | None = None
+        self, config: BackendConfig, graph: Graph = "window", *, profiler: StepProfiler | None = None
     ) -> None:
         self._config, self._graph = config, graph
         self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
         self._profiler = profiler or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
         self._threads: CpuBackend | None = None  # created for the first image that DALI cannot decode
-        self._in_progress: deque[_Batch] = deque()
+        self._in_progress: deque[_DividedBatch] = deque()
         self._num_unexplained = 0
 
     def feed(
@@ -95,7 +95,7 @@ class GpuBackend:
         plain = [is_plain_jpeg(image.data) for image in images]
         by_dali = _SubBatch.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
         by_cpu = _SubBatch.of([index for index, is_plain in enumerate(plain) if not is_plain], images, windows, read)
-        self._in_progress.append(_Batch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
+        self._in_progress.append(_DividedBatch(by_dali, by_cpu, self._start_on_cpu(by_cpu)))
         self._feed(by_dali)
 
     def take(self) -> DecodedImages:
@@ -157,7 +157,9 @@ class GpuBackend:
         _LOG.warning("DALI failed on a batch, which the CPU decodes more slowly: %s", error)
         return decoded
 
-    def _join(self, batch: _Batch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None) -> DecodedImages:
+    def _join(
+        self, batch: _DividedBatch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None
+    ) -> DecodedImages:
         """Return the two parts of a batch as one batch on the device."""
         import torch
 
@@ -172,7 +174,7 @@ class GpuBackend:
             return DecodedImages(parts[0][1], bad)
         pixels, device_id = self._config.pixels, self._config.device_id
         device = "cpu" if device_id is None else f"cuda:{device_id}"
-        out = torch.empty(pixels.shape(count), dtype=getattr(torch, pixels.output), device=device)
+        out = torch.empty(pixels.shape(count, self._config.size), dtype=getattr(torch, pixels.output), device=device)
         for indices, images, _ in parts:
             out[torch.as_tensor(indices, device=device)] = images
         return DecodedImages(out, bad)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from datasvc.loaders.augment.augment import ColourFactors, Windows
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, ImageBackend, Read
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, ImageBackend, Read
 from datasvc.loaders.decode.gpu.dali import device_errors
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
 
@@ -30,7 +30,9 @@ class ColourBackend:
         DeviceError: the GPU cannot be used, or has too little memory.
     """
 
-    def __init__(self, config: DecodeConfig, make: Callable[[DecodeConfig], ImageBackend], *, name: Backend) -> None:
+    def __init__(
+        self, config: BackendConfig, make: Callable[[BackendConfig], ImageBackend], *, name: Backend
+    ) -> None:
         self._name: Backend = name
         device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
         with device_errors(name):

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from datasvc.loaders.augment.augment import ColourFactors, Windows
-from datasvc.loaders.decode.backend import Backend, DecodeConfig, DecodedImages, Edit, Read
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.gpu.dali import device_errors
 from datasvc.loaders.decode.gpu.device_stream import CudaStream, DeviceStream, Levels, StreamEvent
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
+from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 
@@ -110,7 +111,7 @@ class UploadBackend:
 
     def __init__(
         self,
-        config: DecodeConfig,
+        config: BackendConfig,
         *,
         backend: Backend,
         device: str,
@@ -121,12 +122,10 @@ class UploadBackend:
         with device_errors(backend):
             self._stream = CudaStream(device) if stream is None else stream
             self._finish = DeviceFinish(config.pixels, device)
-        pixels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
-        self._shape = pixels.shape(config.batch_size)
+        bytes_config = dataclasses.replace(config, pixels=PixelFormat("uint8", "NHWC"))
+        self._shape = bytes_config.shape
         self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _COPYING)
-        self._inner = CpuBackend(
-            dataclasses.replace(config, pixels=pixels), backend=backend, framework="torch", profiler=profiler
-        )
+        self._inner = CpuBackend(bytes_config, backend=backend, framework="torch", profiler=profiler)
         self._fed: deque[_Fed] = deque()
         self._uploaded: deque[_Uploaded] = deque()
 

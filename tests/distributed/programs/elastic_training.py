@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import datasvc.trainer as hvd
-from datasvc.loaders import TokenLoader
+from datasvc.loaders import DataRanks, TokenLoader
 from datasvc.repository import Repository
 from datasvc.shards.versions.dataset import Split
 from datasvc.trainer.rendezvous import round as elastic_round
@@ -92,7 +92,7 @@ split = Split("train", "tokens@1", Repository.open(URL), DIGEST)
 
 def make_loader(rank, size):
     batch_size = GLOBAL_BATCH // size
-    return TokenLoader(split, batch_size=batch_size, training=True, data_rank=rank, data_world_size=size)
+    return TokenLoader(split, batch_size=batch_size, training=True, ranks=DataRanks(rank, size))
 
 
 loader = hvd.elastic.ElasticLoader(make_loader)

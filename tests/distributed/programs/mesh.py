@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from datasvc.cache import Cache
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 
@@ -18,12 +18,10 @@ url, folder = sys.argv[1:]
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 split = open_dataset(Repository.open(url), "digits@1")["val"]
-SIZES = {"size": 16, "num_threads": 1}
+SIZES = {"size": 16, "decode": DecodeConfig(num_threads=1)}
 
 with Cache(f"{folder}/cache", budget="100MB") as cache:
-    loader = ImageLoader(
-        split, batch_size=32, training=True, cache=cache, mesh=mesh, mesh_axis="data", tail="short", **SIZES
-    )
+    loader = ImageLoader(split, batch_size=32, training=True, cache=cache, tail="short", **SIZES, ranks=mesh["data"])
     with loader:
         batches = [(batch.positions, batch.images) for batch in loader]
         state = loader.state_dict()

@@ -13,36 +13,37 @@ class Mesh:
         self.mesh_dim_names, self._sizes, self._place = names, sizes, place
         self.ndim = len(sizes)
 
-    def get_local_rank(self, axis):
-        return self._place[axis]
+    def get_local_rank(self):
+        (place,) = self._place
+        return place
 
-    def size(self, axis):
-        return self._sizes[axis]
+    def size(self):
+        (size,) = self._sizes
+        return size
 
 
-def test_ranks_are_numbers_or_an_axis_of_a_mesh_or_one_alone():
-    assert choose_data_ranks(None, None, None, None) == DataRanks(0, 1)
-    assert choose_data_ranks(2, 3, None, None) == DataRanks(2, 3)
-    mesh = Mesh(("data", "tensor"), (2, 4), (1, 3))
-    assert choose_data_ranks(None, None, mesh, "data") == DataRanks(1, 2)
-    assert choose_data_ranks(None, None, mesh, "tensor") == DataRanks(3, 4)
-    assert choose_data_ranks(None, None, Mesh(None, (5,), (4,)), None) == DataRanks(4, 5)
+def test_ranks_are_a_value_or_a_mesh_of_one_axis_or_one_alone():
+    assert choose_data_ranks(None) == DataRanks(0, 1)
+    assert choose_data_ranks(DataRanks(2, 3)) == DataRanks(2, 3)
+    assert choose_data_ranks(Mesh(None, (5,), (4,))) == DataRanks(4, 5)
+    assert choose_data_ranks(Mesh(("data",), (2,), (1,))) == DataRanks(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("ranks", "message"),
     [
-        ((3, 3, None, None), r"expected 0 <= data_rank < data_world_size = 3"),
-        ((-1, 3, None, None), r"data_rank is -1"),
-        ((0, 0, None, None), r"data_world_size = 0"),
-        ((1, None, None, None), "give both or neither"),
-        ((None, 2, None, None), "give both or neither"),
-        ((None, None, None, "data"), "there is no mesh"),
-        ((0, 1, Mesh(("a",), (1,), (0,)), None), "together with mesh, which has both"),
-        ((None, None, Mesh(("a", "b"), (1, 1), (0, 0)), None), "give the name of the data-parallel one as mesh_axis"),
-        ((None, None, Mesh(("a", "b"), (1, 1), (0, 0)), "c"), r"no axis 'c'; give one of \['a', 'b'\] as mesh_axis"),
+        (3, r"ranks is 3; expected DataRanks\(rank, world_size\) or a device mesh of one axis"),
+        ((1, 2), r"ranks is \(1, 2\); expected DataRanks"),
+        (Mesh(("a", "b"), (1, 1), (0, 0)), r"2 axes, \['a', 'b'\]; give .* alone, such as ranks=mesh\['a'\]$"),
+        (Mesh(None, (1, 1), (0, 0)), r"such as ranks=mesh\['NAME'\], of a mesh that is created with mesh_dim_names"),
     ],
 )
-def test_what_contradicts_itself_is_refused(arguments, message):
+def test_what_is_no_data_rank_is_refused(ranks, message):
     with pytest.raises(ConfigError, match=message):
-        choose_data_ranks(*arguments)
+        choose_data_ranks(ranks)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(3, 3), (-1, 3), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(rank, world_size):
+    with pytest.raises(ConfigError, match=f"the data rank is {rank}; expected 0 <= rank < world_size = {world_size}"):
+        DataRanks(rank, world_size)

@@ -8,12 +8,14 @@ import threading
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 
 
 @pytest.fixture
 def loader(digits):
-    with ImageLoader(digits["val"], batch_size=8, training=True, size=32, num_threads=1) as loader:
+    with ImageLoader(
+        digits["val"], batch_size=8, training=True, size=32, decode=DecodeConfig(num_threads=1)
+    ) as loader:
         yield loader
 
 
@@ -66,7 +68,7 @@ ending = threading.Event()
 threading._register_atexit(ending.set)  # after what loaders register, and before threads are waited for
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import AugmentConfig, DecodeConfig, ImageLoader
 
 seen = []
 
@@ -80,7 +82,8 @@ def transform(image, generator):
 decoding = threading.Event()
 sys.excepthook = lambda *_: None
 split = open_dataset(Repository.open(sys.argv[1]), "digits@1")["val"]
-loader = ImageLoader(split, batch_size=8, training=True, size=32, num_threads=1, prefetch=4, transform=transform)
+augment, decode = AugmentConfig(transform=transform), DecodeConfig(num_threads=1, prefetch=4)
+loader = ImageLoader(split, batch_size=8, training=True, size=32, augment=augment, decode=decode)
 batches = iter(loader)
 next(batches)
 decoding.wait()

@@ -17,7 +17,7 @@ from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.keyed_random import KeyedPermutation, derive_keys
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.loaders.core.mixture import Mixture, clock_steps, split_orders
 from datasvc.order import AccessOrder, OrderConfig
@@ -275,7 +275,13 @@ def test_batches_say_which_split_each_image_is_of_by_its_number_in_the_names(dig
     mixture = Mixture([(digits["train"], 3), (digits["val"], 1)], epoch_samples=64, block=16)
     assert mixture.names == ("digits@1/train", "digits@1/val")
     keys = [{sample["key"] for sample in split} for split in mixture.splits]
-    options = {"batch_size": 16, "training": True, "size": 32, "num_threads": 1, "columns": ("key",)}
+    options = {
+        "batch_size": 16,
+        "training": True,
+        "size": 32,
+        "columns": ("key",),
+        "decode": DecodeConfig(num_threads=1),
+    }
     with ImageLoader(mixture, **options) as loader:
         for batch in loader if framework == "torch" else loader.numpy():
             assert type(batch.sources) is type(batch.labels)
@@ -435,7 +441,7 @@ def test_labels_become_those_of_the_mixture_by_their_names(tmp_path):
 
 def test_a_split_without_images_or_another_column_is_named(digits, splits):
     mixture = Mixture({digits["val"]: 1, splits["big"]: 1})
-    options = {"batch_size": 2, "training": False, "size": 32, "num_threads": 1}
+    options = {"batch_size": 2, "training": False, "size": 32, "decode": DecodeConfig(num_threads=1)}
     with pytest.raises(ConfigError, match=r"Split\(big@1/train, 40 samples\) has no images; its columns are \['key'"):
         ImageLoader(mixture, **options)
     with pytest.raises(ConfigError, match=r"Split\(digits@1/val, 360 samples\) has no column 'blob'; its columns"):
@@ -444,7 +450,7 @@ def test_a_split_without_images_or_another_column_is_named(digits, splits):
 
 def test_images_of_a_mixture_resume_bit_for_bit(digits):
     mixture = Mixture({digits["train"]: 2, digits["val"]: 1}, epoch_samples=100, block=30)
-    options = {"batch_size": 32, "training": True, "size": 32, "num_threads": 1, "seed": 5}
+    options = {"batch_size": 32, "training": True, "size": 32, "seed": 5, "decode": DecodeConfig(num_threads=1)}
     with ImageLoader(mixture, **options) as loader:
         whole = [batch for _ in range(3) for batch in loader]
     with ImageLoader(mixture, **options) as loader:

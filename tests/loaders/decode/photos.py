@@ -3,7 +3,7 @@
 import numpy as np
 
 from datasvc.loaders.augment.augment import Windows
-from datasvc.loaders.decode.backend import DecodeConfig
+from datasvc.loaders.decode.backend import BackendConfig
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -14,8 +14,8 @@ LEVELS = {"output": "uint8", "layout": "NHWC"}
 
 
 def config(batch_size=8, num_threads=2, prefetch=2, output="float32", layout="NCHW"):
-    pixels = PixelFormat(SIZE, output, layout, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
-    return DecodeConfig(batch_size=batch_size, pixels=pixels, num_threads=num_threads, prefetch=prefetch)
+    pixels = PixelFormat(output, layout, (0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+    return BackendConfig(batch_size=batch_size, size=SIZE, pixels=pixels, num_threads=num_threads, prefetch=prefetch)
 
 
 def on_cpu(backend="cpu", framework="torch", **settings):

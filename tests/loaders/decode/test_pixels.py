@@ -15,9 +15,9 @@ PRECISION = {"uint8": 0.0, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8
 
 def written(image, output, layout, flip):
     """Return an image as a format has it, as `float64[height, width, 3]`."""
-    pixels = PixelFormat(len(image), output, layout, MEAN, STD)
-    out = np.empty(pixels.shape(1), pixels.dtype)[0]
-    PixelWriter(pixels).write(image, out, flip=flip)
+    pixels = PixelFormat(output, layout, MEAN, STD)
+    out = np.empty(pixels.shape(1, len(image)), pixels.dtype)[0]
+    PixelWriter(pixels, len(image)).write(image, out, flip=flip)
     found = torch.from_numpy(out).view(torch.bfloat16) if output == "bfloat16" else torch.from_numpy(out)
     upright = found.permute(1, 2, 0) if layout == "NCHW" else found
     return upright.double().numpy()
@@ -52,6 +52,5 @@ def test_bfloat16_is_rounded_as_torch_rounds_it():
     ],
 )
 def test_a_format_out_of_range_is_refused(changed, message):
-    settings = {"size": 8, "output": "uint8", "layout": "NCHW", "mean": MEAN, "std": STD, **changed}
     with pytest.raises(ConfigError, match=message):
-        PixelFormat(**settings)
+        PixelFormat(**changed)

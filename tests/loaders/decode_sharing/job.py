@@ -10,12 +10,12 @@ import json
 import sys
 import warnings
 
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 
-OPTIONS = {"batch_size": 8, "training": True, "size": 32, "num_threads": 1, "output": "uint8"}
+OPTIONS = {"batch_size": 8, "training": True, "size": 32, "pixels": "uint8", "decode": DecodeConfig(num_threads=1)}
 
 
 def describe(batch):

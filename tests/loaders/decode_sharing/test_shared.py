@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.errors import BadSampleError, ConfigError, LagError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import AugmentConfig, DecodeConfig, ImageLoader, PixelFormat
 from datasvc.loaders.core.batches import Cursor
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture
@@ -147,7 +147,12 @@ def test_jobs_get_the_batches_of_a_job_alone_and_each_is_decoded_once(digits, al
 def test_torch_batches_are_shared_bit_for_bit_whatever_their_type_and_layout(digits, name):
     import torch
 
-    options = {"output": "bfloat16", "layout": "NHWC", "columns": ["width"], "tail": "short", "batch_size": 100}
+    options = {
+        "columns": ["width"],
+        "tail": "short",
+        "batch_size": 100,
+        "pixels": PixelFormat(output="bfloat16", layout="NHWC"),
+    }
     own = ImageLoader(digits["val"], **{**OPTIONS, **options})
     with own, make(digits["val"], name, **options) as first, make(digits["val"], name, **options) as second:
         for expected, *others in zip(own, first, second, strict=True):
@@ -358,7 +363,7 @@ def test_other_settings_under_the_same_name_are_refused_with_both(digits, name):
         for options, said in [
             ({"batch_size": 4}, "batch_size is 4 here and 8 there"),
             ({"seed": 3}, "seed is 3 here and 0 there"),
-            ({"output": "float32"}, "output is 'float32' here and 'uint8' there"),
+            ({"pixels": "float32"}, "pixels is .*'float32'.* here and .*'uint8'.* there"),
         ]:
             with make(digits["val"], name, **options) as other, pytest.raises(ConfigError, match=said):
                 take(other, 1)
@@ -368,7 +373,9 @@ def test_other_settings_under_the_same_name_are_refused_with_both(digits, name):
             next(iter(other))
         with make(digits["val"], DecodeGroup(name, lag=9)) as other, pytest.raises(ConfigError, match="lag is 9"):
             take(other, 1)
-        with make(digits["val"], name, num_threads=2, prefetch=3) as other:  # these change nothing in a batch
+        with make(
+            digits["val"], name, decode=DecodeConfig(num_threads=2, prefetch=3)
+        ) as other:  # these change nothing in a batch
             take(other, 1)
 
 
@@ -401,7 +408,7 @@ def test_what_killed_jobs_leave_is_no_memory_and_is_removed_by_the_next_job_of_a
 
 
 def test_every_data_rank_shares_with_its_own_rank_only(digits, name):
-    ranks = [{"data_rank": rank, "data_world_size": 2} for rank in range(2)]
+    ranks = [{"ranks": DataRanks(rank, 2)} for rank in range(2)]
     with make(digits["val"], name, **ranks[0]) as first, make(digits["val"], name, **ranks[1]) as second:
         served = [position for loader in (first, second) for position in take(loader, 1)[0][1]]
         assert sorted(served) == list(range(16))
@@ -427,7 +434,7 @@ def test_a_sample_that_does_not_decode_is_named_to_whoever_meets_it(repository, 
         for loader in (first, second):
             loader.load_state_dict({**loader.state_dict(), "position": failed_at + 3})
             assert take(loader, 1)[0][1][0] == failed_at + 3
-    masked = {**options, "on_bad": "mask"}
+    masked = {**options, "decode": DecodeConfig(on_bad="mask")}
     with make(split, name, **masked) as first, make(split, name, **masked) as second:
         bad = [0, 0]
         for batches in zip(first.numpy(), second.numpy(), strict=True):
@@ -543,8 +550,8 @@ def test_links_to_something_else_are_not_believed(digits, alone, name, tmp_path)
 
 def test_a_loader_that_would_push_out_jobs_of_its_own_pace_is_refused(digits, name):
     with pytest.raises(ConfigError, match=r"prefetch is 7, more than the lag of 6"):
-        make(digits["val"], name, prefetch=7)
-    make(digits["val"], name, prefetch=6).close()
+        make(digits["val"], name, decode=DecodeConfig(prefetch=7))
+    make(digits["val"], name, decode=DecodeConfig(prefetch=6)).close()
 
 
 def invert(pixels, generator):
@@ -556,19 +563,25 @@ def flip(pixels, generator):
 
 
 def test_a_transform_is_compared_by_its_code(digits, name, monkeypatch):
-    with make(digits["val"], name, transform=invert) as first, make(digits["val"], name, transform=invert) as second:
+    with (
+        make(digits["val"], name, augment=AugmentConfig(transform=invert)) as first,
+        make(digits["val"], name, augment=AugmentConfig(transform=invert)) as second,
+    ):
         assert take(first, 3) == take(second, 3)
         assert counts_of(first, second) == [(0, 3), (3, 0)]
         # As in another script, which is `__main__` too.
         monkeypatch.setattr(sys.modules[__name__], "invert", flip)
         monkeypatch.setattr(flip, "__qualname__", "invert")
-        with make(digits["val"], name, transform=flip) as other, pytest.raises(ConfigError, match="transform is"):
+        with (
+            make(digits["val"], name, augment=AugmentConfig(transform=flip)) as other,
+            pytest.raises(ConfigError, match="transform is"),
+        ):
             take(other, 1)
 
 
 def test_what_cannot_be_compared_with_other_jobs_is_refused(digits, name):
     with pytest.raises(ConfigError, match="cannot compare transform with that of other jobs"):
-        make(digits["val"], name, transform=lambda pixels, generator: pixels)
+        make(digits["val"], name, augment=AugmentConfig(transform=lambda pixels, generator: pixels))
 
 
 @pytest.mark.parametrize(

@@ -20,16 +20,16 @@ from datasvc.errors import (
     StateMismatchError,
     UnavailableError,
 )
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, DecodeConfig, ImageLoader
 from datasvc.loaders.augment.augment import AugmentConfig
-from datasvc.loaders.decode.backend import DecodeConfig
+from datasvc.loaders.decode.backend import BackendConfig
 from datasvc.loaders.decode.gpu.dali import decoder_arguments
 from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.order import OrderConfig
 from datasvc.shards import ingest, open_dataset
 from tests.samples import jpeg
 
-FAST = {"size": 32, "num_threads": 1}
+FAST = {"size": 32, "decode": DecodeConfig(num_threads=1)}
 
 
 def make(split, batch_size=8, **options):
@@ -83,7 +83,7 @@ def test_resumed_batches_equal_those_of_an_uninterrupted_run_bit_for_bit(digits,
     with make(digits["val"], 64) as loader:
         take(loader, taken)
         state = json.loads(json.dumps(loader.state_dict()))
-    with make(digits["val"], 64, num_threads=2, prefetch=3) as loader:
+    with make(digits["val"], 64, decode=DecodeConfig(num_threads=2, prefetch=3)) as loader:
         take(loader, 2)  # prefetched and then not wanted
         loader.load_state_dict(state)
         rest = take(loader, 12 - taken)
@@ -108,7 +108,7 @@ def test_resized_from_3_to_2_to_4_ranks_each_sample_of_the_epoch_is_served_once(
     for world_size, batch_size, steps in ((3, 7, 4), (2, 11, 3), (4, 5, 1000)):
         states = []
         for rank in range(world_size):
-            with make(split, batch_size, data_rank=rank, data_world_size=world_size, tail="pad") as loader:
+            with make(split, batch_size, tail="pad", ranks=DataRanks(rank, world_size)) as loader:
                 if state is not None:
                     loader.load_state_dict(state)
                 for number, batch in enumerate(loader, 1):
@@ -125,7 +125,7 @@ def test_ranks_share_a_global_batch_that_does_not_depend_on_their_number(digits)
     def first_batch(world_size):
         parts = []
         for rank in range(world_size):
-            with make(digits["train"], 24 // world_size, data_rank=rank, data_world_size=world_size) as loader:
+            with make(digits["train"], 24 // world_size, ranks=DataRanks(rank, world_size)) as loader:
                 parts.append(next(iter(loader)))
         return torch.cat([part.images for part in parts])
 
@@ -150,7 +150,7 @@ def test_a_rank_with_nothing_of_a_short_tail_gets_an_empty_batch(repository, tmp
         (tmp_path / "flat" / f"{number}.jpg").write_bytes(jpeg(seed=number))
     ingest(repository, str(tmp_path / "flat"), "flat")
     split = open_dataset(repository, "flat")["train"]
-    with make(split, 1, data_rank=0, data_world_size=4, tail="short") as loader:
+    with make(split, 1, tail="short", ranks=DataRanks(0, 4)) as loader:
         assert [len(batch.images) for batch in loader] == [1, 0]
         assert next(iter(loader)).labels is None
 
@@ -178,7 +178,14 @@ def test_pixels_are_those_of_the_centre_window(repository, tmp_path):
     ingest(repository, str(tmp_path / "photos"), "photos")
     split = open_dataset(repository, "photos")["train"]
     mean, std = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
-    with ImageLoader(split, batch_size=1, training=False, size=56, resize=64, mean=mean, std=std) as loader:
+    with ImageLoader(
+        split,
+        batch_size=1,
+        training=False,
+        size=56,
+        pixels=PixelFormat(mean=mean, std=std),
+        augment=AugmentConfig(resize=64),
+    ) as loader:
         images, _ = next(iter(loader))
     # The shorter side 120 scaled to 64, the centre 56 of it kept: 105 of the image's pixels.
     expected = reference(content, (27.5, 7.5, 132.5, 112.5), 56, mean, std)
@@ -198,7 +205,7 @@ def test_an_image_turned_by_exif_is_cropped_in_its_upright_form(repository, tmp_
     ingest(repository, str(tmp_path / "photos"), "photos")
     split = open_dataset(repository, "photos")["train"]
     assert (split[0]["width"], split[0]["height"]) == (40, 80)
-    plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    plain = {"pixels": PixelFormat(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))}
     whole = AugmentConfig(scale=(1.0, 1.0), ratio=(0.5, 0.5), flip=0)
     with ImageLoader(split, batch_size=1, training=True, size=40, augment=whole, **plain) as loader:
         images, _ = next(iter(loader))
@@ -244,10 +251,10 @@ def test_a_cache_is_filled_by_the_loader_and_released_when_it_closes(digits, tmp
 
 def test_a_windowed_order_streams_through_a_cache_smaller_than_the_data(digits, tmp_path):
     table = digits["train"].table
-    order = {"shuffle": "windowed", "lanes": 1, "block": 64}
+    order = {"order": OrderConfig(shuffle="windowed", lanes=1, block=64)}
     budget = int(table.size_bytes * 0.8)
     cache = Cache(tmp_path / "cache", budget=budget)
-    with make(digits["train"], 32, cache=cache, tail="short", prefetch=1, **order) as loader:
+    with make(digits["train"], 32, cache=cache, tail="short", **order, decode=DecodeConfig(prefetch=1)) as loader:
         for _ in range(2):
             positions = []
             for batch in loader:
@@ -288,16 +295,18 @@ def test_a_corrupt_origin_reaches_the_training_loop_as_an_error(repository, fold
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"num_threads": 0}, "num_threads is 0"),
-        ({"training": False, "resize": 0}, "resize is 0, below size 32"),
+        ({"training": False, "augment": AugmentConfig(resize=0)}, "resize is 0, below size 32"),
         ({"size": 0}, "size is 0"),
         ({"batch_size": 2000}, "gives no full batch of 2000"),
-        ({"data_rank": 2, "data_world_size": 2}, "data_rank is 2"),
+        ({"ranks": 2}, r"ranks is 2; expected DataRanks\(rank, world_size\) or a device mesh"),
         ({"tail": "wrap"}, "tail is 'wrap'"),
         ({"device": "tpu"}, "device is 'tpu'"),
         ({"device": "cpu:1"}, "device is 'cpu:1'"),
-        ({"training": False, "resize": 16}, "resize is 16, below size 32"),
-        ({"shuffle": "windowed"}, "needs lanes >= 1 and block >= 1"),
+        ({"training": False, "augment": AugmentConfig(resize=16)}, "resize is 16, below size 32"),
+        ({"shuffle": "windowed"}, r"give order=OrderConfig\(shuffle='windowed', block=N"),
+        ({"shuffle": "random"}, "shuffle is 'random'"),
+        ({"seed": 1, "order": OrderConfig()}, "seed=1 and shuffle='auto' are given together with order="),
+        ({"shuffle": None, "order": OrderConfig()}, "give them in the OrderConfig only"),
     ],
 )
 def test_arguments_out_of_range_are_refused(digits, options, message):
@@ -318,8 +327,8 @@ def test_a_state_of_another_version_or_order_is_refused(digits):
 
 
 def test_without_a_gpu_no_mixed_operator_is_in_the_graph_and_with_one_memory_is_hinted():
-    pixels = PixelFormat(size=32, output="float32", layout="NCHW", mean=(0, 0, 0), std=(1, 1, 1))
-    config = DecodeConfig(batch_size=8, pixels=pixels, num_threads=1, prefetch=2, max_width=500, max_height=375)
+    pixels = PixelFormat()
+    config = BackendConfig(8, 32, pixels, num_threads=1, prefetch=2, max_width=500, max_height=375)
     assert decoder_arguments(config) == {"device": "cpu"}
     on_gpu = dataclasses.replace(config, device_id=1)
     assert decoder_arguments(on_gpu) == {
@@ -391,7 +400,9 @@ def test_after_an_error_of_the_store_the_same_loader_goes_on(digits, monkeypatch
 def test_short_and_empty_batches_work_at_any_prefetch(digits, prefetch):
     """9 positions left for 2 ranks of 4: the last step has one sample, for rank 1."""
     for rank, sizes in ((0, [4, 0]), (1, [4, 1])):
-        with make(digits["val"], 4, data_rank=rank, data_world_size=2, tail="short", prefetch=prefetch) as loader:
+        with make(
+            digits["val"], 4, tail="short", ranks=DataRanks(rank, 2), decode=DecodeConfig(prefetch=prefetch)
+        ) as loader:
             loader.load_state_dict({**loader.state_dict(), "position": 351})
             assert [len(batch.images) for batch in loader] == sizes
             assert len(next(iter(loader)).labels) == 4
@@ -436,12 +447,12 @@ def test_an_interrupt_between_a_batch_and_the_cursor_repeats_the_batch(digits):
 
 def test_the_window_counts_prefetched_batches_of_all_ranks_and_the_next_epochs_first_shards(digits, tmp_path):
     table = digits["train"].table
-    order = {"shuffle": "windowed", "lanes": 1, "block": 60}
+    order = {"order": OrderConfig(shuffle="windowed", lanes=1, block=60)}
     window = window_bytes(table.samples_per_shard, table.bytes_per_shard, OrderConfig(**order), 30 * 2 * (3 + 1))
     assert 2 * window < table.size_bytes
     cache = Cache(tmp_path / "cache", budget=2 * window - 1)
     with pytest.raises(CacheFullError, match=f"needs {2 * window} bytes"):
-        make(digits["train"], 30, cache=cache, data_rank=0, data_world_size=2, prefetch=3, **order)
+        make(digits["train"], 30, cache=cache, **order, ranks=DataRanks(0, 2), decode=DecodeConfig(prefetch=3))
 
 
 def test_evaluation_serves_every_sample_in_table_order_by_default(digits):
@@ -454,7 +465,10 @@ def test_evaluation_serves_every_sample_in_table_order_by_default(digits):
 
 def test_evaluation_keeps_224_of_256_parts_of_the_shorter_side_by_default(digits):
     shape = {"training": False, "size": 56}
-    with make(digits["val"], 8, **shape) as first, make(digits["val"], 8, resize=64, **shape) as second:
+    with (
+        make(digits["val"], 8, **shape) as first,
+        make(digits["val"], 8, **shape, augment=AugmentConfig(resize=64)) as second,
+    ):
         assert same(next(iter(first)), next(iter(second)))
 
 
@@ -472,7 +486,7 @@ def test_windows_of_a_sample_differ_from_epoch_to_epoch_and_seed_to_seed(digits)
 
 def test_fewer_samples_than_ranks_are_refused(digits):
     with pytest.raises(ConfigError, match="fewer samples than there are ranks: 361"):
-        make(digits["val"], 1, data_rank=360, data_world_size=361, tail="pad")
+        make(digits["val"], 1, tail="pad", ranks=DataRanks(360, 361))
 
 
 def test_a_flip_mirrors_left_and_right(digits):
@@ -492,7 +506,7 @@ def test_a_large_image_is_smoothed_and_not_merely_sampled(repository, tmp_path):
     Image.fromarray(stripes).save(tmp_path / "photos" / "x.png")
     ingest(repository, str(tmp_path / "photos"), "photos")
     split = open_dataset(repository, "photos")["train"]
-    plain = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    with make(split, 1, training=False, resize=32, **plain) as loader:
+    plain = {"pixels": PixelFormat(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))}
+    with make(split, 1, training=False, **plain, augment=AugmentConfig(resize=32)) as loader:
         images = next(iter(loader)).images
     assert images.max() < 0.6

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from datasvc.errors import BadSampleError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.shards import ingest, open_dataset
 from tests.samples import jpeg
 
@@ -27,12 +27,14 @@ def split(repository, folder):
 
 
 def make(split, **options):
-    return ImageLoader(split, **{"batch_size": 4, "training": True, "size": 32, "num_threads": 2, **options})
+    return ImageLoader(
+        split, **{"batch_size": 4, "training": True, "size": 32, "decode": DecodeConfig(num_threads=2), **options}
+    )
 
 
 @pytest.mark.parametrize("decode", ["cpu", "pillow"])
 def test_bad_samples_are_masked_named_and_counted_and_the_rest_is_served(split, decode):
-    with make(split, on_bad="mask", tail="short", decode=decode, columns=("key",)) as loader:
+    with make(split, tail="short", columns=("key",), decode=DecodeConfig(backend=decode, on_bad="mask")) as loader:
         good, named = [], []
         for batch in loader:
             good += [key for key, kept in zip(batch.columns["key"], batch.mask.tolist(), strict=True) if kept]
@@ -49,7 +51,7 @@ def test_bad_samples_are_masked_named_and_counted_and_the_rest_is_served(split, 
 def test_good_samples_of_a_batch_are_what_they_are_without_bad_ones(split):
     def images(on_bad):
         found = {}
-        with make(split, on_bad=on_bad, tail="short", batch_size=1) as loader:
+        with make(split, tail="short", batch_size=1, decode=DecodeConfig(on_bad=on_bad)) as loader:
             for _ in range(22):
                 try:
                     batch = next(iter(loader))
@@ -63,7 +65,7 @@ def test_good_samples_of_a_batch_are_what_they_are_without_bad_ones(split):
 
     alone = images("raise")
     assert len(alone) == 20
-    with make(split, on_bad="mask", tail="short", batch_size=22) as loader:
+    with make(split, tail="short", batch_size=22, decode=DecodeConfig(on_bad="mask")) as loader:
         batch = next(iter(loader))
     for position, image in alone.items():
         assert torch.equal(batch.images[batch.positions.tolist().index(position)], image)
@@ -71,7 +73,7 @@ def test_good_samples_of_a_batch_are_what_they_are_without_bad_ones(split):
 
 def test_a_bad_sample_that_only_pads_is_nobodys_loss(split):
     """22 samples in 2 steps of 12: two pad."""
-    with make(split, on_bad="mask", tail="pad", batch_size=12) as loader:
+    with make(split, tail="pad", batch_size=12, decode=DecodeConfig(on_bad="mask")) as loader:
         served = list(loader)
         assert loader.num_bad == 2
     assert sum(int(batch.mask.sum()) for batch in served) == 20
@@ -79,7 +81,7 @@ def test_a_bad_sample_that_only_pads_is_nobodys_loss(split):
 
 def test_the_state_stands_before_the_batch_with_the_bad_sample(split):
     with make(split, shuffle=None, tail="short") as loader:
-        with pytest.raises(BadSampleError, match=r"2 of 4 samples .* give on_bad='mask'") as found:
+        with pytest.raises(BadSampleError, match=r"2 of 4 samples .* decode=DecodeConfig\(on_bad='mask'\)") as found:
             for batch in loader:
                 after = int(batch.positions[-1]) + 1
         assert loader.state_dict()["position"] == after

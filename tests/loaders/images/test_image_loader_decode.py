@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageLoader, Mixture
+from datasvc.loaders import DecodeConfig, ImageLoader, Mixture
 from datasvc.loaders.decode.choice.choice import DecodeChoice
 from datasvc.loaders.decode.choice.trial import Trials
 from datasvc.loaders.torch import OrderBatchSampler
@@ -16,7 +16,10 @@ from datasvc.order import OrderState
 
 
 def make(split, batch_size=8, **options):
-    return ImageLoader(split, **{"batch_size": batch_size, "training": True, "size": 32, "num_threads": 1, **options})
+    return ImageLoader(
+        split,
+        **{"batch_size": batch_size, "training": True, "size": 32, "decode": DecodeConfig(num_threads=1), **options},
+    )
 
 
 def first(loader):

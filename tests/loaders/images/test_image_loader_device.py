@@ -5,16 +5,16 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import AugmentConfig, ImageLoader, Mixture
+from datasvc.loaders import AugmentConfig, DecodeConfig, ImageLoader, Mixture
+from datasvc.loaders.core import batch as loaded_batch
 from datasvc.loaders.core import pinned
-from datasvc.loaders.core.pinned import pin_batch
 from datasvc.loaders.decode import cpu
 from datasvc.loaders.decode.gpu.upload import UploadBackend
 from datasvc.loaders.images import image_decoder, image_loader
 from tests.loaders.decode.recorded_stream import RecordedStream
 from tests.loaders.images.test_image_loader import same, take
 
-FAST = {"batch_size": 32, "training": True, "size": 32, "num_threads": 1}
+FAST = {"batch_size": 32, "training": True, "size": 32, "decode": DecodeConfig(num_threads=1)}
 COLUMNS = ("key", "width", "label")
 
 
@@ -83,11 +83,14 @@ def test_a_device_that_is_none_is_refused(digits, monkeypatch, device, message):
 def test_colours_are_not_refused_where_dali_decodes_and_a_transform_is(digits, monkeypatch):
     monkeypatch.setattr(image_loader, "find_missing", dict)
     jitter = AugmentConfig(brightness=0.4)
-    with ImageLoader(digits["val"], **FAST, device="cuda:0", decode="gpu", augment=jitter) as loader:
+    with ImageLoader(digits["val"], **{**FAST, "decode": "gpu"}, device="cuda:0", augment=jitter) as loader:
         assert loader.decode.startswith("gpu")
     with pytest.raises(ConfigError, match="no transform"):
         ImageLoader(
-            digits["val"], **FAST, device="cuda:0", decode="gpu", transform=lambda image_loader, _: image_loader
+            digits["val"],
+            **{**FAST, "decode": "gpu"},
+            device="cuda:0",
+            augment=AugmentConfig(transform=lambda image_loader, _: image_loader),
         )
 
 
@@ -105,7 +108,8 @@ def with_gpu(monkeypatch):
             copied.append(tuple(tensor.shape))
         return tensor
 
-    monkeypatch.setattr(pinned, "can_pin", lambda: True)
+    for module in (pinned, loaded_batch):
+        monkeypatch.setattr(module, "can_pin", lambda: True)
     monkeypatch.setattr(cpu, "empty_pinned", empty_pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     return allocated, copied
@@ -114,9 +118,9 @@ def with_gpu(monkeypatch):
 @pytest.mark.parametrize("output", ["float32", "bfloat16"])
 def test_pinned_images_are_decoded_where_they_stay_and_the_rest_is_copied(digits, with_gpu, output):
     allocated, copied = with_gpu
-    with ImageLoader(digits["train"], **FAST, output=output) as loader:
+    with ImageLoader(digits["train"], **FAST, pixels=output) as loader:
         expected = take(loader, 1)[0]
-    with ImageLoader(digits["train"], **FAST, output=output, columns=COLUMNS) as loader:
+    with ImageLoader(digits["train"], **FAST, columns=COLUMNS, pixels=output) as loader:
         batch = next(loader.pin())
     assert same(batch, expected)
     assert batch.images.data_ptr() == allocated[0].data_ptr()
@@ -150,6 +154,6 @@ def test_every_tensor_of_a_batch_is_pinned_and_nothing_else_changes(with_gpu):
         positions=np.arange(2),
         columns={"score": torch.zeros(2), "key": ["a", "b"]},
     )
-    changed = pin_batch(batch)
+    changed = batch.pin_memory()
     assert copied == [(2, 3), (2,), (2,)]
     assert (changed.labels, changed.epoch, changed.columns["key"]) == (None, 3, ["a", "b"])

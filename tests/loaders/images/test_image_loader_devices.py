@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from datasvc.errors import BadSampleError
-from datasvc.loaders import ImageLoader
-from datasvc.loaders.augment.augment import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from datasvc.loaders import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    AugmentConfig,
+    DataRanks,
+    DecodeConfig,
+    ImageLoader,
+    PixelFormat,
+)
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from tests.devices import NEEDS_GPU, on_gpu
@@ -28,7 +35,7 @@ ON_THE_GPU = ("gpu-window", "gpu-whole")
 # What two decoders may differ by in a pixel; the GPU's round otherwise, and resize otherwise.
 LEVELS, LEVELS_OF_GPU = 2, 8
 ODD = ("progressive.jpg", "grey.jpg", "cmyk.jpg", "plain.png", "rgba.png", "lossy.webp", "jpeg2000-called.jpg")
-FAST = {"batch_size": 8, "training": True, "size": 32, "num_threads": 2}
+FAST = {"batch_size": 8, "training": True, "size": 32}
 
 each_way = pytest.mark.parametrize("way", WAYS)
 
@@ -62,14 +69,15 @@ def splits(tmp_path_factory):
     return {name: open_dataset(repository, name)["train"] for name in sources}
 
 
-def make(split, way=("cpu", "cpu"), **options):
-    device, decode = way
+def make(split, way=("cpu", "cpu"), settings=None, **options):
+    device, backend = way
+    decode = DecodeConfig(backend, num_threads=2, **(settings or {}))
     return ImageLoader(split, **{**FAST, "device": device, "decode": decode, **options})
 
 
-def take(split, way=("cpu", "cpu"), **options):
+def take(split, way=("cpu", "cpu"), settings=None, **options):
     """Return the batches of an epoch."""
-    with make(split, way, **options) as loader:
+    with make(split, way, settings, **options) as loader:
         return list(loader)
 
 
@@ -110,7 +118,8 @@ def check_equal(found, expected, way):
 @pytest.mark.parametrize("output", ["uint8", "float32", "float16", "bfloat16"])
 def test_every_type_and_layout_holds_what_the_cpu_gives(splits, way, output, layout):
     form = {"output": output, "layout": layout}
-    check_alike(take(splits["plain"], way, **form), take(splits["plain"], **form), way, **form)
+    pixels = PixelFormat(**form)
+    check_alike(take(splits["plain"], way, pixels=pixels), take(splits["plain"], pixels=pixels), way, **form)
 
 
 @each_way
@@ -144,13 +153,16 @@ def test_a_transform_in_python_changes_the_images_before_they_are_uploaded(split
     def negative(image, generator):
         return 255 - image
 
-    found, plain = (take(splits["plain"], way, output="uint8", **how) for how in ({"transform": negative}, {}))
+    found, plain = (
+        take(splits["plain"], way, **how, pixels="uint8")
+        for how in ({"augment": AugmentConfig(transform=negative)}, {})
+    )
     assert all(torch.equal(a.images, 255 - b.images) for a, b in zip(found, plain, strict=True))
 
 
 @each_way
 def test_bad_images_are_masked_zero_and_named_and_spoil_nothing_beside_them(splits, way):
-    options = {"on_bad": "mask", "tail": "short"}
+    options = {"tail": "short", "settings": {"on_bad": "mask"}}
     with make(splits["spoilt"], way, **options) as loader:
         found = list(loader)
         assert loader.num_bad == 2
@@ -188,7 +200,7 @@ def test_labels_mask_and_numeric_columns_lie_beside_the_images_and_lists_stay_li
 
 @each_way
 def test_a_rank_without_samples_gets_an_empty_batch_on_its_device(splits, way):
-    place = {"data_rank": 0, "data_world_size": 3}
+    place = {"ranks": DataRanks(0, 3)}
     batches = take(splits["plain"], way, batch_size=6, training=False, tail="short", **place)
     assert [len(batch.images) for batch in batches] == [6, 0]
     assert (batches[1].images.shape[1:], batches[1].images.device.type) == ((3, 32, 32), way[0])
@@ -214,7 +226,7 @@ def test_a_state_of_the_cpu_is_continued_with_exactly_the_samples_that_are_left(
 
 @each_way
 def test_without_prefetch_and_with_more_of_it_batches_are_equal_on_the_cpu_bit_for_bit(splits, way):
-    first, *others = (take(splits["plain"], way, prefetch=prefetch) for prefetch in (2, 0, 4))
+    first, *others = (take(splits["plain"], way, {"prefetch": prefetch}) for prefetch in (2, 0, 4))
     for batches in others:
         check_equal(batches, first, way)
 
@@ -241,7 +253,7 @@ def check_sums(found, expected, way):
 def test_a_batch_that_is_dropped_while_its_device_is_behind_is_still_read_right(splits, way):
     def sums(lag):
         found = []
-        with make(splits["plain"], way, output="uint8") as loader:
+        with make(splits["plain"], way, pixels="uint8") as loader:
             for _ in range(3):
                 for batch in loader:
                     if lag and way[0] == "cuda":
@@ -284,7 +296,7 @@ def test_a_batch_is_ready_for_a_stream_that_was_current_when_it_was_taken(splits
     way = ("cuda", decode)
 
     def means():
-        return torch.stack([batch.images.double().mean() for batch in take(splits["plain"], way, output="uint8")])
+        return torch.stack([batch.images.double().mean() for batch in take(splits["plain"], way, pixels="uint8")])
 
     expected = means().cpu()
     stream = torch.cuda.Stream()
@@ -296,10 +308,10 @@ def test_a_batch_is_ready_for_a_stream_that_was_current_when_it_was_taken(splits
 
 @on_gpu
 def test_pinned_batches_are_uploaded_without_a_wait_and_are_not_written_before_that_is_done(splits):
-    with make(splits["plain"], output="uint8") as loader:
+    with make(splits["plain"], pixels="uint8") as loader:
         expected = [batch.images for _ in range(3) for batch in loader]
     uploaded = []
-    with make(splits["plain"], output="uint8") as loader:
+    with make(splits["plain"], pixels="uint8") as loader:
         for _ in range(3):
             for batch in loader.pin():
                 assert batch.images.is_pinned()

@@ -14,13 +14,13 @@ import torch
 from PIL import Image
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader, PixelFormat
 from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
 from datasvc.shards import ingest, open_dataset
 from tests.samples import jpeg
 
 ROOT = Path(__file__).parents[3]
-FAST = {"batch_size": 8, "training": True, "size": 32, "num_threads": 2}
+FAST = {"batch_size": 8, "training": True, "size": 32, "decode": DecodeConfig(num_threads=2)}
 
 
 def first(split, **options):
@@ -35,7 +35,14 @@ def test_photos_and_digits_are_pillows_picture_of_the_box_to_less_than_a_level(d
     write_photos(tmp_path / "photos", num_images=6)
     ingest(repository, str(tmp_path / "photos"), "photos")
     for split in (digits["val"], open_dataset(repository, "photos")["train"]):
-        batch = first(split, batch_size=6, shuffle=None, output="uint8", layout="NHWC", size=96, decode=decode)
+        batch = first(
+            split,
+            batch_size=6,
+            shuffle=None,
+            size=96,
+            decode=decode,
+            pixels=PixelFormat(output="uint8", layout="NHWC"),
+        )
         samples = [split[number] for number in range(6)]
         widths, heights = (np.array([sample[side] for sample in samples]) for side in ("width", "height"))
         crops = plan_random_windows(widths, heights, batch.positions, seed=0, epoch=0, config=AugmentConfig())
@@ -50,7 +57,9 @@ def test_photos_and_digits_are_pillows_picture_of_the_box_to_less_than_a_level(d
 
 @pytest.mark.parametrize("output", ["uint8", "float32", "float16", "bfloat16"])
 def test_images_have_the_type_and_layout_that_is_asked_for(digits, output):
-    planes, pixels = (first(digits["val"], output=output, layout=layout).images for layout in ("NCHW", "NHWC"))
+    planes, pixels = (
+        first(digits["val"], pixels=PixelFormat(output=output, layout=layout)).images for layout in ("NCHW", "NHWC")
+    )
     assert planes.dtype == pixels.dtype == getattr(torch, output)
     assert (planes.shape, pixels.shape) == ((8, 3, 32, 32), (8, 32, 32, 3))
     assert torch.equal(planes.permute(0, 2, 3, 1), pixels)
@@ -58,7 +67,7 @@ def test_images_have_the_type_and_layout_that_is_asked_for(digits, output):
 
 def test_numpy_batches_are_the_same_run_to_a_level(digits):
     split = digits["val"]
-    with ImageLoader(split, **FAST, output="uint8") as loader, ImageLoader(split, **FAST, output="uint8") as other:
+    with ImageLoader(split, **FAST, pixels="uint8") as loader, ImageLoader(split, **FAST, pixels="uint8") as other:
         for _, batch, tensors in zip(range(5), loader.numpy(), other, strict=False):
             assert (type(batch.images), type(batch.labels), type(batch.mask)) == (np.ndarray,) * 3
             assert np.abs(batch.images.astype(int) - tensors.images.numpy().astype(int)).max() <= 1
@@ -93,7 +102,7 @@ print(count, "torch" in sys.modules)
     assert done.stdout.split() == ["360", "False"]
 
 
-@pytest.mark.parametrize("options", [{"output": "bfloat16"}, {"device": "cuda:0"}])
+@pytest.mark.parametrize("options", [{"pixels": "bfloat16"}, {"device": "cuda:0"}])
 def test_what_numpy_does_not_have_is_refused_at_once(digits, options):
     with ImageLoader(digits["val"], **FAST, **options) as loader, pytest.raises(ConfigError, match="NumPy"):
         loader.numpy()
@@ -134,12 +143,9 @@ def test_other_columns_lie_beside_in_the_order_of_the_images(captioned):
     ("options", "message"),
     [
         ({"columns": ("caption", "weight")}, "has no column 'weight'; its columns are"),
-        ({"output": "int8"}, "output is 'int8'"),
-        ({"layout": "HWC"}, "layout is 'HWC'"),
-        ({"on_bad": "skip"}, "on_bad is 'skip'; expected one of raise, mask"),
+        ({"pixels": "int8"}, "output is 'int8'"),
         ({"decode": "opencv"}, "decode is 'opencv'"),
         ({"decode": "gpu"}, "give device='cuda'"),
-        ({"std": (1, 1, 0)}, "std is"),
     ],
 )
 def test_what_cannot_be_delivered_is_refused(captioned, options, message):
@@ -157,7 +163,8 @@ def test_a_transform_sees_mirrored_pixels_and_draws_the_same_again(digits):
         return np.clip(image + generator.integers(-20, 20, image.shape), 0, 255).astype(np.uint8)
 
     plain, noisy, again = (
-        first(digits["val"], output="uint8", transform=transform).images.int() for transform in (None, noise, noise)
+        first(digits["val"], pixels="uint8", augment=AugmentConfig(transform=transform)).images.int()
+        for transform in (None, noise, noise)
     )
     assert torch.equal(noisy, again)
     assert 0 < (noisy - plain).abs().max() <= 20
@@ -165,10 +172,10 @@ def test_a_transform_sees_mirrored_pixels_and_draws_the_same_again(digits):
 
 def test_a_transform_that_returns_something_else_is_named(digits):
     with pytest.raises(ConfigError, match="transform returned"):
-        first(digits["val"], transform=lambda image, _: image[:4])
+        first(digits["val"], augment=AugmentConfig(transform=lambda image, _: image[:4]))
 
 
 def test_a_transform_that_fails_says_at_which_sample(digits):
     with pytest.raises(ZeroDivisionError) as raised:
-        first(digits["val"], transform=lambda image, _: image / (1 // 0))
+        first(digits["val"], augment=AugmentConfig(transform=lambda image, _: image / (1 // 0)))
     assert re.search(r"the sample at position \d+ of epoch 0", raised.value.__notes__[0])

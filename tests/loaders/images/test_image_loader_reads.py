@@ -10,7 +10,7 @@ from PIL import Image
 
 from datasvc.cache import Cache
 from datasvc.errors import CorruptDataError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.shards import ingest, open_dataset
 
 SIDE = 256
@@ -32,7 +32,9 @@ def split(repository, tmp_path):
 
 
 def make(split, cache):
-    return ImageLoader(split, batch_size=4, training=True, cache=cache, size=32, num_threads=2, decode="cpu")
+    return ImageLoader(
+        split, batch_size=4, training=True, cache=cache, size=32, decode=DecodeConfig(backend="cpu", num_threads=2)
+    )
 
 
 def touched_bytes(folder):

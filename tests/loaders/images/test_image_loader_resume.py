@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DataRanks, DecodeConfig, ImageLoader
 from tests.examples import examples
 
 ROOT = Path(__file__).parents[3]
@@ -39,8 +39,9 @@ class Run:
         for rank in range(self.world_size):
             # fmt: off
             loader = ImageLoader(
-                self.split, batch_size=self.batch_size, training=True, size=8, tail="pad", data_rank=rank,
-                data_world_size=self.world_size, num_threads=self.num_threads, prefetch=self.prefetch,
+                self.split, batch_size=self.batch_size, training=True, size=8, tail="pad",
+                ranks=DataRanks(rank, self.world_size),
+                decode=DecodeConfig(num_threads=self.num_threads, prefetch=self.prefetch),
             )
             # fmt: on
             if self.saved is not None:

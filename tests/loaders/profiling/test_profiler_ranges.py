@@ -7,7 +7,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.profiling import profiler_ranges
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
@@ -25,7 +25,9 @@ def recorded(run, **options):
 
 
 def test_a_trace_of_torch_shows_the_stages_of_a_batch_and_of_all_threads_those_beside(digits):
-    with ImageLoader(digits["val"], batch_size=8, training=False, size=32, num_threads=1, prefetch=0) as loader:
+    with ImageLoader(
+        digits["val"], batch_size=8, training=False, size=32, decode=DecodeConfig(num_threads=1, prefetch=0)
+    ) as loader:
         batches = iter(loader)
         next(batches)
         own = recorded(lambda: next(batches))
@@ -40,7 +42,9 @@ def test_a_trace_of_torch_shows_the_stages_of_a_batch_and_of_all_threads_those_b
 
 
 def test_opening_a_shard_is_one_range_whatever_becomes_of_it(digits):
-    with ImageLoader(digits["val"], batch_size=8, training=False, size=32, num_threads=1) as loader:
+    with ImageLoader(
+        digits["val"], batch_size=8, training=False, size=32, decode=DecodeConfig(num_threads=1)
+    ) as loader:
         found = recorded(lambda: next(iter(loader)))
     assert found["shard"] >= 1
     assert "origin" not in found

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.core.metrics import LoaderCollector
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.upload import UploadBackend
@@ -59,7 +59,12 @@ def make(digits, clock):
     loaders = []
 
     def make(split="train", **options):
-        options = {"batch_size": 64, "training": True, "size": 32, "num_threads": 2, "decode": "cpu"} | options
+        options = {
+            "batch_size": 64,
+            "training": True,
+            "size": 32,
+            "decode": DecodeConfig(backend="cpu", num_threads=2),
+        } | options
         loader = ImageLoader(digits[split], **options)
         loader.profiler.clock = clock
         loaders.append(loader)
@@ -126,7 +131,14 @@ def test_samples_that_are_read_before_their_shard_is_here_are_the_origin_s(
     split = open_dataset(repository, "small")["train"]
     with (
         Cache(tmp_path / "cache", budget="50MB") as cache,
-        ImageLoader(split, batch_size=4, training=True, size=32, num_threads=1, decode="cpu", cache=cache) as loader,
+        ImageLoader(
+            split,
+            batch_size=4,
+            training=True,
+            size=32,
+            cache=cache,
+            decode=DecodeConfig(backend="cpu", num_threads=1),
+        ) as loader,
     ):
         loader.profiler.clock = clock
         (followed,) = loader._cached_stores
@@ -257,7 +269,9 @@ def test_a_report_begins_anew_where_it_is_told_to(make, clock, delays, digits):
 
 
 def test_the_decoding_threads_are_seen_at_work(digits):
-    with ImageLoader(digits["train"], batch_size=64, training=True, size=32, num_threads=2, decode="cpu") as loader:
+    with ImageLoader(
+        digits["train"], batch_size=64, training=True, size=32, decode=DecodeConfig(backend="cpu", num_threads=2)
+    ) as loader:
         for _ in loader:
             pass
         totals = loader.report().totals
@@ -337,7 +351,7 @@ def test_a_trace_that_cannot_be_written_is_an_error_that_says_where(make, tmp_pa
 
 def test_prometheus_reads_the_numbers_of_each_loader(make, clock, delays):
     delays.add(CpuBackend, "take", 40)
-    loaders = {"train": make(), "val": make("val", training=False, num_threads=1)}
+    loaders = {"train": make(), "val": make("val", training=False, decode=DecodeConfig(num_threads=1))}
     train(loaders["train"], clock, 5)
     loaders["train"].restart_report()
     train(loaders["train"], clock, 4)

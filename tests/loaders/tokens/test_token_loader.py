@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError, StateMismatchError
+from datasvc.loaders import DataRanks, OrderConfig, TokenFormat
 from datasvc.loaders.core import pinned
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.tokens.token_loader import TokenLoader
@@ -123,14 +124,14 @@ def test_documents_are_found_by_the_token_that_ends_them_where_nothing_else_says
     repository, documents, _ = text
     split = next(iter(open_dataset(repository, "text@1").values()))
     said = {"documents": True, "labels": "within", "batch_size": 5}
-    with make(split, **said) as one, make(split, end=documents[0][-1], **said) as other:
+    with make(split, **said) as one, make(split, **said, tokens=TokenFormat(end=documents[0][-1])) as other:
         for known, derived in zip(one.numpy(), other.numpy(), strict=True):
             for name in ("document_ids", "position_ids", "cu_seqlens", "labels"):
                 assert np.array_equal(getattr(known, name), getattr(derived, name)), name
 
 
 def test_a_for_gives_tensors_and_unpacks_to_tokens_and_labels(numbered):
-    with make(numbered, labels="across", documents=True, end=3, training=True) as loader:
+    with make(numbered, labels="across", documents=True, training=True, tokens=TokenFormat(end=3)) as loader:
         for batch in loader:
             tokens, labels = batch
             assert (tokens.dtype, tuple(tokens.shape)) == (torch.int64, (4, BLOCK))
@@ -200,7 +201,7 @@ def test_what_a_holder_keeps_does_not_change_and_what_nobody_holds_is_used_again
     script=st.lists(
         st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 4), st.booleans()), min_size=1, max_size=5
     ),
-    order=st.sampled_from([{}, {"shuffle": "windowed", "lanes": 3, "block": 4}, {"shuffle": None}]),
+    order=st.sampled_from([{}, {"order": OrderConfig(shuffle="windowed", lanes=3, block=4)}, {"shuffle": None}]),
     seed=st.integers(0, 3),
 )
 def test_read_saved_and_resized_at_random_each_block_of_the_epoch_is_served_once(numbered, script, order, seed):
@@ -209,7 +210,7 @@ def test_read_saved_and_resized_at_random_each_block_of_the_epoch_is_served_once
     for world_size, batch_size, steps, reads_on in [*script, (2, 3, 1000, False)]:
         states = []
         for rank in range(world_size):
-            ranks = {"data_rank": rank, "data_world_size": world_size}
+            ranks = {"ranks": DataRanks(rank, world_size)}
             options = {"training": True, "tail": "pad", "seed": seed, **ranks, **order}
             with make(numbered, batch_size, **options) as loader:
                 if state is not None:
@@ -226,7 +227,7 @@ def test_read_saved_and_resized_at_random_each_block_of_the_epoch_is_served_once
 
 
 def test_resumed_batches_equal_those_of_an_uninterrupted_run(numbered):
-    options = {"training": True, "labels": "within", "documents": True, "end": 5}
+    options = {"training": True, "labels": "within", "documents": True, "tokens": TokenFormat(end=5)}
     with make(numbered, 6, **options) as loader:
         whole = [batch for _ in range(2) for batch in loader.numpy()]
     for taken in range(len(whole)):
@@ -251,7 +252,7 @@ def test_tensor_parallel_peers_get_identical_batches_and_data_ranks_share_each_g
     for data_rank in (0, 1):
         peers = []
         for _ in range(2):
-            with make(numbered, 5, training=True, data_rank=data_rank, data_world_size=2) as loader:
+            with make(numbered, 5, training=True, ranks=DataRanks(data_rank, 2)) as loader:
                 peers.append([batch.tokens.tolist() for batch in loader.numpy()])
         assert peers[0] == peers[1]
         served[data_rank] = peers[0]
@@ -262,7 +263,7 @@ def test_tensor_parallel_peers_get_identical_batches_and_data_ranks_share_each_g
 
 
 def test_samples_that_only_pad_have_no_real_tokens(numbered):
-    with make(numbered, 16, labels="across", documents=True, end=3) as loader:
+    with make(numbered, 16, labels="across", documents=True, tokens=TokenFormat(end=3)) as loader:
         *_, last = loader.numpy()
     assert last.mask.tolist() == [True] * 8 + [False] * 8
     assert last.length.tolist() == [BLOCK] * 8 + [0] * 8
@@ -271,12 +272,14 @@ def test_samples_that_only_pad_have_no_real_tokens(numbered):
 
 
 def test_a_rank_may_get_an_empty_last_batch(numbered):
-    with make(numbered, 13, data_rank=2, data_world_size=3, tail="short", labels="within", end=3) as loader:
+    with make(
+        numbered, 13, tail="short", labels="within", ranks=DataRanks(2, 3), tokens=TokenFormat(end=3)
+    ) as loader:
         sizes = [batch.tokens.shape for batch in loader.numpy()]
         assert sizes == [(13, BLOCK), (1, BLOCK)]
-    with make(numbered, 39, data_rank=0, data_world_size=1, tail="short", documents=True, end=3) as loader:
+    with make(numbered, 39, tail="short", documents=True, ranks=DataRanks(0, 1), tokens=TokenFormat(end=3)) as loader:
         assert [len(batch.tokens) for batch in loader] == [39, 1]
-    with make(numbered, 13, data_rank=0, data_world_size=3, tail="short", documents=True, end=3) as loader:
+    with make(numbered, 13, tail="short", documents=True, ranks=DataRanks(0, 3), tokens=TokenFormat(end=3)) as loader:
         *_, last = loader
     assert last.tokens.shape == (0, BLOCK)
     assert last.cu_seqlens.tolist() == [0]
@@ -293,6 +296,8 @@ def test_through_a_cache_the_batches_are_the_same(numbered, tmp_path, staged):
 
 
 LISTS = [[1, 2, 3], [], [4], list(range(10, 18))]
+RAGGED = {"tokens": TokenFormat(block_tokens=BLOCK)}
+BLOBS = {"tokens": TokenFormat(block_tokens=BLOCK, dtype="uint16")}
 
 
 @pytest.mark.parametrize(
@@ -300,14 +305,18 @@ LISTS = [[1, 2, 3], [], [4], list(range(10, 18))]
     [
         (pa.list_(pa.int32()), lambda tokens: tokens, {}),
         (pa.large_list(pa.uint64()), lambda tokens: tokens, {}),
-        (pa.large_binary(), lambda tokens: np.array(tokens, "<u4").tobytes(), {"dtype": "uint32"}),
+        (
+            pa.large_binary(),
+            lambda tokens: np.array(tokens, "<u4").tobytes(),
+            {"dtype": "uint32"},
+        ),
     ],
     ids=["lists", "large lists", "blobs"],
 )
 def test_blocks_shorter_than_others_are_padded(repository, kind, stored, options):
     split = write_split(repository, [{"tokens": stored(each)} for each in LISTS], schema_of(kind))
     for pad in (None, 9):
-        batch = first(split, block_tokens=BLOCK, pad=pad, **options)
+        batch = first(split, tokens=TokenFormat(block_tokens=BLOCK, pad=pad, **options))
         assert batch.length.tolist() == [len(each) for each in LISTS]
         assert batch.tokens.tolist() == [each + [pad or 0] * (BLOCK - len(each)) for each in LISTS]
 
@@ -319,7 +328,7 @@ def test_stored_padding_stays_unless_another_is_asked_for(repository):
     assert batch.length.tolist() == [BLOCK, 3, 0, 1]
     assert (batch.tokens == 7).all()
     assert (batch.labels != -100).sum(axis=1).tolist() == [BLOCK - 1, 2, 0, 0]
-    assert (first(split, pad=1).tokens == 7).sum(axis=1).tolist() == [BLOCK, 3, 0, 1]
+    assert (first(split, tokens=TokenFormat(pad=1)).tokens == 7).sum(axis=1).tolist() == [BLOCK, 3, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -327,8 +336,8 @@ def test_stored_padding_stays_unless_another_is_asked_for(repository):
     [
         (pa.list_(pa.int64(), BLOCK), {"tokens": [1] * 7 + [-1]}, {}, "1 of 2 .* negative, or over .*: '1' "),
         (pa.list_(pa.uint64(), BLOCK), {"tokens": [1] * 7 + [1 << 63]}, {}, "negative, or over .*: '1' "),
-        (pa.list_(pa.uint16()), {"tokens": [1] * 9}, {"block_tokens": BLOCK}, "more than 8 tokens of uint16.*: '1' "),
-        (pa.large_binary(), {"tokens": b"abc"}, {"block_tokens": BLOCK, "dtype": "uint16"}, "incomplete one: .*'1' "),
+        (pa.list_(pa.uint16()), {"tokens": [1] * 9}, RAGGED, "more than 8 tokens of uint16.*: '1' "),
+        (pa.large_binary(), {"tokens": b"abc"}, BLOBS, "incomplete one: .*'1' "),
         (None, {"length": 9}, {}, "'length' is below 0, or larger than the number of tokens in the block: .*'1' "),
         (None, {"length": -1}, {}, "'length' is below 0, or larger than the number of tokens in the block: .*'1' "),
         (None, {"document_starts": [8]}, {"documents": True}, "'document_starts' .*outside of the block: .*'1' "),
@@ -365,13 +374,19 @@ def test_a_version_without_tokens_is_refused_and_its_columns_are_named(repositor
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"block_tokens": 4}, "block_tokens is 4, but the blocks of column 'tokens' have 8 tokens"),
-        ({"block_tokens": 0}, "block_tokens is 0; expected at least 1"),
-        ({"documents": True}, "no column 'document_starts' with lists of integers, .*; give end=TOKEN"),
-        ({"labels": "within"}, "no column 'document_starts' with lists of integers, .*; give end=TOKEN"),
+        (
+            {"tokens": TokenFormat(block_tokens=4)},
+            "block_tokens is 4, but the blocks of column 'tokens' have 8 tokens",
+        ),
+        (
+            {"documents": True},
+            "no column 'document_starts' with lists of integers, .*; give tokens=TokenFormat\\(end=N\\)",
+        ),
+        (
+            {"labels": "within"},
+            "no column 'document_starts' with lists of integers, .*; give tokens=TokenFormat\\(end=N\\)",
+        ),
         ({"labels": "all"}, "labels is 'all'; expected 'across', 'within' or None"),
-        ({"pad": -1}, "pad is -1; expected a token from 0 to"),
-        ({"end": 1 << 63}, "end is 9223372036854775808; expected a token from 0 to"),
         ({"batch_size": 41, "tail": "drop"}, "gives no full batch of 41"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"tail": "wrap"}, "tail is 'wrap'"),
@@ -380,6 +395,19 @@ def test_a_version_without_tokens_is_refused_and_its_columns_are_named(repositor
 def test_arguments_that_make_no_sense_are_refused(numbered, options, match):
     with pytest.raises(ConfigError, match=match):
         make(numbered, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"block_tokens": 0}, "block_tokens is 0; expected at least 1"),
+        ({"pad": -1}, "pad is -1; expected a token from 0 to"),
+        ({"end": 1 << 63}, "end is 9223372036854775808; expected a token from 0 to"),
+    ],
+)
+def test_a_token_format_out_of_range_is_refused(settings, match):
+    with pytest.raises(ConfigError, match=match):
+        TokenFormat(**settings)
 
 
 def test_shards_of_another_tokenizer_are_refused(repository, monkeypatch):

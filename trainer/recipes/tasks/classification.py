@@ -12,9 +12,16 @@ from torch.nn import functional as F
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageBatch, ImageLoader
-from datasvc.loaders.augment.augment import AugmentConfig
-from datasvc.loaders.core.loader import Loader
+from datasvc.loaders import (
+    AugmentConfig,
+    DataRanks,
+    DecodeConfig,
+    ImageBatch,
+    ImageLoader,
+    Loader,
+    OrderConfig,
+    PixelFormat,
+)
 from datasvc.shards import Split, open_dataset
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import MAX_CLASSES
@@ -56,16 +63,12 @@ class Classification:
             training=training,
             cache=cache,
             size=config.size,
-            resize=config.resize,
-            augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip),
-            seed=config.seed,
-            **(choose_order(config) if training else {}),
-            data_rank=place.rank,
-            data_world_size=place.world_size,
-            layout="NHWC" if config.channels_last else "NCHW",
+            order=choose_order(config, training=training),
+            ranks=DataRanks(place.rank, place.world_size),
+            pixels=PixelFormat(layout="NHWC" if config.channels_last else "NCHW"),
+            augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip, resize=config.resize),
             device=str(place.device),
-            num_threads=place.num_threads,
-            prefetch=config.prefetch,
+            decode=DecodeConfig(num_threads=place.num_threads, prefetch=config.prefetch),
         )
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
@@ -162,8 +165,8 @@ def _check_labels(split: Split, num_classes: int) -> None:
         )
 
 
-def choose_order(config: TrainConfig) -> dict[str, Any]:
-    """Return the loader arguments for the access order."""
-    if config.shuffle == "global":
-        return {"shuffle": "global"}
-    return {"shuffle": config.shuffle, "lanes": config.lanes, "block": config.block}
+def choose_order(config: TrainConfig, *, training: bool) -> OrderConfig:
+    """Return the access order: in training that of the run, otherwise table order."""
+    if training and config.shuffle == "windowed":
+        return OrderConfig(config.seed, "windowed", config.lanes, config.block)
+    return OrderConfig(config.seed, "global" if training else None)

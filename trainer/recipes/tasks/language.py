@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders import TokenBatch, TokenLoader
-from datasvc.loaders.core.loader import Loader
+from datasvc.loaders import DataRanks, Loader, TokenBatch, TokenLoader
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -58,10 +57,8 @@ class LanguageModelling:
             cache=cache,
             labels="within" if self._config.documents else "across",
             documents=self._config.documents,
-            seed=self._config.seed,
-            **(choose_order(self._config) if training else {}),
-            data_rank=place.rank,
-            data_world_size=place.world_size,
+            order=choose_order(self._config, training=training),
+            ranks=DataRanks(place.rank, place.world_size),
             prefetch=self._config.prefetch,
         )
 

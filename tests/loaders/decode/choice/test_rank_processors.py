@@ -3,7 +3,7 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader
 from datasvc.loaders.decode.choice import rank_processors
 from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 
@@ -41,6 +41,6 @@ def test_a_number_of_ranks_that_is_none_is_refused_by_its_name(given):
 @pytest.mark.usefixtures("sixteen_processors")
 def test_a_loader_in_a_rank_takes_its_share_unless_threads_are_given(digits, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for options, expected in (({}, 4), ({"num_threads": 5}, 5)):
+    for options, expected in (({}, 4), ({"decode": DecodeConfig(num_threads=5)}, 5)):
         with ImageLoader(digits["val"], batch_size=8, training=False, **options) as loader:
             assert loader._config.num_threads == expected

@@ -1,0 +1,65 @@
+"""Base class of all batches: a batch is a tuple `(inputs, labels)` with further attributes, and moves to a device."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsIndex, TypeVar, overload
+
+from datasvc.loaders.core.pinned import can_pin
+
+if TYPE_CHECKING:
+    import torch
+
+A = TypeVar("A")
+
+
+class Batch(ABC, Generic[A]):
+    """A dataclass of arrays or tensors; it unpacks, indexes and counts as the tuple `(inputs, labels)`.
+
+    So `len(batch)` is 2, as for a batch of torch's `DataLoader`; the number of samples is `len(batch.positions)`.
+    """
+
+    @property
+    @abstractmethod
+    def _pair(self) -> tuple[A, A | None]:
+        """Inputs of the model, and labels or None."""
+
+    def __iter__(self) -> Iterator[A | None]:
+        return iter(self._pair)
+
+    def __len__(self) -> int:
+        return len(self._pair)
+
+    @overload
+    def __getitem__(self, index: Literal[0, -2]) -> A: ...
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> A | None: ...
+    def __getitem__(self, index: SupportsIndex) -> A | None:
+        return self._pair[index]
+
+    def to(self, device: str | int | torch.device, *, non_blocking: bool = False) -> Self:
+        """Return the batch with all tensors on a device; NumPy arrays and other values are unchanged.
+
+        Args:
+            device: device, as for `torch.Tensor.to`.
+            non_blocking: whether a copy from page-locked memory may run asynchronously.
+        """
+        return self._change(methodcaller("to", device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """Return the batch with all tensors in page-locked memory; unchanged if torch finds no GPU."""
+        return self._change(methodcaller("pin_memory")) if can_pin() else self
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        import torch
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: changed(element) for name, element in value.items()}
+            return change(value) if isinstance(value, torch.Tensor) else value
+
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every batch is a dataclass
+        return dataclasses.replace(self, **{field.name: changed(getattr(self, field.name)) for field in fields})  # type: ignore[type-var]  # likewise
