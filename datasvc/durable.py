@@ -52,12 +52,14 @@ def fsync_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create `folder` and its missing parents, so that they survive a power cut. Do nothing if it exists."""
-    if folder.is_dir():
-        return
-    make_folder(folder.parent)
-    with suppress(FileExistsError):
-        folder.mkdir()
-    fsync_folder(folder.parent)
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for child in reversed(missing):
+        with suppress(FileExistsError):
+            child.mkdir()
+        fsync_folder(child.parent)
 
 
 def is_plain_name(name: str) -> bool:

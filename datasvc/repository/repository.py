@@ -7,15 +7,16 @@ its commit, and reverts its own commit on a conflict.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.logs.journal import Journal
-from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
 from datasvc.repository.logs.references import Reference, check_name, check_tag, is_name, parse_reference
 from datasvc.repository.logs.removals import Removals
-from datasvc.repository.logs.tags import Tags
+from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.objects.objects import Objects
 from datasvc.repository.store.storage import Storage, redact_url
@@ -124,9 +125,9 @@ class Repository:
 
     def living(self, kind: Kind, name: str) -> list[int]:
         """Return the versions of `name` that are not removed, ascending; for errors, see `Removals.removed`."""
-        numbers = self.versions(kind, name).numbers()
-        removed = self._removed(kind, name, numbers)
-        return [number for number in numbers if number not in removed]
+        logs = self._list_logs(kind, name)
+        removed = self._removed(kind, name, logs)
+        return [number for number in logs["versions"] if number not in removed]
 
     def tags(self, kind: Kind, name: str) -> dict[str, int]:
         """Return the tags of `name`, each with the version that it points at.
@@ -160,17 +161,21 @@ class Repository:
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         check_tag(tag)
-        target = self.resolve(kind, ref)
-        tags = self._tags(kind, target.name)
-        before = tags.head(tag)
-        if self._removed(kind, target.name, [target.version]) and target.version in tags.heads().values():
+        reference = parse_reference(str(ref), _KIND_NAMES[kind])
+        logs = self._list_logs(kind, reference.name)
+        removed = self._removed(kind, reference.name, logs)
+        target = self._resolve(kind, reference, logs, removed)
+        if target.version in removed:
             # The version has a tag, so its removal is invalid. The remover has not reverted it yet, or was killed.
             self.removals(kind, target.name).give_back([target.version], "tagged")
+        tags = self._tags(kind, target.name)
+        newest = tags.newest(tag, logs.get(f"tags/{tag}", ()))
+        before = version_of(newest)
         if before == target.version and expect in {None, before}:
             return target
-        tags.move(tag, target.version, expect=expect)
+        tags.move(tag, target.version, expect=expect, newest=newest)
         # A remover reads the tags before and after its commit, so at least one of the two sees the conflict.
-        if self._removed(kind, target.name, [target.version]):
+        if self._is_removed(target):
             outcome = self._move_back(target, tag, before)
             raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")
         return target
@@ -179,10 +184,10 @@ class Repository:
         """Move a tag back to version `before`, or remove it if that version is removed; return the outcome."""
         kind, name = target.kind, target.name
         tags = self._tags(kind, name)
-        version = before if before and not self._removed(kind, name, [before]) else None
+        version = before if before and not self._is_removed(Resolved(kind, name, before)) else None
         tags.move(tag, version, expect=target.version)
         # Check again, as in `tag`: `version` may have been removed concurrently too.
-        if version is not None and self._removed(kind, name, [version]):
+        if version is not None and self._is_removed(Resolved(kind, name, version)):
             tags.move(tag, None, expect=version)
             version = None
         if before and version is None:
@@ -207,17 +212,14 @@ class Repository:
             UnavailableError: the store does not respond.
         """
         reference = parse_reference(str(ref), _KIND_NAMES[kind])
-        numbers = self._numbers(kind, reference)
-        removed_numbers = self._removed(kind, reference.name, numbers)
-        existing = set(numbers) - removed_numbers
-        version = self._choose(kind, reference, numbers, removed_numbers)
-        resolved = Resolved(kind, reference.name, version)
-        # A tagged version counts as existing: its removal is invalid, even if the remover died before reverting it.
-        if version in removed_numbers and not removed and version not in self.tags(kind, reference.name).values():
-            raise NotFoundError(self._describe_removal(resolved, existing))
-        if version not in numbers:
-            raise NotFoundError(f"{reference.name} has no version {version}; it has {describe_numbers(existing)}")
-        return resolved
+        logs = self._list_logs(kind, reference.name)
+        removed_numbers = self._removed(kind, reference.name, logs)
+        return self._resolve(kind, reference, logs, removed_numbers, accept_removed=removed)
+
+    def newest(self, kind: Kind, name: str) -> Resolved | None:
+        """Return the newest version of `name` that is not removed, or None; for errors, see `living`."""
+        numbers = self.living(kind, name)
+        return Resolved(kind, name, numbers[-1]) if numbers else None
 
     def entry(self, resolved: Resolved) -> Entry:
         """Return the log entry of a version; for errors, see `Log.read`."""
@@ -237,34 +239,62 @@ class Repository:
             CorruptDataError, UnavailableError: see `Log.read`.
         """
         reference = parse_reference(name, _KIND_NAMES[kind])
-        numbers = self._numbers(kind, reference)
+        numbers = self.versions(kind, reference.name).numbers()
+        if not numbers:
+            raise self._missing(kind, reference.name)
         if reference.name != name:
             raise ConfigError(f"{name!r} is one version; give the name alone: {reference.name}")
         return self.versions(kind, name).entries(numbers if last is None else numbers[-last:])
 
-    def _numbers(self, kind: Kind, reference: Reference) -> list[int]:
-        numbers = self.versions(kind, reference.name).numbers()
+    def _resolve(
+        self,
+        kind: Kind,
+        reference: Reference,
+        logs: Mapping[str, list[int]],
+        removed: frozenset[int],
+        *,
+        accept_removed: bool = False,
+    ) -> Resolved:
+        """Return the version that `reference` refers to by a listing of its logs; for errors, see `resolve`."""
+        name, numbers = reference.name, logs["versions"]
         if not numbers:
-            names = ", ".join(self.names(kind)) or "none yet"
-            raise NotFoundError(
-                f"no {_KIND_NAMES[kind]} {reference.name!r} in {redact_url(self.url)}; it has: {names}"
-            )
-        return numbers
-
-    def _removed(self, kind: Kind, name: str, numbers: list[int]) -> frozenset[int]:
-        # Data-set versions are never removed, because models reference them as their lineage: save the request.
-        return self.removals(kind, name).removed(numbers) if kind == "models" else frozenset()
-
-    def _choose(self, kind: Kind, reference: Reference, numbers: list[int], removed: frozenset[int]) -> int:
-        if reference.tag is not None:
-            return self._tags(kind, reference.name).version_at(reference.tag, reference.moves_back)
-        if reference.version is not None:
-            return reference.version
+            raise self._missing(kind, name)
         existing = [number for number in numbers if number not in removed]
-        # If all are removed, return the newest; `resolve` then reports its removal.
-        return existing[-1] if existing else numbers[-1]
+        if reference.tag is not None:
+            moves = logs.get(f"tags/{reference.tag}", ())
+            version = self._tags(kind, name).version_at(reference.tag, reference.moves_back, moves)
+        elif reference.version is not None:
+            version = reference.version
+        else:
+            # If all are removed, take the newest, whose removal is then reported.
+            version = existing[-1] if existing else numbers[-1]
+        resolved = Resolved(kind, name, version)
+        # A tagged version counts as existing: its removal is invalid, even if the remover died before reverting it.
+        if version in removed and not accept_removed and version not in self.tags(kind, name).values():
+            raise NotFoundError(self._describe_removal(resolved, existing))
+        if version not in numbers:
+            raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(existing)}")
+        return resolved
 
-    def _describe_removal(self, resolved: Resolved, existing: set[int]) -> str:
+    def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
+        """Return the entry numbers of each log of `name`: "versions", "removals", "tags/best"; by one request."""
+        return {"versions": [], **list_logs(self._storage, self._folder(kind, name))}
+
+    def _removed(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> frozenset[int]:
+        """Return the removed versions by a listing of the logs."""
+        head = max(logs.get("removals", ()), default=0)
+        return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
+
+    def _is_removed(self, version: Resolved) -> bool:
+        # Data-set versions are never removed, because models reference them as their lineage: save the request.
+        numbers = [version.version]
+        return version.kind == "models" and bool(self.removals("models", version.name).removed(numbers))
+
+    def _missing(self, kind: Kind, name: str) -> NotFoundError:
+        names = ", ".join(self.names(kind)) or "none yet"
+        return NotFoundError(f"no {_KIND_NAMES[kind]} {name!r} in {redact_url(self.url)}; it has: {names}")
+
+    def _describe_removal(self, resolved: Resolved, existing: list[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
         when = f" on {entry.content['created']}" if entry else ""
         why = f" ({entry.content['message']})" if entry and entry.content.get("message") else ""

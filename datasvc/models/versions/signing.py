@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
@@ -105,11 +106,9 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
 
 def _find(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
     """Return why there is no valid signature of `message` by `key`; None if there is one."""
-    path = _path(version, key)
-    location = repository.storage.location(path)
     try:
         return repository.storage.read_checked(
-            path, lambda raw: _check(raw, location, key, message), max_bytes=MAX_ENTRY_BYTES
+            _path(version, key), partial(_check, key=key, message=message), max_bytes=MAX_ENTRY_BYTES
         )
     except NotFoundError:
         return "it was not signed"

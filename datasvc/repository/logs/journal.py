@@ -112,9 +112,7 @@ class Journal:
         self._storage.delete_folder(self._folder)
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        path = f"{self._folder}/{name}"
         try:
-            location = self._storage.location(path)
-            return self._storage.read_checked(path, lambda raw: decode_entry(raw, location))
+            return self._storage.read_checked(f"{self._folder}/{name}", decode_entry)
         except (NotFoundError, CorruptDataError):
             return None

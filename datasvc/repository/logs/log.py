@@ -38,6 +38,24 @@ class Entry:
     content: Mapping[str, Any]
 
 
+def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
+    """Return the numbers of the entries of all logs below `folder`, ascending, by the path of the log below it.
+
+    One request, where listing each log takes one for each.
+
+    Raises:
+        UnavailableError: the store does not respond.
+    """
+    logs: dict[str, list[int]] = {}
+    for path in storage.find(folder):
+        log, _, name = path.rpartition("/")
+        if match := _ENTRY_NAME.fullmatch(name):
+            logs.setdefault(log, []).append(int(match[1]))
+    for numbers in logs.values():
+        numbers.sort()
+    return logs
+
+
 def encode_entry(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of an entry: indented JSON with sorted keys, and a checksum of all other fields.
 
@@ -114,12 +132,8 @@ class Log:
             NotFoundError: the entry does not exist; lists the existing numbers.
             CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read_checked`.
         """
-        path = self.path_of(number)
-        location = self._storage.location(path)
         try:
-            content = self._storage.read_checked(
-                path, lambda raw: decode_entry(raw, location), max_bytes=MAX_ENTRY_BYTES
-            )
+            content = self._storage.read_checked(self.path_of(number), decode_entry, max_bytes=MAX_ENTRY_BYTES)
         except NotFoundError as error:
             existing = describe_numbers(self.numbers())
             raise NotFoundError(f"{self.path} has no entry {number}; it has {existing}") from error
@@ -149,12 +163,13 @@ class Log:
             newest += step if self._has(newest + step) else 0
         return range(number + 1, newest + 1)
 
-    def append(self, build: Callable[[int], Mapping[str, Any]]) -> Entry:
+    def append(self, build: Callable[[int], Mapping[str, Any]], *, head: int | None = None) -> Entry:
         """Commit the next entry; rebase on the new head if another writer commits first.
 
         Args:
             build: function that is called once per attempt with the number of the head (0: empty log), and returns
                 the content. All objects that the content references must be stored already.
+            head: number of the head, if the caller has listed the log; an outdated number costs one more attempt.
 
         Raises:
             ConflictError: other writers committed first in every attempt; nothing was committed.
@@ -162,7 +177,7 @@ class Log:
             ConfigError, UnavailableError: see `encode_entry`, `Storage.create`; or the content is too large.
         """
         commit = secrets.token_hex(16)
-        head = self.head()
+        head = self.head() if head is None else head
         for _ in range(_APPEND_ATTEMPTS):
             log_fields = {"format": ENTRY_FORMAT, "commit": commit, "created": _now()}
             content = {**build(head), **log_fields}

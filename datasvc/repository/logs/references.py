@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _MAX_NAME_LENGTH = 128
+_NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_MAX_NAME_LENGTH - 1}}}")
 _MOVES = re.compile(r"[0-9]{1,9}")
 
 
@@ -31,7 +31,7 @@ class Reference:
 
 def is_name(name: str) -> bool:
     """Return whether `name` is a valid name of a data set, model or tag."""
-    return bool(_NAME.fullmatch(name)) and len(name) <= _MAX_NAME_LENGTH
+    return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str, what: str) -> str:
@@ -44,7 +44,7 @@ def check_name(name: str, what: str) -> str:
     Raises:
         ConfigError: `name` is not a valid name.
     """
-    if not is_name(name):
+    if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "
             f"a letter or digit first, at most {_MAX_NAME_LENGTH} characters"

@@ -28,16 +28,17 @@ class Removals:
         self._log = Log(storage, f"{folder}/removals")
         self._versions = versions
 
-    def removed(self, numbers: Iterable[int] | None = None) -> frozenset[int]:
+    def removed(self, numbers: Iterable[int] | None = None, *, head: int | None = None) -> frozenset[int]:
         """Return the removed versions.
 
         Args:
             numbers: numbers of all versions, if the caller has listed them already.
+            head: number of the newest entry of this log, 0 for none, if the caller has listed it.
 
         Raises:
             CorruptDataError, UnavailableError: see `Log.read`.
         """
-        return self._read(self._log.head(), numbers)
+        return self._read(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
         """Return the versions that have been removed since before a time of the store's clock.

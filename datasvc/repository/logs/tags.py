@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository.logs.log import Entry, Log
+from datasvc.repository.logs.log import Entry, Log, list_logs
 from datasvc.repository.logs.references import check_tag, is_name
 from datasvc.repository.store.storage import Storage
 
@@ -30,33 +30,33 @@ class Tags:
         Raises:
             CorruptDataError, UnavailableError: see `Log.read`.
         """
-        versions = {tag: self.head(tag) for tag in self._storage.list(self._folder) if is_name(tag)}
+        logs = list_logs(self._storage, self._folder)
+        versions = {tag: version_of(self._log(tag).read(logs[tag][-1])) for tag in sorted(logs) if is_name(tag)}
         return {tag: version for tag, version in versions.items() if version}
 
-    def head(self, tag: str) -> int:
-        """Return the version that a tag points at, or 0 if the tag does not exist.
+    def newest(self, tag: str, moves: Sequence[int]) -> Entry:
+        """Return the newest move of a tag; of a tag that never existed, an entry 0 without a version.
+
+        Args:
+            tag: name of the tag.
+            moves: numbers of its moves, ascending.
 
         Raises:
-            ConfigError: `tag` is not a valid tag.
             CorruptDataError, UnavailableError: see `Log.read`.
         """
-        log = self._log(tag)
-        newest = log.head()
-        return version_of(log.read(newest)) if newest else 0
+        return self._log(tag).read(moves[-1]) if moves else Entry(0, {"version": None})
 
     def history(self, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never existed. For errors, see `head`."""
+        """Return every move of a tag, oldest first; [] for a tag that never existed. For errors, see `heads`."""
         return self._log(tag).entries()
 
-    def version_at(self, tag: str, moves_back: int = 0) -> int:
-        """Return the version that a tag pointed at before its `moves_back` newest moves.
+    def version_at(self, tag: str, moves_back: int, moves: Sequence[int]) -> int:
+        """Return the version that a tag pointed at before its `moves_back` newest moves; `moves` as of `newest`.
 
         Raises:
             NotFoundError: the tag does not exist, has fewer moves, or was removed at that time; lists what exists.
             CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
         """
-        log = self._log(tag)
-        moves = log.numbers()
         if not moves:
             raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._existing()}")
         if moves_back >= len(moves):
@@ -64,7 +64,7 @@ class Tags:
                 f"{self._name}@{tag}~{moves_back} does not exist; the oldest version of the tag is "
                 f"{self._name}@{tag}~{len(moves) - 1}"
             )
-        entry = log.read(moves[-1 - moves_back])
+        entry = self._log(tag).read(moves[-1 - moves_back])
         if not version_of(entry):
             raise NotFoundError(
                 f"{self._name} has no tag {tag!r}: it was removed on {entry.content['created']}; "
@@ -72,13 +72,14 @@ class Tags:
             )
         return version_of(entry)
 
-    def move(self, tag: str, version: int | None, *, expect: int | None = None) -> None:
+    def move(self, tag: str, version: int | None, *, expect: int | None = None, newest: Entry | None = None) -> None:
         """Point a tag at a version, or remove the tag.
 
         Args:
             tag: name of the tag.
             version: new version; None removes the tag.
             expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
+            newest: result of `newest`; saves two requests unless another writer has moved the tag since.
 
         Raises:
             ConflictError: the tag does not point at `expect`; nothing was changed.
@@ -88,7 +89,8 @@ class Tags:
         log = self._log(tag)
 
         def build(head: int) -> dict[str, int | None]:
-            current = version_of(log.read(head)) if head else 0
+            is_read = newest is not None and newest.number == head
+            current = version_of(newest if is_read and newest else log.read(head)) if head else 0
             if expect is not None and current != expect:
                 raise ConflictError(
                     f"{self._name}@{tag} points at {_describe(current)}, expected {_describe(expect)}; nothing was "
@@ -98,7 +100,7 @@ class Tags:
                 raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._existing()}")
             return {"version": version}
 
-        log.append(build)
+        log.append(build, head=None if newest is None else newest.number)
 
     def _log(self, tag: str) -> Log:
         return Log(self._storage, f"{self._folder}/{check_tag(tag)}")

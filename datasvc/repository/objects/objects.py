@@ -26,9 +26,10 @@ from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_rot
 from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.file_age import refresh_local
 from datasvc.repository.store.http_stream import Take
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import Storage, check_size
+from datasvc.repository.store.storage import Storage, too_large
 
 Digest = NewType("Digest", str)
 """64 lower-case hex digits: the BLAKE3-256 of an object's bytes."""
@@ -36,6 +37,8 @@ Digest = NewType("Digest", str)
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 _RANGE_BYTES = 8 << 20
+# Read before the size is asked for: larger objects cost a request more, smaller ones one less.
+_START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20
 _HASH_BYTES = 1 << 20
@@ -131,28 +134,30 @@ class Objects:
 
     Args:
         storage: file tree of the repository.
+
+    Attributes:
+        storage: file tree of the repository.
+        is_near: whether the objects are on this machine, so that `read_into` needs no extra memory.
     """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-
-    @property
-    def storage(self) -> Storage:
-        """File tree of the repository."""
-        return self._storage
+        self.storage = storage
+        self.is_near = storage.is_local
 
     @staticmethod
     def path(digest: Digest) -> str:
         """Return the path of an object below the repository's root."""
-        return f"objects/{digest[:2]}/{parse_digest(digest)}"
+        if not _DIGEST_PATTERN.fullmatch(digest):
+            parse_digest(digest)  # raises: other text must not become part of a path
+        return f"objects/{digest[:2]}/{digest}"
 
     def location(self, digest: Digest) -> str:
         """Return the full URL or local path of an object, for messages."""
-        return self._storage.location(self.path(digest))
+        return self.storage.location(self.path(digest))
 
     def local_path(self, digest: Digest) -> Path | None:
         """Return the file of an object, or None if the repository is not local."""
-        return self._storage.local_path(self.path(digest))
+        return self.storage.local_path(self.path(digest))
 
     def size(self, digest: Digest) -> int | None:
         """Return the stored size of an object in bytes, or None if it does not exist.
@@ -160,7 +165,7 @@ class Objects:
         Raises:
             UnavailableError: the store does not respond.
         """
-        return self._storage.size(self.path(digest))
+        return self.storage.size(self.path(digest))
 
     def reuse(self, info: ObjectInfo) -> bool:
         """Return whether an intact copy of the object exists, and reset its age; if not, the caller must write it.
@@ -175,10 +180,14 @@ class Objects:
             UnavailableError: the store does not respond.
         """
         path = self.local_path(info.digest)
-        if path is None or is_known_intact(path):
+        if path is None:
             return self.refresh(info)
-        if not self.refresh(info):
+        # Look before the age is reset: an earlier age shows that the file was replaced.
+        is_known = is_known_intact(path)
+        if not refresh_local(path, info.size_bytes):
             return False
+        if is_known:
+            return True
         failure: OSError | None = None
         try:
             with map_exceptions("read", str(path)):
@@ -198,7 +207,7 @@ class Objects:
 
     def refresh(self, info: ObjectInfo) -> bool:
         """Do the same as `reuse`, but compare only the size: for callers that could not write the object again."""
-        return self._storage.refresh(self.path(info.digest), info.size_bytes)
+        return self.storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
         """Store `content`, unless an intact copy exists.
@@ -226,8 +235,8 @@ class Objects:
             ConfigError: see `Storage.check_writable`.
             UnavailableError: the store failed.
         """
-        self._storage.check_writable()
-        self._storage.put_bytes(self.path(info.digest), content)
+        self.storage.check_writable()
+        self.storage.put_bytes(self.path(info.digest), content)
         self.mark_intact(info.digest)
 
     def mark_intact(self, digest: Digest) -> None:
@@ -264,10 +273,10 @@ class Objects:
 
     def begin(self) -> ObjectWriter:
         """Open a new object, as `writing` does; the caller calls `finish`, from any thread, or `abandon`."""
-        self._storage.check_writable()
+        self.storage.check_writable()
         temporary = self._temporary_path()
         with map_exceptions("write", str(temporary)):
-            return ObjectWriter(temporary, is_local=self._storage.is_local)
+            return ObjectWriter(temporary, is_local=self.storage.is_local)
 
     def finish(self, writer: ObjectWriter) -> ObjectInfo:
         """Sync the object and publish it under its digest.
@@ -282,7 +291,7 @@ class Objects:
             self._sync_name(info.digest)
             writer.path.unlink()
         else:
-            self._storage.adopt(self.path(info.digest), writer.path)
+            self.storage.adopt(self.path(info.digest), writer.path)
             self.mark_intact(info.digest)
         return info
 
@@ -303,20 +312,14 @@ class Objects:
             CorruptDataError: its bytes do not match the digest, or it is too large.
             UnavailableError: the store does not respond.
         """
-        size_bytes = self._storage.size(self.path(digest))
-        if size_bytes is None:
-            raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy")
-        check_size(self.location(digest), size_bytes, max_bytes)
         try:
-            return self._fetch_whole(digest, size_bytes)
+            return self._read_whole(digest, max_bytes)
         except CorruptDataError:
-            if self._storage.is_local:
+            if self.storage.is_local:
                 raise
-            return self._fetch_whole(digest, size_bytes)  # the transfer may have changed a bit: read once more
-
-    def read_unverified(self, digest: Digest) -> bytes:
-        """Return the stored bytes without verification: to analyse damage, never as data."""
-        return self._storage.read(self.path(digest))
+            return self._read_whole(digest, max_bytes)  # the transfer may have changed a bit: read once more
+        except NotFoundError as error:
+            raise NotFoundError(f"object {self.location(digest)} is missing; restore it from another copy") from error
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes of the object from `offset`, unverified: the caller checks the range.
@@ -331,7 +334,7 @@ class Objects:
         if not length:
             return b""
         try:
-            content = self._storage.read_range(self.path(digest), offset, length)
+            content = self.storage.read_range(self.path(digest), offset, length)
         except UnavailableError:
             self._check_reaches(digest, offset + length)
             raise
@@ -340,16 +343,11 @@ class Objects:
             raise UnavailableError(f"{self.location(digest)}: received {len(content)} of {length} bytes; try again")
         return content
 
-    @property
-    def is_near(self) -> bool:
-        """Whether the objects are on this machine, so that `read_into` needs no extra memory."""
-        return self._storage.is_local
-
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
         """Fill `out` with unverified bytes of the object from `offset`; for errors, see `read_range`."""
-        if not self._storage.is_local:
+        if not self.storage.is_local:
             out[:] = self.read_range(digest, offset, len(out))
-        elif self._storage.read_into(self.path(digest), offset, out) < len(out):
+        elif self.storage.read_into(self.path(digest), offset, out) < len(out):
             self._check_reaches(digest, offset + len(out))
             raise UnavailableError(
                 f"{self.location(digest)}: the file ended before {len(out)} bytes were read; try again"
@@ -365,7 +363,7 @@ class Objects:
     @property
     def can_stream(self) -> bool:
         """Whether the memory of `stream_range` is independent of the length of the range."""
-        return self._storage.can_stream
+        return self.storage.can_stream
 
     def stream_range(
         self, digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
@@ -385,7 +383,7 @@ class Objects:
             UnavailableError: see `read_range`; or the read was cancelled.
         """
         try:
-            self._storage.stream_range(self.path(digest), offset, length, take, interrupt)
+            self.storage.stream_range(self.path(digest), offset, length, take, interrupt)
         except UnavailableError:
             if not interrupt.is_set:
                 self._check_reaches(digest, offset + length)
@@ -419,24 +417,37 @@ class Objects:
         if actual != digest:
             raise CorruptDataError(_mismatch(self.location(digest), digest, actual))
 
-    def _fetch_whole(self, digest: Digest, size_bytes: int) -> bytes:
-        sink = io.BytesIO()
-        self.fetch(digest, size_bytes, sink)
-        return sink.getvalue()
+    def _read_whole(self, digest: Digest, max_bytes: int | None) -> bytes:
+        """Return the verified bytes of an object. Raises as `read`."""
+        path = self.path(digest)
+        content = self.storage.read_start(path, _START_BYTES)
+        if len(content) == _START_BYTES:
+            size_bytes = self.storage.size(path) or 0
+            if max_bytes is not None and size_bytes > max_bytes:
+                raise too_large(self.location(digest), max_bytes)
+            sink = io.BytesIO()
+            self.fetch(digest, size_bytes, sink)
+            return sink.getvalue()
+        if max_bytes is not None and len(content) > max_bytes:
+            raise too_large(self.location(digest), max_bytes)
+        actual = digest_of(content)
+        if actual != digest:
+            raise CorruptDataError(_mismatch(self.location(digest), digest, actual))
+        return content
 
     def _parts(self, digest: Digest, size_bytes: int) -> Iterator[bytes]:
         """Yield the object's parts in order, with a bounded number of parallel requests."""
         path = self.path(digest)
         offsets = range(0, size_bytes, _RANGE_BYTES)
-        if self._storage.is_local or len(offsets) <= 1:
+        if self.storage.is_local or len(offsets) <= 1:
             for offset in offsets:
-                yield self._storage.read_range(path, offset, min(_RANGE_BYTES, size_bytes - offset))
+                yield self.storage.read_range(path, offset, min(_RANGE_BYTES, size_bytes - offset))
             return
         with ThreadPoolExecutor(_MAX_PARALLEL_RANGES, thread_name_prefix="datasvc-range") as pool:
             pending: deque[Future[bytes]] = deque()
             for offset in offsets:
                 length = min(_RANGE_BYTES, size_bytes - offset)
-                pending.append(pool.submit(self._storage.read_range, path, offset, length))
+                pending.append(pool.submit(self.storage.read_range, path, offset, length))
                 if len(pending) == _MAX_PARALLEL_RANGES:
                     yield pending.popleft().result()
             while pending:
@@ -445,7 +456,7 @@ class Objects:
     def _check_reaches(self, digest: Digest, size_bytes: int) -> None:
         """Raise CorruptDataError if the object is shorter than `size_bytes`."""
         # Stores report a range beyond the end as an error, which is not a failure of the store.
-        stored = self._storage.size(self.path(digest))
+        stored = self.storage.size(self.path(digest))
         if stored is not None and stored < size_bytes:
             raise CorruptDataError(
                 f"{self.location(digest)} is corrupt: {stored} bytes long, expected at least {size_bytes}; restore "
@@ -453,7 +464,7 @@ class Objects:
             )
 
     def _temporary_path(self) -> Path:
-        folder = self._storage.local_path("objects")
+        folder = self.storage.local_path("objects")
         if folder is None:
             folder = Path(tempfile.gettempdir())
         else:

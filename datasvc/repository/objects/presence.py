@@ -8,7 +8,7 @@ never be restored, although its writer reported success.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from datasvc.errors import NotFoundError
@@ -54,6 +54,8 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     Raises:
         UnavailableError: the store does not respond.
     """
+    if objects.is_near:
+        return _check_each(objects, list(referenced))
     folders: dict[str, set[Digest]] = defaultdict(set)
     for digest in referenced:
         folders[objects.path(digest).rpartition("/")[0]].add(digest)
@@ -66,7 +68,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     to_list: list[str] = []
     fullest = max(folders, key=lambda folder: len(folders[folder]), default="")
     # A folder of a large store has some hundred pages of names, which are read in sequence: too slow for few objects.
-    if not objects.storage.is_local and len(folders[fullest]) > _MAX_CHECKS_PER_FOLDER:
+    if len(folders[fullest]) > _MAX_CHECKS_PER_FOLDER:
         missing, num_requests = list_missing(fullest)
         del folders[fullest]
         max_checks = max(_MAX_CHECKS_PER_FOLDER, num_requests)
@@ -74,5 +76,9 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     to_check = [digest for folder in folders.keys() - set(to_list) for digest in folders[folder]]
     for missing_in_folder, _ in map_in_threads(list_missing, to_list, _MAX_PARALLEL_REQUESTS):
         missing |= missing_in_folder
-    sizes = map_in_threads(objects.size, to_check, _MAX_PARALLEL_REQUESTS)
-    return missing.union(digest for digest, size in zip(to_check, sizes, strict=True) if size is None)
+    return missing | _check_each(objects, to_check)
+
+
+def _check_each(objects: Objects, digests: Sequence[Digest]) -> set[Digest]:
+    sizes = map_in_threads(objects.size, digests, _MAX_PARALLEL_REQUESTS)
+    return {digest for digest, size in zip(digests, sizes, strict=True) if size is None}

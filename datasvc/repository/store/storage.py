@@ -43,13 +43,18 @@ _CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 _Result = TypeVar("_Result")
 
 
-def check_size(location: str, size_bytes: int, max_bytes: int | None) -> None:
-    """Raise CorruptDataError if a file is larger than the maximum for its kind; None: no maximum."""
-    if max_bytes is not None and size_bytes > max_bytes:
-        raise CorruptDataError(
-            f"{location} has more than the {max_bytes} bytes that are allowed for it, and was not read; restore it "
-            "from another copy"
-        )
+def too_large(location: str, max_bytes: int) -> CorruptDataError:
+    """Return the error for a file that is larger than the maximum for its kind."""
+    return CorruptDataError(
+        f"{location} has more than the {max_bytes} bytes that are allowed for it, and was not read; restore it from "
+        "another copy"
+    )
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """Error handler of os.walk, which ignores all errors without one."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _ignore_missing(_function: object, _path: str, error: Any) -> None:
@@ -98,12 +103,17 @@ class Storage:
         url: local folder or any fsspec URL (`s3://bucket/prefix`, `memory://x`). The store's own client reads
             credentials from the environment.
 
+    Attributes:
+        url: URL, or local path, of the tree.
+        is_local: whether the tree is on a file system of this machine.
+
     Raises:
         ConfigError: no driver for the URL is installed.
     """
 
     def __init__(self, url: str) -> None:
         self._fs, self._root = resolve_url(url)
+        self.is_local = isinstance(self._fs, LocalFileSystem)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
         # After this thread clears the cache of listings, another thread may fill it. Some drivers have an option that
@@ -111,11 +121,6 @@ class Storage:
         self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         self._clock: float | None = None
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the tree is on a file system of this machine."""
-        return isinstance(self._fs, LocalFileSystem)
 
     def __repr__(self) -> str:
         return f"Storage({redact_url(self.url)!r})"
@@ -157,52 +162,62 @@ class Storage:
         """
         if max_bytes is None:
             return self._retry("read", path, lambda: bytes(self._fs.cat_file(self._full(path))))
-        if self.is_local:
-            check_size(self.location(path), self.size(path) or 0, max_bytes)
-            return self.read(path)
-        content = self._read_start(path, max_bytes + 1)
-        check_size(self.location(path), len(content), max_bytes)
+        content = self.read_start(path, max_bytes + 1)
+        if len(content) > max_bytes:
+            raise too_large(self.location(path), max_bytes)
         return content
 
-    def _read_start(self, path: str, length: int) -> bytes:
-        """Return the first `length` bytes, or all; in one request, where asking for the size first takes two."""
+    def read_start(self, path: str, length: int) -> bytes:
+        """Return the first `length` bytes of a file, or all if it has fewer; for errors, see `read`.
+
+        One request, where asking for the size first takes two.
+        """
         try:
-            return self._ranges.read(self._full(path), 0, length, location=self.location(path))
+            return self.read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
                 return b""
             raise
 
-    def read_checked(self, path: str, check: Callable[[bytes], _Result], *, max_bytes: int | None = None) -> _Result:
+    def read_checked(
+        self, path: str, check: Callable[[bytes, str], _Result], *, max_bytes: int | None = None
+    ) -> _Result:
         """Return the result of `check` on the whole content of a file.
 
         A remote file is read a second time if `check` finds it corrupt, because the transfer may have changed a bit.
 
         Args:
             path: path of the file.
-            check: function that verifies and decodes the content.
+            check: function that verifies and decodes the content; its second argument is the location, for messages.
             max_bytes: see `read`.
 
         Raises:
             NotFoundError, ConfigError, UnavailableError: see `read`.
             CorruptDataError: raised by `check`; or see `read`.
         """
-        content = self.read(path, max_bytes)
+        content, location = self.read(path, max_bytes), self.location(path)
         try:
-            return check(content)
+            return check(content, location)
         except CorruptDataError:
             if self.is_local:
                 raise
-            return check(self.read(path, max_bytes))
+            return check(self.read(path, max_bytes), location)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`, or fewer at the end of the file; for errors, see `read`."""
-        return self._ranges.read(self._full(path), offset, length, location=self.location(path))
+        full = self._full(path)
+        if not self.is_local:
+            return self._ranges.read(full, offset, length, location=self.location(path))
+        with map_exceptions("read", full), open(full, "rb") as file:
+            file.seek(offset)
+            # Not more than the file has: a read allocates the memory that it is asked for.
+            return file.read(max(0, min(length, os.fstat(file.fileno()).st_size - offset)))
 
     def read_into(self, path: str, offset: int, out: memoryview) -> int:
         """Fill `out` from `offset` of a local file, and return the number of bytes read; for errors, see `read`."""
         assert self.is_local
-        with map_exceptions("read", self.location(path)), open(self._full(path), "rb", buffering=0) as file:
+        full = self._full(path)
+        with map_exceptions("read", full), open(full, "rb", buffering=0) as file:
             file.seek(offset)
             filled = 0
             while filled < len(out) and (length := file.readinto(out[filled:])):
@@ -224,8 +239,15 @@ class Storage:
         Raises:
             ConfigError, UnavailableError: see `retries.map_exceptions`.
         """
-        info = self._info(path)
-        return None if info is None else int(info["size"])
+        if not self.is_local:
+            info = self._info(path)
+            return None if info is None else int(info["size"])
+        full = self._full(path)
+        try:
+            with map_exceptions("look up", full):
+                return os.stat(full).st_size
+        except NotFoundError:
+            return None
 
     def list(self, folder: str) -> list[str]:
         """Return the names directly below `folder`, sorted, without temporary files; [] if it does not exist.
@@ -233,12 +255,45 @@ class Storage:
         Raises:
             ConfigError, UnavailableError: see `retries.map_exceptions`.
         """
-        entries = self._entries(folder, detail=False)
-        # Some stores list the folder itself among its entries.
-        itself = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's name for its documented rule
-        paths = {self._fs._strip_protocol(entry) for entry in entries} - {itself}  # noqa: SLF001
-        names = {path.rpartition("/")[2] for path in paths}
-        return sorted(name for name in names if not name.startswith(durable.TEMPORARY_PREFIX))
+        full = self._full(folder)
+        if self.is_local:
+            try:
+                with map_exceptions("list", full):
+                    names = set(os.listdir(full))
+            except NotFoundError:
+                return []
+        else:
+            entries = self._entries(folder, detail=False)
+            # Some stores list the folder itself among its entries.
+            itself = self._fs._strip_protocol(full)  # noqa: SLF001 - fsspec's name for its documented rule
+            paths = {self._fs._strip_protocol(entry) for entry in entries} - {itself}  # noqa: SLF001
+            names = {path.rpartition("/")[2] for path in paths}
+        return sorted([name for name in names if not name.startswith(durable.TEMPORARY_PREFIX)])
+
+    def find(self, folder: str) -> Sequence[str]:
+        """Return the paths of all files below `folder`, relative to it, in any order; [] if it does not exist.
+
+        Temporary files are included. An object store answers with one request per thousand files, however many
+        folders these are in.
+
+        Raises:
+            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        """
+        full = self._full(folder)
+        if self.is_local:
+            with map_exceptions("list", full):
+                walk = os.walk(full, onerror=_raise_unless_missing, followlinks=True)
+                return [f"{parent}/{name}"[len(full) + 1 :] for parent, _, names in walk for name in names]
+
+        def read_tree() -> Sequence[str]:
+            self._drop_listings(None)
+            paths: Sequence[str] = self._fs.find(full, **self._fresh)
+            self._drop_listings(None)
+            return paths
+
+        prefix = f"{self._fs._strip_protocol(full)}/"  # noqa: SLF001 - fsspec's name for its documented rule
+        paths = map(self._fs._strip_protocol, self._retry("list", folder, read_tree))  # noqa: SLF001
+        return [path[len(prefix) :] for path in paths if path.startswith(prefix)]
 
     def create(self, path: str, content: bytes) -> None:
         """Write `content` to `path` only if `path` does not exist.
@@ -505,13 +560,17 @@ class Storage:
                 f"exists: {error}; read the log before you try again"
             ) from error
 
-    def _drop_listings(self, full: str) -> None:
+    def _drop_listings(self, full: str | None) -> None:
         """Drop the driver's cached listings, which lack the files that other processes have written since.
 
         Drivers take the details of a file from the listing of its folder, and those of a folder from its parent's.
+        None: drop those of all folders, as some drivers list the folders below another one by one, from their cache.
         """
         if self.is_local:
             return
+        if full is None:
+            with suppress(KeyError):
+                self._fs.invalidate_cache()
         folder = full
         while folder:
             # fsspec looks a listing up and then deletes it, without a lock: another thread may delete it in between.

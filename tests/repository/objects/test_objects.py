@@ -91,7 +91,7 @@ def test_names_of_64_characters_that_are_no_digest_are_refused(text):
 def test_an_object_cut_short_in_any_store_is_corrupt_and_not_unavailable(objects, left, monkeypatch):
     monkeypatch.setattr("datasvc.repository.objects.objects._RANGE_BYTES", 1000)
     info = objects.put(os.urandom(5000))
-    objects._storage.put_bytes(objects.path(info.digest), b"x" * left)
+    objects.storage.put_bytes(objects.path(info.digest), b"x" * left)
     with pytest.raises(CorruptDataError):
         objects.fetch(info.digest, info.size_bytes, io.BytesIO())
     with pytest.raises(CorruptDataError):
@@ -104,7 +104,7 @@ def test_a_store_that_fails_while_the_object_is_whole_is_unavailable_and_not_cor
     def failing(*_arguments):
         raise UnavailableError("503")
 
-    monkeypatch.setattr(objects._storage, "read_range", failing)
+    monkeypatch.setattr(objects.storage, "read_range", failing)
     with pytest.raises(UnavailableError, match="503"):
         objects.fetch(info.digest, info.size_bytes, io.BytesIO())
 
@@ -115,7 +115,7 @@ def test_an_object_that_is_there_is_not_written_again(objects, monkeypatch):
     def refusing(*_arguments):
         raise AssertionError
 
-    monkeypatch.setattr(objects._storage, "put_bytes", refusing)
+    monkeypatch.setattr(objects.storage, "put_bytes", refusing)
     assert objects.put(b"once") == info
 
 
@@ -160,7 +160,7 @@ def test_a_range_is_read_into_memory_of_the_callers_and_one_that_is_not_there_is
 
 def test_an_answer_cut_short_while_the_object_is_whole_is_unavailable_and_not_corrupt(objects, monkeypatch):
     info = objects.put(b"0123456789")
-    monkeypatch.setattr(objects._storage, "read_range", lambda _path, _offset, _length: b"01")
+    monkeypatch.setattr(objects.storage, "read_range", lambda _path, _offset, _length: b"01")
     with pytest.raises(UnavailableError, match="received 2 of 5 bytes"):
         objects.read_range(info.digest, 0, 5)
 

@@ -89,6 +89,14 @@ class StoreLaws:
         storage.put_bytes("folder/d", b"x")
         assert storage.list("folder") == ["a", "b", "c", "d", "sub"]
 
+    def test_all_files_below_a_folder_are_found_with_their_paths_below_it(self, storage):
+        for path in ("a/b/c", "a/d", "ab/e", "a/b/f"):
+            storage.put_bytes(path, b"x")
+        assert sorted(storage.find("a")) == ["b/c", "b/f", "d"]
+        assert storage.find("missing") == []
+        storage.put_bytes("a/b/late", b"x")
+        assert sorted(storage.find("a")) == ["b/c", "b/f", "b/late", "d"]
+
     def test_a_child_named_like_its_folder_is_listed(self, storage):
         storage.put_bytes("tags/tags/1", b"x")
         assert storage.list("tags") == ["tags"]

@@ -44,6 +44,12 @@ class TestS3Store(StoreLaws):
         return f"{s3_bucket}/{secrets.token_hex(8)}"
 
 
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path):
+    (tmp_path / "models").write_bytes(b"not a folder")
+    with pytest.raises(ConfigError, match="a part of the path is a file"):
+        Storage(str(tmp_path)).find("models")
+
+
 class TestFaultyStoreWithoutFaults(StoreLaws):
     is_shared_with_processes = False
 
@@ -224,6 +230,7 @@ def test_a_driver_that_answers_from_cached_listings_sees_what_another_process_co
     writer.versions("models", "cnn").append(lambda _head: {})
     assert list(reader.versions("models", "cnn").numbers_after(1)) == [2, 3]
     assert reader.storage.size("models/cnn/versions/00000003.json") > 0
+    assert reader.resolve("models", "cnn").version == 3
     assert reader.versions("models", "cnn").head() == 3
 
 
