@@ -34,7 +34,8 @@ def run_in_threads(
         threads: largest number of threads.
         sizes: bytes that each call processes, if calls are fast: consecutive small calls then share a thread.
     """
-    if len(arguments) <= 1:
+    groups = list(_group(arguments, sizes)) if len(arguments) > 1 else []
+    if len(groups) <= 1:
         return [work(*call) for call in arguments]
     stopped = threading.Event()
 
@@ -52,7 +53,7 @@ def run_in_threads(
 
     pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-map")
     try:
-        futures = [pool.submit(run_group, group) for group in _group(arguments, sizes)]
+        futures = [pool.submit(run_group, group) for group in groups]
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()

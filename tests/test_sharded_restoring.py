@@ -13,7 +13,7 @@ from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models import describe_model
 from datasvc.models.dcp import DcpReader
-from datasvc.models.restoring.restore import node_cache
+from datasvc.models.restoring.copies import StoredCopies
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.models.as_ranks import load_as_ranks, rows, save_as_ranks
 from tests.models.every_kind import copy_of, flip, links_of
@@ -94,20 +94,20 @@ def test_table_state_and_sharding_come_from_the_other_repository_too(stored, tmp
 
 def test_the_origin_is_read_once_for_all_ranks_of_a_node_and_then_all_is_resident(stored, cache):
     total = size_of(contents(stored))
-    readers = [DcpReader(stored.url, name="m", cache=node_cache(cache)) for _ in range(3)]
+    readers = [DcpReader(stored.url, name="m", cache=cache) for _ in range(3)]
     states = [empty(rank, 3) for rank in range(3)]
     load_as_ranks(readers, states)
     assert torch.equal(torch.cat([state["w"].as_subclass(torch.Tensor) for state in states]), WHOLE)
     assert sum(reader.report.came_bytes.get("origin", 0) for reader in readers) == total
     assert all(reader.report.came_bytes.keys() <= {"origin", "resident"} for reader in readers)
-    report = load(stored, cache=node_cache(cache.folder)).report
+    report = load(stored, cache=cache.folder).report
     assert report.came_bytes == {"resident": total}
     assert report.size_bytes == WHOLE.nbytes + 36 + PAIR[0].nbytes
     assert cache.status().held_bytes == 0
 
 
 def test_a_rank_brings_only_what_its_plan_meets(stored, cache):
-    reader = DcpReader(stored.url, name="m", cache=node_cache(cache))
+    reader = DcpReader(stored.url, name="m", cache=cache)
     dcp.load({"b": torch.zeros(9)}, storage_reader=reader)
     (record,) = [each for each in links_of(stored, "m@1") if each.length == 36]
     assert reader.report.came_bytes == {"origin": record.object_bytes}
@@ -115,15 +115,15 @@ def test_a_rank_brings_only_what_its_plan_meets(stored, cache):
 
 
 def test_a_copy_that_changed_in_the_cache_is_fetched_again_and_reported(stored, cache):
-    load(stored, cache=node_cache(cache))
+    load(stored, cache=cache)
     (link, *_) = sorted(links_of(stored, "m@1"), key=lambda each: -each.length)
     path = cache.acquire(link.info, stored).path
     cache.release(link.object)
     flip(path, 99)
-    (bad,) = load(stored, cache=node_cache(cache)).report.bad_copies
+    (bad,) = load(stored, cache=cache).report.bad_copies
     assert (bad.digest, bad.tensors) == (link.object, ("w",))
     assert str(cache.folder) in bad.location
-    assert load(stored, cache=node_cache(cache)).report.bad_copies == ()
+    assert load(stored, cache=cache).report.bad_copies == ()
 
 
 def test_peers_give_what_the_origin_would(stored, tmp_path):
@@ -131,23 +131,20 @@ def test_peers_give_what_the_origin_would(stored, tmp_path):
     Cache(tmp_path / "cache", budget="50MB").close()
     with PeerServer(objects) as peer:
         peers = Peers(Strangers(peer.url), PeerSettings())
-        report = load(stored, cache=node_cache(tmp_path / "cache", peers)).report
+        report = load(stored, cache=tmp_path / "cache", peers=peers).report
         assert peer.requests
     assert report.came_bytes["peer"] >= size_of(objects) // 2
 
 
 def test_what_finds_no_room_in_the_cache_is_read_past_it(stored, tmp_path):
     with Cache(tmp_path / "small", budget=100_000) as cache:
-        report = load(stored, cache=node_cache(cache)).report
+        report = load(stored, cache=cache).report
         assert report.came_bytes["direct"] > 0
         assert report.bad_copies == ()
         assert cache.status().held_bytes == 0
 
 
-def test_a_cache_that_is_only_named_is_refused_with_what_to_do(stored, cache):
-    for wrong in ("/nvme/cache", cache):
-        with pytest.raises(ConfigError, match=r"datasvc\.models\.restoring\.restore\.node_cache"):
-            DcpReader(stored.url, cache=wrong)
+def test_peers_without_the_folder_of_a_cache_are_refused_with_what_to_do(stored, cache):
     for given in (None, cache):
         with pytest.raises(ConfigError, match="by way of a node's cache"):
-            node_cache(given, Peers(Strangers("http://a:1")))
+            StoredCopies(stored, cache=given, peers=Peers(Strangers("http://a:1")))

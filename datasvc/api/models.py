@@ -16,10 +16,10 @@ from datasvc.models.registry.registry import describe_model, describe_versions, 
 from datasvc.models.registry.removal import remove, retain
 from datasvc.models.registry.repair import verify_and_repair
 from datasvc.models.registry.verify import verify
-from datasvc.models.restoring.checkpoint import save
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.restoring.restore import restore
 from datasvc.models.saving.manager import CheckpointManager
+from datasvc.models.saving.save import save
 from datasvc.models.search.query import find_versions, query_versions
 from datasvc.models.transfer import TransferReport, transfer
 from datasvc.models.versions.signing import sign

@@ -112,7 +112,6 @@ def restore(run: Run, ref: str) -> Checkpoint:
     else:
         checkpoint = run.checkpoints.restore(ref)
     restored = checkpoint.report
-    assert restored is not None
     by_source = {f"{where}_bytes": num_bytes for where, num_bytes in restored.came_bytes.items()}
     facts = {
         "version": str(checkpoint.version),

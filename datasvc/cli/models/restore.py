@@ -78,7 +78,6 @@ def restore(
         )
     files = export_checkpoint(checkpoint, folder)
     report = checkpoint.report
-    assert report is not None
     if as_json:
         facts = {**asdict(report), "bytes_s": report.bytes_s}
         print_json({"version": str(checkpoint.version), "files": [str(file) for file in files], **facts})

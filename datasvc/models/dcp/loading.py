@@ -91,15 +91,17 @@ def read_sharded(
         CorruptDataError: the entry, table, state or sharding is damaged, or the version is not signed.
         UnavailableError: the store does not answer.
     """
-    stored = read_version(repository, ref, read=copies.read, trusted_keys=trusted_keys)
+    stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     version = str(stored.version)
-    skeleton = decode_state(copies.read(stored.state, MAX_STATE_BYTES), version)
+    skeleton = decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), version)
     records = {record.name: record for record in stored.records}
     digest = stored.entry.get("sharding")
     if digest is None:
         sharding = describe_unsharded(skeleton, records, version)
     else:
-        sharding = decode_sharding(copies.read(parse_digest(digest), MAX_SHARDING_BYTES), records, skeleton, version)
+        sharding = decode_sharding(
+            copies.direct.read(parse_digest(digest), MAX_SHARDING_BYTES), records, skeleton, version
+        )
     return ShardedVersion(repository, copies, stored.version, sharding, records, skeleton)
 
 

@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from datasvc.errors import ConfigError, DatasvcError
+from datasvc.cache import Cache
+from datasvc.cache.peers.peers import Peers
+from datasvc.errors import DatasvcError
 from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME, picklable_errors
-from datasvc.models.restoring.copies import OpenCache, StoredCopies
+from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import parse_reference
@@ -37,8 +39,9 @@ class DcpReader(StorageReader):
         path: repository: local folder or fsspec URL.
         name: name of the model; its newest version is read.
         ref: version to read instead of `name`: "NAME@3" or "NAME@tag".
-        cache: cache of the node, from `datasvc.models.restoring.restore.node_cache`. It fetches each missing object
-            once per node, as a whole, from the repository or `fallback`.
+        cache: the node's cache, or the folder of one that has a budget. It fetches each missing object once per node,
+            as a whole, from the repository or `fallback`.
+        peers: peers for a cache that is given by its folder.
         fallback: other repositories, or their URLs, that may have copies of objects, in the order to try.
         trusted_keys: files of public keys, see `datasvc.models.restoring.stored_version.read_version`.
         planner_bytes: whether values in a planner's own format are given to the planner that loads. Use it only for
@@ -50,7 +53,7 @@ class DcpReader(StorageReader):
         report: report of the last load on this rank; None before the first load.
 
     Raises:
-        ConfigError: `ref` is not a valid reference, or `cache` is not from `node_cache`.
+        ConfigError: `ref` is not a valid reference.
     """
 
     def __init__(
@@ -59,23 +62,20 @@ class DcpReader(StorageReader):
         *,
         name: str = DEFAULT_NAME,
         ref: str | None = None,
-        cache: OpenCache | None = None,
+        cache: Cache | str | Path | None = None,
+        peers: Peers | None = None,
         fallback: Sequence[Repository | str] = (),
         trusted_keys: Sequence[str | Path] | None = None,
         planner_bytes: bool = False,
     ) -> None:
         parse_reference(ref or name, "model")
-        if cache is not None and not callable(cache):
-            raise ConfigError(
-                f"cache is {cache!r}; pass it through datasvc.models.restoring.restore.node_cache first"
-            )
         self.url = os.fspath(path)
         self.ref = ref or name
         self.load_id = str(uuid.uuid4())
         self.version: Resolved | None = None
         self.report: RestoreReport | None = None
         self._given_id: str | os.PathLike[str] = path
-        self._cache = cache
+        self._cache, self._peers = cache, peers
         self._fallback = tuple(fallback)
         self._trusted_keys = trusted_keys
         self._planner_bytes = planner_bytes
@@ -120,7 +120,7 @@ class DcpReader(StorageReader):
         try:
             with picklable_errors():
                 repository = Repository.open(self.url)
-                copies = StoredCopies(repository, fallback=self._fallback, cache=self._cache)
+                copies = StoredCopies(repository, cache=self._cache, peers=self._peers, fallback=self._fallback)
                 self._stored = read_sharded(repository, copies, self.ref, trusted_keys=self._trusted_keys)
         except DatasvcError as error:
             # An error raised from here would lose its type: torch keeps only its text.

@@ -19,8 +19,7 @@ from datasvc.models.dcp.values import encode_value, nest
 from datasvc.models.tensors.chunks import CHUNK_BYTES, Box, Shape, plan_chunks, slices
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.write import Codec, TensorBlock, store_chunks
-from datasvc.models.versions.commit import StoredState
+from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
 from datasvc.repository import Repository
 
 _MIN_CHUNK_BYTES: Final = 512 << 10

@@ -220,6 +220,7 @@ class DcpWriter(StorageWriter):
                 join_shares(metadata, shares),
                 self.version_metadata,
                 extra={"sharding": sharding.digest},
+                extra_objects=[sharding.digest],
             )
             # Torch sends the metadata to every rank, so each rank learns the committed version from it.
             metadata.storage_meta = StorageMeta(f"{self.url}#{self.committed}", self.save_id)

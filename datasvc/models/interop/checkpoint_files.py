@@ -6,8 +6,8 @@ from pathlib import Path
 
 from datasvc.models.interop.safetensors_files import ENTRY_FILE, STATE_FILE, TENSORS_FILE, write_checkpoint
 from datasvc.models.interop.whole_folder import create_folder
-from datasvc.models.restoring.checkpoint import Checkpoint
 from datasvc.models.restoring.load_into_module import spec_of
+from datasvc.models.restoring.restore import Checkpoint
 from datasvc.models.tensors.state_tree import flatten
 
 

@@ -20,9 +20,9 @@ from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
 from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.state_tree import encode_state, unflatten
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.write import Codec, StoredTensors, TensorBlock, store_chunks
+from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
 from datasvc.models.versions.code_revision import CodeRevision
-from datasvc.models.versions.commit import StoredState, base_records, commit
+from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
@@ -118,7 +118,7 @@ def import_model(
     version = commit(
         repository,
         name,
-        StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite),
+        replace(stored, skeleton=skeleton),
         VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=unknown_code),
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
         extra_objects=kept.values(),
@@ -254,7 +254,7 @@ def store_blocks(
     base: Sequence[TensorRecord] = (),
     codec: Codec = "delta",
     progress: Progress = NO_PROGRESS,
-) -> StoredTensors:
+) -> StoredState:
     """Store foreign tensors in batches; memory holds at most two batches of 64 MiB, or one larger block.
 
     Raises:
@@ -269,7 +269,7 @@ def store_blocks(
         new_bytes += stored.new_bytes
         num_nonfinite.update(stored.num_nonfinite)
     records = tuple(join_chunks(tensor.name, tensor.dtype, tensor.shape, chunks[tensor.name]) for tensor in tensors)
-    return StoredTensors(records, new_bytes, dict(num_nonfinite))
+    return StoredState(records, None, new_bytes, dict(num_nonfinite))
 
 
 def _batches(tensors: Iterable[ForeignTensor]) -> Iterator[list[TensorBlock]]:

@@ -17,7 +17,6 @@ from datasvc.extras import how_to_install
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import LoadReport
 from datasvc.models.restoring.load_into_module import load_version_into
-from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from datasvc.repository import Repository, Resolved
 
@@ -54,7 +53,6 @@ def export_onnx(
     prefix: str = "model",
     rename: Mapping[str, str] | None = None,
     dynamic_batch: bool = True,
-    source: ChunkSource | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> OnnxExport:
     """Write a version as `model.onnx`.
@@ -69,7 +67,6 @@ def export_onnx(
         rename: see `load_into_module.load_version_into`.
         dynamic_batch: whether the first dimension of every input may have any size; the examples then need a size of
             2 or more there.
-        source: source of the chunks, by default the repository.
         trusted_keys: see `stored_version.read_version`.
 
     Raises:
@@ -85,7 +82,7 @@ def export_onnx(
     check_target(Path(folder))
     version = repository.resolve("models", ref)
     loaded = load_version_into(
-        repository, model, str(version), prefix=prefix, rename=rename, source=source, trusted_keys=trusted_keys
+        repository, model, str(version), prefix=prefix, rename=rename, trusted_keys=trusted_keys
     )
     model.eval()
     batch = torch.export.Dim.DYNAMIC if dynamic_batch else None

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from datasvc.cache import Cache
 from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
-from datasvc.models.restoring.copies import DIRECT, count_bytes, links_of
 from datasvc.models.restoring.failover_source import FailoverSource
-from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.models.tensors.tensor_table import ChainLink, TensorRecord
 from datasvc.progress import SourceCounter
 from datasvc.repository import Digest, ObjectInfo, Repository
+
+DIRECT: Final = "direct"
+"""Origin of bytes that were read from a repository, not through a cache."""
 
 
 class CachedSource:
@@ -39,14 +42,15 @@ class CachedSource:
         cache: Cache,
         repositories: Sequence[Repository],
         direct: FailoverSource,
-        records: Iterable[TensorRecord],
+        records: Sequence[TensorRecord],
     ) -> None:
         self._cache = cache
         self._repositories = repositories
         self._direct = direct
-        links = links_of(records)
-        self._infos = {link.object: ObjectInfo(link.object, link.object_bytes) for link in links}
-        self._remaining_bytes = count_bytes(links)
+        self._infos = {
+            link.object: link.info for record in records for chunk in record.chunks for link in chunk.chain
+        }
+        self._remaining_bytes = count_bytes(records)
         self._lock = threading.Lock()
         self._mapped: dict[Digest, Future[memoryview | None]] = {}
         self._checking: dict[Digest, threading.Lock] = {}
@@ -163,6 +167,20 @@ class CachedSource:
                 where = f"the cache {self._cache.folder}"
                 reason = f"object {digest} in {where} was changed; it is in quarantine there"
                 self._direct.bad.add(digest, where, reason, content=before, intact=self._view(digest))
+
+
+def count_bytes(records: Iterable[TensorRecord]) -> Counter[Digest]:
+    """Return the number of bytes that will be read of each object; a shared range counts once."""
+    counted = Counter[Digest]()
+    ranges: set[ChainLink] = set()
+    for record in records:
+        for chunk in record.chunks:
+            for link in chunk.chain:
+                # A whole object is read once for each chunk, a range once for all chunks in it.
+                if link.is_whole_object or link not in ranges:
+                    counted[link.object] += link.length
+                    ranges.add(link)
+    return counted
 
 
 def _map(path: Path) -> memoryview:

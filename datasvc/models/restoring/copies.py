@@ -7,34 +7,25 @@ read. A report lists how many bytes came from each place and which copies were b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Final, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from datasvc.cache import Cache
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.models.restoring.cached_source import DIRECT, CachedSource, count_bytes
 from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.tensors.chunk_reader import ChunkSource
-from datasvc.models.tensors.tensor_table import ChainLink, TensorRecord
-from datasvc.repository import Digest, Repository, Storage
+from datasvc.models.tensors.read import load_tensors
+from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository import Repository, Storage
 
-DIRECT: Final = "direct"
-"""Place name of bytes that were read from a repository, not through a cache."""
-
-
-class StagedSource(ChunkSource, Protocol):
-    """A `ChunkSource` that counts where its bytes come from."""
-
-    @property
-    def came_bytes(self) -> Mapping[str, int]:
-        """Stored bytes by the place that they came from, see `RestoreReport`."""
-
-
-OpenCache = Callable[
-    [Sequence[Repository], FailoverSource, Sequence[TensorRecord]], AbstractContextManager[StagedSource]
-]
-"""Opens a source over a node's cache, for given repositories, for their failover source as the direct way, and for
-records of which each chunk is read once. `datasvc.models.restoring.restore.node_cache` makes one."""
+if TYPE_CHECKING:
+    import torch
 
 
 class StoredCopies:
@@ -42,10 +33,15 @@ class StoredCopies:
 
     Args:
         repository: repository that normally has the objects.
+        cache: the node's cache, or the folder of one that has a budget; tried first for tensors.
+        peers: peers for a cache that is given by its folder.
         fallback: one or several other repositories, or their URLs, that may have copies; tried in this order.
-        cache: opens a source over the node's cache, which is tried first for tensors.
+
+    Attributes:
+        direct: source over the repositories, without the cache.
 
     Raises:
+        ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.
         NotFoundError: a fallback repository does not exist.
     """
 
@@ -53,50 +49,44 @@ class StoredCopies:
         self,
         repository: Repository,
         *,
+        cache: Cache | str | Path | None = None,
+        peers: Peers | None = None,
         fallback: Sequence[Repository | str] | Repository | str = (),
-        cache: OpenCache | None = None,
     ) -> None:
+        if peers is not None and (cache is None or isinstance(cache, Cache)):
+            raise ConfigError(
+                "peers are reached by way of a node's cache: pass the cache's folder as cache=, or a Cache that has "
+                "peers"
+            )
+        self._cache, self._peers = cache, peers
         fallbacks = [fallback] if isinstance(fallback, str | Repository) else fallback
         self._repositories = [repository, *map(_open_fallback, fallbacks)]
-        self._direct = FailoverSource([repo.objects for repo in self._repositories])
-        self._open_cache = cache
+        self.direct = FailoverSource([repo.objects for repo in self._repositories])
         self._bytes_by_origin: Counter[str] = Counter()
-
-    def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
-        """Return a whole object, verified, without a cache. Raises as `FailoverSource.read`."""
-        return self._direct.read(digest, max_bytes)
 
     @contextmanager
     def open_source(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
         """Open a source for the bytes of tensors; each chunk of `records` is then read once."""
-        if self._open_cache is None:
-            yield self._direct
-            self._bytes_by_origin[DIRECT] += count_bytes(links_of(records)).total()
+        if self._cache is None:
+            yield self.direct
+            self._bytes_by_origin[DIRECT] += count_bytes(records).total()
             return
-        with self._open_cache(self._repositories, self._direct, records) as staged:
-            yield staged
-            self._bytes_by_origin.update(staged.came_bytes)
+        with ExitStack() as opened:
+            cache = self._cache
+            node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=self._peers))
+            source = opened.enter_context(CachedSource(node, self._repositories, self.direct, records))
+            yield source
+            self._bytes_by_origin.update(source.came_bytes)
+
+    def load(self, records: Sequence[TensorRecord], *, progress: Progress = NO_PROGRESS) -> dict[str, torch.Tensor]:
+        """Return the tensors of `records` by name, every byte verified. Arguments and errors as of `load_tensors`."""
+        with self.open_source(records) as source:
+            return load_tensors(source, records, progress=progress)
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""
         size_bytes = sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
-        return RestoreReport(seconds, size_bytes, dict(self._bytes_by_origin), self._direct.bad.listed(records))
-
-
-def links_of(records: Iterable[TensorRecord]) -> list[ChainLink]:
-    """Return the links of all chunks of the records."""
-    return [link for record in records for chunk in record.chunks for link in chunk.chain]
-
-
-def count_bytes(links: Iterable[ChainLink]) -> Counter[Digest]:
-    """Return the number of bytes that will be read of each object; a shared range counts once."""
-    every = list(links)
-    counted = Counter[Digest]()
-    # A shared range is read once for all chunks in it, a whole object once for each chunk.
-    shared = {link for link in every if not link.is_whole_object}
-    for link in [*shared, *(link for link in every if link.is_whole_object)]:
-        counted[link.object] += link.length
-    return counted
+        return RestoreReport(seconds, size_bytes, dict(self._bytes_by_origin), self.direct.bad.listed(records))
 
 
 def _open_fallback(place: Repository | str) -> Repository:

@@ -29,12 +29,17 @@ class FailoverSource:
     Args:
         places: objects of the repositories, nearest first; at least one.
         bad: collects the bad copies.
+
+    Attributes:
+        bad: collects the bad copies.
+        is_near: whether the first place is on this machine, see `NearSource`.
     """
 
     def __init__(self, places: Sequence[Objects], bad: BadCopies | None = None) -> None:
         assert places
         self.bad = bad or BadCopies()
         self._places = tuple(places)
+        self.is_near = places[0].is_near
         self._bad_places: dict[tuple[int, Digest], DatasvcError] = {}
 
     def location(self, digest: Digest) -> str:
@@ -53,11 +58,6 @@ class FailoverSource:
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
         """See `ChunkSource`: unverified, from the first place that provides it and is not marked as bad."""
         return self._first(digest, lambda place: place.read_range(digest, offset, length))
-
-    @property
-    def is_near(self) -> bool:
-        """See `NearSource`: whether the first place is on this machine."""
-        return self._places[0].is_near
 
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
         """See `NearSource`."""

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datasvc.cache import Cache
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
-from datasvc.models.restoring.checkpoint import Checkpoint
+from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
+from datasvc.models.restoring.restore import Checkpoint
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.dtypes import cast as cast_tensor
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.name_filter import is_below, map_names
-from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import flatten
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
@@ -74,29 +75,31 @@ def load_version_into(
     strict: bool = True,
     cast: bool = False,
     rename: Mapping[str, str] | None = None,
-    source: ChunkSource | None = None,
+    cache: Cache | str | Path | None = None,
+    peers: Peers | None = None,
+    fallback: Sequence[Repository | str] | Repository | str = (),
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> LoadReport:
     """Fill a model's parameters and buffers from a version; reads only tensors of the model, none if they do not fit.
 
-    Arguments, result and errors are those of `load_into` and `checkpoint.restore`.
+    Arguments, result and errors are those of `load_into` and `restore.restore`.
     """
-    stored = read_version(repository, ref, trusted_keys=trusted_keys)
+    copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
+    stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     records = {record.name: record for record in stored.records}
     renamed = {new: replace(records[old], name=new) for old, new in names_below(records, prefix, rename).items()}
     specs = {name: TensorSpec(record.dtype, record.shape) for name, record in renamed.items()}
-    objects = source or repository.objects
 
     def are_equal(one: str, other: str) -> bool:
         if renamed[one].content == renamed[other].content:
             return True
         # Imported tensors may have other chunk boundaries, and so differ in `content` while their bytes are equal.
-        return _are_equal(*load_tensors(objects, [renamed[one], renamed[other]]).values())
+        return _are_equal(*copies.load([renamed[one], renamed[other]]).values())
 
     plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
     needed = [renamed[name] for name in plan.loaded if name in renamed]
-    fill(model, load_tensors(objects, needed, progress=progress))
+    fill(model, copies.load(needed, progress=progress))
     return plan
 
 

@@ -92,9 +92,11 @@ class BadCopies:
         """Return the bad copies, each once, with the names of the affected tensors of `records`."""
         with self._lock:
             copies = dict(self._found)
+        if not copies:
+            return ()
         objects = {digest for digest, _ in copies}
         links: dict[Digest, list[tuple[str, ChainLink]]] = {digest: [] for digest in objects}
-        for record in records if objects else ():
+        for record in records:
             for chunk in record.chunks:
                 for link in chunk.chain:
                     if link.object in objects:

@@ -1,27 +1,40 @@
-"""Restores a checkpoint through the node's cache and its peers, with other repositories as fallback."""
+"""Restores checkpoints: from the node's cache, its peers, the repository, or other repositories as fallback."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
-from datasvc.errors import ConfigError
-from datasvc.models.restoring.cached_source import CachedSource
-from datasvc.models.restoring.checkpoint import Checkpoint
-from datasvc.models.restoring.copies import OpenCache, StagedSource, StoredCopies
-from datasvc.models.restoring.failover_source import FailoverSource
+from datasvc.models.restoring.copies import StoredCopies
+from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.name_filter import map_names, select_names
-from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A restored checkpoint.
+
+    Attributes:
+        version: the restored version.
+        state: the state tree as it was saved; tensors on the CPU, verified, owned by the caller.
+        entry: content of the version's log entry: data, code, configuration, metrics.
+        report: time, origin of the bytes and bad copies.
+    """
+
+    version: Resolved
+    state: Any
+    entry: Mapping[str, Any]
+    report: RestoreReport
 
 
 def restore(
@@ -68,47 +81,17 @@ def restore(
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()
-    copies = StoredCopies(repository, fallback=fallback, cache=node_cache(cache, peers))
-    stored = read_version(repository, ref, read=copies.read, trusted_keys=trusted_keys)
+    copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
+    stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
-    skeleton = None if is_part else decode_state(copies.read(stored.state, MAX_STATE_BYTES), str(stored.version))
+    skeleton = (
+        None if is_part else decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), str(stored.version))
+    )
     progress.begin(sum(record.nbytes for record in records))
-    with copies.open_source(records) as source:
-        tensors = load_tensors(source, records, progress=progress)
+    tensors = copies.load(records, progress=progress)
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
-
-
-def node_cache(cache: Cache | str | Path | None, peers: Peers | None = None) -> OpenCache | None:
-    """Return a function that opens a source over a node's cache, for `datasvc.models.dcp.DcpReader`.
-
-    Returns None without a cache.
-
-    Args:
-        cache: cache of this node, or the folder of one that has a budget. Objects for which it has no space are read
-            directly from the repository.
-        peers: peers for a cache that is given by its folder.
-
-    Raises:
-        ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.
-    """
-    if peers is not None and (cache is None or isinstance(cache, Cache)):
-        raise ConfigError(
-            "peers are reached by way of a node's cache: pass the cache's folder as cache=, or a Cache that has peers"
-        )
-    if cache is None:
-        return None
-
-    @contextmanager
-    def open_cache(
-        repositories: Sequence[Repository], direct: FailoverSource, records: Sequence[TensorRecord]
-    ) -> Iterator[StagedSource]:
-        with ExitStack() as opened:
-            node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=peers))
-            yield opened.enter_context(CachedSource(node, repositories, direct, records))
-
-    return open_cache
 
 
 def _select(

@@ -30,11 +30,6 @@ class StoredVersion:
     records: tuple[TensorRecord, ...]
     state: Digest
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all tensors in memory."""
-        return sum(record.nbytes for record in self.records)
-
 
 def read_version(
     repository: Repository,
@@ -64,5 +59,5 @@ def read_version(
         check_signed(repository, version, entry, keys)
     refs = objects_of_entry(entry.content, version)
     content = (read or repository.objects.read)(refs.tensors, MAX_TABLE_BYTES)
-    records = decode_table(content, repository.objects.location(refs.tensors))
+    records = decode_table(content, f"the tensor table {refs.tensors} of {version}")
     return StoredVersion(version, entry.content, records, refs.state)

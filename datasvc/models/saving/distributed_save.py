@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,8 +20,7 @@ from datasvc.models.saving.rank_channel import RankChannel, describe_error, rais
 from datasvc.models.tensors.chunks import Shape, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.write import Codec, TensorBlock, store_chunks
-from datasvc.models.versions.commit import StoredState
+from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
 from datasvc.repository import Digest, Objects, Resolved
 from datasvc.repository.objects.objects import digest_of
 
@@ -35,7 +34,7 @@ _DIGEST_BITS: Final = 62
 
 
 @dataclass(frozen=True)
-class _RankWrites:
+class RankWrites:
     """What one rank has stored, in the form in which it is sent to rank 0."""
 
     chunks: Sequence[tuple[str, Chunk]]
@@ -45,6 +44,7 @@ class _RankWrites:
     num_nonfinite: Mapping[str, int]
 
     def encode(self) -> bytes:
+        """Return the part as a message."""
         rows = [
             [name, chunk.start, chunk.shape, chunk.digest, [list(vars(link).values()) for link in chunk.chain]]
             for name, chunk in self.chunks
@@ -54,7 +54,8 @@ class _RankWrites:
         ).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> _RankWrites:
+    def decode(cls, raw: bytes) -> RankWrites:
+        """Return the part in a message of another rank."""
         rows, rank_tensors, rank_skeleton, new_bytes, num_nonfinite = json.loads(raw)
         chunks = [
             (name, Chunk(tuple(start), tuple(shape), Digest(digest), tuple(ChainLink(*link) for link in chain)))
@@ -64,71 +65,66 @@ class _RankWrites:
         return cls(chunks, dtypes_and_shapes, rank_skeleton, new_bytes, num_nonfinite)
 
 
-def save_distributed(
-    channel: RankChannel,
-    objects: Objects,
-    prepare: Callable[[], FlatState],
-    commit: Callable[[StoredState], Resolved],
-    *,
-    step: int,
-    base: Callable[[], Sequence[TensorRecord]],
-    base_tensors: Mapping[str, torch.Tensor],
-    codec: Codec,
-) -> Resolved:
-    """Store and commit a state; every rank calls this and gets the same version or the same error.
+def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: Exception | None) -> frozenset[str]:
+    """Check that all ranks are ready to store the same step; return the shared tensors that rank 0 stores alone.
+
+    Every rank calls this before it stores anything.
 
     Args:
         channel: channel between the ranks.
-        objects: objects of the repository.
-        prepare: returns the state of this rank; shared tensors have the same names, dtypes and shapes on all ranks.
-        commit: commits the stored state; called on rank 0 after all ranks have stored their parts.
         step: step of the state.
-        base: returns the records of the version before.
-        base_tensors: tensors that may equal those of the base, see `store_tensors`.
-        codec: see `store_tensors`.
+        state: state of this rank; its shared tensors have the same names, dtypes and shapes on all ranks.
+        error: reason why this rank cannot store the state.
 
     Raises:
-        ConfigError: the ranks are at different steps; nothing was committed.
-        DatasvcError: a rank failed; nothing was committed.
-        UnavailableError: a rank was lost before the commit; nothing was committed.
-        UnknownOutcomeError: rank 0 was lost during the commit.
+        ConfigError: the ranks are at different steps.
+        DatasvcError: a rank has an error.
+        UnavailableError: a rank is lost.
     """
-    writes, error, flat_state = None, None, None
     fingerprints: Mapping[str, int] = {}
     try:
-        flat_state = prepare()
-        if channel.size > 1:
+        if channel.size > 1 and error is None:
             # Sorted, so that all ranks have the fingerprints in the same order.
-            fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(flat_state.tensors.items())}
+            fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(state.tensors.items())}
     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
         error = failure
     answers = channel.exchange([describe_error(error), step])
     raise_on_all_ranks([answer[0] for answer in answers], error)
     if len({answer[1] for answer in answers}) > 1:
         raise ConfigError(f"the ranks write different steps; by rank: {[answer[1] for answer in answers]}")
-    assert flat_state is not None
-    rank0_only = _find_differing(channel, fingerprints)
-    try:
-        writes = _store_part(
-            channel, objects, flat_state, rank0_only, base=base(), base_tensors=base_tensors, codec=codec
-        ).encode()
-    except Exception as failure:  # noqa: BLE001 - likewise
-        error = failure
+    return _find_differing(channel, fingerprints)
+
+
+def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception | None) -> list[RankWrites]:
+    """Return the parts that all ranks have stored, on rank 0; [] elsewhere. Every rank calls this after `store_part`.
+
+    Args:
+        channel: channel between the ranks.
+        part: part of this rank; None after an error.
+        error: reason why this rank could not store its part.
+
+    Raises:
+        DatasvcError: a rank has an error.
+        UnavailableError: a rank is lost.
+    """
     # Commit only if every rank has stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
-    assert writes is not None
-    gathered = channel.gather(writes)
-    version = None
-    if channel.rank == 0:
-        try:
-            version = commit(_join(flat_state, [_RankWrites.decode(raw) for raw in gathered]))
-        except Exception as failure:  # noqa: BLE001 - likewise
-            error = failure
-    return _share_outcome(channel, version, error)
+    assert part is not None
+    return [RankWrites.decode(raw) for raw in channel.gather(part.encode())]
 
 
-def _share_outcome(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
-    """Return the version that rank 0 committed, or raise its error, on all ranks."""
+def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
+    """Return the version that rank 0 committed, or raise its error, on all ranks.
+
+    Args:
+        channel: channel between the ranks.
+        version: committed version, on rank 0.
+        error: error of the commit, on rank 0.
+
+    Raises:
+        DatasvcError: rank 0 has an error; nothing was committed.
+        UnknownOutcomeError: rank 0 was lost during the commit.
+    """
     outcome = {
         "error": describe_error(error),
         "version": None if version is None else [version.name, version.version],
@@ -171,60 +167,58 @@ def _fingerprint(tensor: torch.Tensor) -> int:
     return int(digest_of(bytes_of(tensor).data), 16) >> (256 - _DIGEST_BITS)
 
 
-def _store_part(
+def store_part(
     channel: RankChannel,
     objects: Objects,
-    flat_state: FlatState,
+    state: FlatState,
     rank0_only: frozenset[str],
     *,
     base: Sequence[TensorRecord],
     base_tensors: Mapping[str, torch.Tensor],
     codec: Codec,
-) -> _RankWrites:
+) -> RankWrites:
     """Store this rank's part of the shared tensors and all of its own tensors."""
     if rank0_only and channel.rank == 0:
         logger.info(
             "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
         )
-    shared = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flat_state.tensors.items()}
+    shared = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
     chunks = [
-        TensorBlock(write.name, write.box[0], flat_state.tensors[write.name][slices(write.box)])
+        TensorBlock(write.name, write.box[0], state.tensors[write.name][slices(write.box)])
         for write in partition_writes(shared, channel.size, rank0_only=rank0_only)
         if write.rank == channel.rank
     ]
-    rank_tensors = {
-        name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flat_state.rank_tensors.items()
-    }
-    chunks += [_full_chunk(name, tensor) for name, tensor in flat_state.rank_tensors.items()]
+    rank_tensors = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.rank_tensors.items()}
+    chunks += [_full_chunk(name, tensor) for name, tensor in state.rank_tensors.items()]
     base_chunks = [_full_chunk(name, tensor) for name, tensor in base_tensors.items()]
     stored = store_chunks(objects, chunks, base=base, base_tensors=base_chunks, codec=codec)
-    return _RankWrites(stored.chunks, rank_tensors, flat_state.rank_skeleton, stored.new_bytes, stored.num_nonfinite)
+    return RankWrites(stored.chunks, rank_tensors, state.rank_skeleton, stored.new_bytes, stored.num_nonfinite)
 
 
 def _full_chunk(name: str, tensor: torch.Tensor) -> TensorBlock:
     return TensorBlock(name, (0,) * tensor.dim(), tensor)
 
 
-def _join(flat_state: FlatState, writes: Sequence[_RankWrites]) -> StoredState:
-    """Return the state that all ranks together have stored."""
-    described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in flat_state.tensors.items()}
-    for rank_writes in writes:
+def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
+    """Return the state that all ranks together have stored. Raises ConfigError: two tensors have the same name."""
+    described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
+    for rank_writes in parts:
         for name, dtype_and_shape in rank_writes.rank_tensors.items():
             if name in described:
                 raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
             described[name] = dtype_and_shape
     chunks: dict[str, list[Chunk]] = {name: [] for name in described}
     num_nonfinite: Counter[str] = Counter()
-    for rank_writes in writes:
+    for rank_writes in parts:
         for name, chunk in rank_writes.chunks:
             chunks[name].append(chunk)
         num_nonfinite.update(rank_writes.num_nonfinite)
-    skeleton = dict(flat_state.skeleton)
-    if any(rank_writes.rank_skeleton is not None for rank_writes in writes):
-        skeleton[RANK_STATE] = [rank_writes.rank_skeleton for rank_writes in writes]
+    skeleton = dict(state.skeleton)
+    if any(rank_writes.rank_skeleton is not None for rank_writes in parts):
+        skeleton[RANK_STATE] = [rank_writes.rank_skeleton for rank_writes in parts]
     return StoredState(
         [join_chunks(name, *described[name], stored) for name, stored in sorted(chunks.items())],
         skeleton,
-        sum(rank_writes.new_bytes for rank_writes in writes),
+        sum(rank_writes.new_bytes for rank_writes in parts),
         num_nonfinite,
     )

@@ -7,8 +7,7 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +15,14 @@ from typing import Any, Final, Self
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
-from datasvc.errors import ConfigError, DatasvcError, NotFoundError
-from datasvc.models.restoring.checkpoint import Checkpoint
-from datasvc.models.restoring.restore import restore
+from datasvc.errors import ConfigError, DatasvcError
+from datasvc.models.restoring.restore import Checkpoint, restore
 from datasvc.models.saving.flat_state import FlatState, describe_mismatch, flatten_state
 from datasvc.models.saving.preemption import Preemption
-from datasvc.models.saving.queue import SaveHandle, SaveQueue
+from datasvc.models.saving.queue import OVERLAPS, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
 from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_duration, parse_policy
+from datasvc.models.saving.save_task import SaveHandle, SaveTask
 from datasvc.models.saving.shared_store import check_same_store
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
@@ -105,6 +104,8 @@ class CheckpointManager:
             raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
         if failures not in FAILURES:
             raise ConfigError(f"failures is {failures!r}; expected one of {', '.join(FAILURES)}")
+        if overlap not in OVERLAPS:
+            raise ConfigError(f"overlap is {overlap!r}; expected one of {', '.join(OVERLAPS)}")
         self._failures = failures
         self._repository = repository
         self._restore = partial(
@@ -113,7 +114,6 @@ class CheckpointManager:
         self._policy = parse_policy(every, max_stall)
         self._is_closed = False
         self._scheduler = SaveScheduler(self._policy)
-        self._queue = SaveQueue(limit=_NUM_BUFFERS, overlap=overlap)
         grace_s = None if grace is None else parse_duration(grace)
         # Two channels: the calling thread and the save thread run collectives independently of each other.
         self._main_channel, self._save_channel = open_channels(group, timeout_s)
@@ -128,8 +128,9 @@ class CheckpointManager:
             capture_code()
         self._preemption = None if grace_s is None else Preemption(grace_s)
         self._writer = VersionWriter(repository, name, codec, self._save_channel)
+        self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
-        self._device_stalls_s: deque[float] = deque()
+        self._copying: deque[SaveHandle] = deque()
         self._next_check = 0
         self.stop_signal: int | None = None
 
@@ -231,24 +232,31 @@ class CheckpointManager:
         if self._is_closed:
             raise ConfigError(f"model {self.name!r} is closed; open it again to save")
         began_s = time.perf_counter()
-        metadata, flat_state = self._agree(
-            lambda: copy.deepcopy(
+        error: Exception | None = None
+        metadata, flat_state, reported = None, None, list[int]()
+        try:
+            step = check_step(step)
+            self._queue.check(step)
+            reported, error = self._take_failure()
+            if error is None:
                 # Resolve a tag now: it may point at another version by the time this save is committed.
-                VersionMetadata(step, data, config, metrics, exact_version(self._repository, parent), message=message)
-            ),
-            lambda: flatten_state(state, rank_state, self._main_channel.rank),
-            step=step,
-        )
-        handle = SaveHandle(metadata.step)
+                parent = exact_version(self._repository, parent)
+                metadata = copy.deepcopy(VersionMetadata(step, data, config, metrics, parent, message=message))
+                flat_state = flatten_state(state, rank_state, self._main_channel.rank)
+        except Exception as failure:  # noqa: BLE001 - raised on all ranks
+            error = failure
+        self._agree(step, flat_state, reported, error)
+        assert metadata is not None
+        assert flat_state is not None
         self._count_device_copies()
         try:
-            self._submit(handle, metadata, flat_state, began_s)
+            handle = self._submit(metadata, flat_state, began_s)
             if wait:
                 handle.result()
         finally:
             # Measure the call itself: it may have waited for a save, or run the save in this thread.
-            if handle.done():
-                self._device_stalls_s.clear()  # the stall recorded below includes these copies
+            if self._copying and self._copying[-1].done():
+                self._copying.clear()  # the stall recorded below includes these copies
             self._scheduler.record_stall(time.perf_counter() - began_s)
         return handle
 
@@ -308,11 +316,8 @@ class CheckpointManager:
         Raises:
             CorruptDataError, UnavailableError: see `Log.read`.
         """
-        try:
-            newest = self._repository.resolve("models", self.name)
-        except NotFoundError:
-            return None
-        return int(self._repository.entry(newest).content["step"])
+        newest = self._repository.newest("models", self.name)
+        return None if newest is None else int(self._repository.entry(newest).content["step"])
 
     def wait(self) -> None:
         """Wait for all saves. Raises DatasvcError: a save failed and its error was not reported yet."""
@@ -349,89 +354,57 @@ class CheckpointManager:
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
 
-    def _agree(
-        self, make_metadata: Callable[[], VersionMetadata], make_flat_state: Callable[[], FlatState], *, step: int
-    ) -> tuple[VersionMetadata, FlatState]:
-        """Return what to save, after checking that all ranks save the same step and signature. Raises as `save`."""
-        error, metadata, flat_state = None, None, None
-        reported: list[int] = []
-        try:
-            step = check_step(step)
-            self._queue.check(step)
-            self._report_failures(reported)
-            metadata, flat_state = make_metadata(), make_flat_state()
-        except Exception as failure:
-            if self._main_channel.size == 1:
-                raise
-            error = failure
+    def _agree(self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None) -> None:
+        """Check that all ranks save the same step and signature. Raises as `save`."""
+        if self._main_channel.size == 1:
+            if error is not None:
+                raise error
+            return
         # A rank that failed takes part in the exchange too: the others would wait for it.
-        if self._main_channel.size > 1:
-            digest = None if flat_state is None else flat_state.signature_digest
-            answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
-            self._queue.mark_reported({number for answer in answers for number in answer[3]})
-            raise_on_all_ranks([answer[0] for answer in answers], error)
-            if len({answer[1] for answer in answers}) > 1:
-                raise ConfigError(f"the ranks save different steps; by rank: {[answer[1] for answer in answers]}")
-            assert flat_state is not None
-            if len({answer[2] for answer in answers}) > 1:
-                raise ConfigError(describe_mismatch(self._main_channel.exchange(flat_state.signature)))
-        assert metadata is not None
+        digest = None if flat_state is None else flat_state.signature_digest
+        answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
+        self._queue.mark_reported({number for answer in answers for number in answer[3]})
+        raise_on_all_ranks([answer[0] for answer in answers], error)
+        if len({answer[1] for answer in answers}) > 1:
+            raise ConfigError(f"the ranks save different steps; by rank: {[answer[1] for answer in answers]}")
         assert flat_state is not None
-        return metadata, flat_state
+        if len({answer[2] for answer in answers}) > 1:
+            raise ConfigError(describe_mismatch(self._main_channel.exchange(flat_state.signature)))
 
-    def _submit(self, handle: SaveHandle, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> None:
+    def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
         """Copy the state and queue the write; an interrupted save is queued too, and fails there."""
+        handle = SaveHandle(metadata.step)
+        buffer, next_buffer = self._buffers
+        copies: HostCopies | Exception
         try:
             self._queue.wait_for_slot()
-            copied = self._copy(flat_state)
+            self._buffers.rotate()
+            try:
+                copies = buffer.copy(flat_state.all_tensors)
+            except Exception as failure:  # noqa: BLE001 - raised in the background, on all ranks
+                copies = failure
         except BaseException as failure:
             # The other ranks have queued this save: it must fail in the background on all ranks, or they would wait.
-            copied = _failing(DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}"))
+            copies = DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}")
             handle.mark_reported()
             raise
         finally:
             handle.stall_s = time.perf_counter() - began_s
-            self._queue.submit(
-                handle,
-                lambda: self._writer.write(
-                    flat_state, copied, metadata, handle, self._device_stalls_s.append, began_s
-                ),
-            )
+            self._copying.append(handle)
+            self._queue.submit(SaveTask(handle, metadata, flat_state, copies, buffer, next_buffer, began_s))
+        return handle
 
     def _count_device_copies(self) -> None:
-        while self._device_stalls_s:
-            self._scheduler.record_device_copy(self._device_stalls_s.popleft())
+        while self._copying and (self._copying[0].device_s is not None or self._copying[0].done()):
+            self._scheduler.record_device_copy(self._copying.popleft().device_s or 0.0)
 
-    def _report_failures(self, reported: list[int]) -> None:
-        """Raise or log the errors of earlier saves, as `failures` says; adds the saves' numbers to `reported`."""
+    def _take_failure(self) -> tuple[list[int], DatasvcError | None]:
+        """Return the numbers of the earlier saves whose errors are reported now, and the error to raise, if any."""
+        reported = []
         while (failure := self._queue.take_unreported_failure()) is not None:
             number, error = failure
             reported.append(number)
             if self._failures == "raise" and self.stop_signal is None:
-                raise error
+                return reported, error
             logger.error("%s", error)
-
-    def _copy(self, flat_state: FlatState) -> Callable[[], HostCopies]:
-        """Copy the tensors; returns a function that gives the copies, or raises in the background on all ranks."""
-        buffer, other = self._buffers
-        self._buffers.rotate()
-        try:
-            copies = buffer.copy(flat_state.all_tensors)
-        except Exception as failure:  # noqa: BLE001 - raised by the returned function
-            return _failing(failure)
-
-        def prepare_next() -> HostCopies:
-            # Allocate the other buffer in the background: the next save then stalls the training for less time.
-            # Too little memory is not an error here; the next save reports it.
-            with suppress(ConfigError):
-                other.reserve_like(buffer)
-            return copies
-
-        return prepare_next
-
-
-def _failing(error: Exception) -> Callable[[], HostCopies]:
-    def fail() -> HostCopies:
-        raise error
-
-    return fail
+        return reported, None

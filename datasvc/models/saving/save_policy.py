@@ -143,6 +143,7 @@ class SaveScheduler:
 
     Attributes:
         cost: what saving has cost so far.
+        overhead_s: seconds spent on saving that training time has not yet paid for, at the share `max_stall`.
     """
 
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
@@ -155,14 +156,9 @@ class SaveScheduler:
         self._was_saving = False
         self._num_since_save = 0
         self._slowed_s = self._copied_s = 0.0
-        self._overhead_s = 0.0
+        self.overhead_s = 0.0
         self._paid_share = 1.0 if policy.max_stall is None else policy.max_stall
         self.cost = SaveCost()
-
-    @property
-    def overhead_s(self) -> float:
-        """Seconds spent on saving that training time has not yet paid for, at the share `max_stall`."""
-        return self._overhead_s
 
     @property
     def step_s(self) -> float | None:
@@ -183,13 +179,13 @@ class SaveScheduler:
             is_break = step_s >= max(_MAX_STEP * usual_s, _MIN_BREAK_S)
             # Of a break only the known device copies count as caused by the save.
             self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
-        self._overhead_s = max(0.0, self._overhead_s - self._paid_share * step_s)
+        self.overhead_s = max(0.0, self.overhead_s - self._paid_share * step_s)
 
     def record_stall(self, stall_s: float) -> None:
         """Record that a save stopped the training for `stall_s` seconds, outside of any step."""
         self._last_end = self._last_save = self._now()
         self._add_cost(stall_s=stall_s, training_s=stall_s)
-        self._overhead_s += stall_s
+        self.overhead_s += stall_s
         self._num_since_save, self._slowed_s, self._copied_s = 0, 0.0, 0.0
         self._was_saving = True  # the write may start and end within the next step
 
@@ -199,7 +195,7 @@ class SaveScheduler:
         The same seconds are not counted again as a slower step.
         """
         before_s, self._copied_s = self._disturbed_s, self._copied_s + spent_s
-        self._overhead_s += self._disturbed_s - before_s
+        self.overhead_s += self._disturbed_s - before_s
 
     def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again."""
@@ -223,7 +219,7 @@ class SaveScheduler:
         slowed_before_s, disturbed_before_s = max(0.0, self._slowed_s), self._disturbed_s
         self._slowed_s += by_s
         self._add_cost(slowed_s=max(0.0, self._slowed_s) - slowed_before_s)
-        self._overhead_s += self._disturbed_s - disturbed_before_s
+        self.overhead_s += self._disturbed_s - disturbed_before_s
 
     def _add_cost(self, *, stall_s: float = 0.0, slowed_s: float = 0.0, training_s: float = 0.0) -> None:
         so_far = self.cost
@@ -234,7 +230,7 @@ class SaveScheduler:
         if not policy.is_set:
             return False
         # No save before the overhead of the last one is paid for, nor while one is running.
-        if policy.max_stall is not None and (self._overhead_s > 0 or is_saving):
+        if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
             # Steps between two checks are skipped: save if one of them is a multiple.

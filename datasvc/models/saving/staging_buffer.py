@@ -102,16 +102,13 @@ class HostBuffer:
         with self._lock:
             if self._memory is None and other.capacity_bytes:
                 self._grow(other.capacity_bytes, pinned_for=other._pinned_for)
-                self._touch()
+                assert self._memory is not None
+                self._memory.zero_()
 
     def release(self) -> None:
         """Free the memory."""
         with self._lock:
             self._release()
-
-    def _touch(self) -> None:
-        assert self._memory is not None
-        self._memory.zero_()
 
     def _release(self) -> None:
         if self._memory is not None and self._is_pinned:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from datasvc.errors import NotFoundError
-from datasvc.models.saving.distributed_save import save_distributed
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.models.saving.distributed_save import (
+    agree_on_tensors,
+    gather_parts,
+    join_parts,
+    share_outcome,
+    store_part,
+)
 from datasvc.models.saving.flat_state import FlatState
-from datasvc.models.saving.queue import SaveHandle
 from datasvc.models.saving.rank_channel import RankChannel
-from datasvc.models.saving.staging_buffer import HostCopies
+from datasvc.models.saving.save_task import SaveTask
 from datasvc.models.tensors.tensor_table import TensorRecord
-from datasvc.models.tensors.write import Codec
-from datasvc.models.versions.commit import StoredState, base_records, commit
+from datasvc.models.tensors.write import Codec, StoredState
+from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
 
@@ -47,52 +53,48 @@ class VersionWriter:
         self._trusts_base = True
         self.newest: Resolved | None = None
 
-    def write(
-        self,
-        flat_state: FlatState,
-        copy: Callable[[], HostCopies],
-        metadata: VersionMetadata,
-        handle: SaveHandle,
-        on_copied: Callable[[float], None],
-        began_s: float,
-    ) -> Resolved:
+    def write(self, task: SaveTask) -> Resolved:
         """Store and commit a state; every rank calls this and gets the same version or the same error.
 
-        Args:
-            flat_state: state to save; its names and skeletons are used, its tensors come from `copy`.
-            copy: returns the copied tensors, or raises the reason why there are none.
-            metadata: metadata of the version.
-            handle: handle of the save.
-            on_copied: called with the seconds that a device was copying.
-            began_s: time of the call, by `time.perf_counter`.
-
         Raises:
-            DatasvcError: see `save_distributed`.
+            ConfigError: the ranks are at different steps; nothing was committed.
+            DatasvcError: a rank failed; nothing was committed.
+            UnavailableError: a rank was lost before the commit; nothing was committed.
+            UnknownOutcomeError: rank 0 was lost during the commit.
         """
-        copies: list[HostCopies] = []
-
-        def prepare() -> FlatState:
-            copies.append(copy())
-            device_s = copies[0].wait()
-            handle.stall_s += device_s
-            on_copied(device_s)
-            return flat_state.with_tensors(copies[0].tensors)
-
+        channel, state, part, version = self._channel, task.state, None, None
         # Set again after success only, so that every kind of failure leaves it False.
         trusts_base, self._trusts_base = self._trusts_base, False
-        version = save_distributed(
-            self._channel,
-            self._repository.objects,
-            prepare,
-            lambda stored: self._commit(stored, metadata, handle, began_s),
-            step=metadata.step,
+        # An error on this rank is sent to the others before it is raised: they would wait for this rank.
+        error: Exception | None = None
+        try:
+            state = _finish_copies(task)
+        except Exception as failure:  # noqa: BLE001
+            error = failure
+        rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
+        try:
             # After a failure store in full: if the base lacks objects, every save that builds on it would fail too.
-            base=lambda: self._base(metadata) if self._codec == "delta" and trusts_base else (),
-            base_tensors=self._base_tensors,
-            codec=self._codec,
-        )
+            base = self._base(task.metadata) if self._codec == "delta" and trusts_base else ()
+            part = store_part(
+                channel,
+                self._repository.objects,
+                state,
+                rank0_only,
+                base=base,
+                base_tensors=self._base_tensors,
+                codec=self._codec,
+            )
+        except Exception as failure:  # noqa: BLE001
+            error = failure
+        parts = gather_parts(channel, part, error)
+        try:
+            if channel.rank == 0:
+                version = self._commit(join_parts(state, parts), task)
+        except Exception as failure:  # noqa: BLE001
+            error = failure
+        version = share_outcome(channel, version, error)
         self._trusts_base = True
-        self._base_tensors = copies[0].tensors
+        self._base_tensors = state.all_tensors
         self.newest = version
         return version
 
@@ -119,14 +121,28 @@ class VersionWriter:
             return False
         return True
 
-    def _commit(self, stored: StoredState, metadata: VersionMetadata, handle: SaveHandle, began_s: float) -> Resolved:
-        duration = {"stall_s": handle.stall_s, "total_s": time.perf_counter() - began_s}
+    def _commit(self, stored: StoredState, task: SaveTask) -> Resolved:
+        duration = {"stall_s": task.handle.stall_s, "total_s": time.perf_counter() - task.began_s}
         version = commit(
             self._repository,
             self._name,
             stored,
-            replace(metadata, parent=self._parent(metadata)),
+            replace(task.metadata, parent=self._parent(task.metadata)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
         self._records = (str(version), stored.records)
         return version
+
+
+def _finish_copies(task: SaveTask) -> FlatState:
+    """Wait for the device copies; return the copied state. Raises the reason why there are no copies."""
+    if isinstance(task.copies, Exception):
+        raise task.copies
+    # Allocate the other buffer in the background: the next save then stalls the training for less time.
+    # Too little memory is not an error here; the next save reports it.
+    with suppress(ConfigError):
+        task.next_buffer.reserve_like(task.buffer)
+    device_s = task.copies.wait()
+    task.handle.stall_s += device_s
+    task.handle.device_s = device_s
+    return task.state.with_tensors(task.copies.tensors)

@@ -6,7 +6,7 @@ instructions, while copies of single bytes with a stride do not: up to words of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -63,7 +63,12 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
     word = len(planes)
     words = out.view(_UNSIGNED[word])
     longest = min(words.size, _BLOCK_WORDS)
-    memory = _PlaneBuffers(longest, word)
+    # By word size: words of this size, and words of half the size that are being joined to them.
+    memory = {
+        size: (np.empty(longest, _UNSIGNED[size]), np.empty(longest, _UNSIGNED[size // 2]))
+        for size in (2, 4)
+        if size <= word <= _WIDEST_MULTIPLIED
+    }
     differences, signs = np.empty((2, longest if encoding != "planes" else 0), words.dtype)
     for start in range(0, words.size, _BLOCK_WORDS):
         target = words[start : start + _BLOCK_WORDS]
@@ -80,26 +85,8 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
             target ^= differences[:size]
 
 
-class _PlaneBuffers:
-    """Memory for words of two and four bytes that are being joined to larger ones.
-
-    Args:
-        max_words: number of words per block.
-        word: size of the largest words in bytes.
-
-    Attributes:
-        narrow: memory for words that will be widened, by word size.
-        low: memory for the lower halves of words, by word size.
-    """
-
-    def __init__(self, max_words: int, word: int) -> None:
-        sizes = [size for size in (2, 4) if size <= word <= _WIDEST_MULTIPLIED]
-        self.narrow: dict[int, _Words] = {size: np.empty(max_words, _UNSIGNED[size]) for size in sizes if size < word}
-        self.low: dict[int, _Words] = {size: np.empty(max_words, _UNSIGNED[size]) for size in sizes}
-
-
-def _join_block(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> None:
-    """Set each word to its bytes from the planes."""
+def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple[_Words, _Words]]) -> _Words:
+    """Set each word to its bytes from the planes; return `out`. `memory` is scratch memory, see `join`."""
     word = len(planes)
     if word == 1:
         out[:] = planes[0]
@@ -109,22 +96,14 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> 
             single[:, number] = plane
     else:
         half = word // 2
-        low = memory.low[word][: out.size]
-        _join_and_widen(planes[half:], out, memory)
+        low, narrow = memory[word]
+        low, narrow = low[: out.size], narrow[: out.size]
+        out[:] = planes[1] if half == 1 else _join_block(planes[half:], narrow, memory)
         # Widen first, then multiply: a shift takes twice as long, and so does an operation on words of two sizes.
         np.multiply(out, 1 << 8 * half, out=out)
-        _join_and_widen(planes[:half], low, memory)
+        low[:] = planes[0] if half == 1 else _join_block(planes[:half], narrow, memory)
         np.bitwise_or(out, low, out=out)
-
-
-def _join_and_widen(planes: Sequence[Bytes], out: _Words, memory: _PlaneBuffers) -> None:
-    """Set each word to a narrower one that consists of these planes."""
-    if len(planes) == 1:
-        out[:] = planes[0]
-        return
-    narrow = memory.narrow[len(planes)][: out.size]
-    _join_block(planes, narrow, memory)
-    out[:] = narrow
+    return out
 
 
 def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeGuard, runtime_checkable
 import numpy as np
 
 from datasvc.errors import CorruptDataError, NotFoundError
-from datasvc.models.tensors.codec import Bytes, ChainDecoder, Decoders
+from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.tensor_table import MAX_ENCODED_CHUNK_BYTES, ChainLink, Chunk
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of
@@ -86,7 +86,7 @@ class ChunkReader:
     def __init__(self, source: ChunkSource, chunks: Iterable[Chunk], decoders: Decoders | None = None) -> None:
         self._source = source
         self._near = source if is_near(source) else None
-        self._spans = plan_shared_ranges(link for chunk in chunks for link in chunk.chain)
+        self._spans = plan_shared_ranges(chunks)
         self._decoders = decoders or Decoders()
 
     def read(self, name: str, chunk: Chunk, out: Bytes) -> None:
@@ -116,10 +116,16 @@ class ChunkReader:
         if not more and first.encoding == "raw" and first.is_whole_object:
             self._fill_raw(first, out)
         elif near is not None:
+            stored: bytes | memoryview
             with self._decoders.borrow() as decoder:
-                # Read the links one by one while they are decoded, into memory of the decoder.
-                links = ((link.encoding, self._read_near(near, link, decoder)) for link in chunk.chain)
-                decoder.decode(links, out)
+                # Read each link when the links before it are decoded, into memory of the decoder.
+                for link in chunk.chain:
+                    if link.is_whole_object:
+                        stored = memory = decoder.memory(link.length).data
+                        near.read_into(link.object, link.offset, memory)
+                    else:
+                        stored = self._read_link(link)
+                    decoder.decode([(link.encoding, stored)], out)
         else:
             # Fetch all links first, so that no decoder is occupied during requests.
             links_read = [(link.encoding, self._read_link(link)) for link in chunk.chain]
@@ -135,14 +141,6 @@ class ChunkReader:
             length = min(_MAX_BYTES_AT_ONCE, link.length - offset)
             content = self._source.read_range(link.object, link.offset + offset, length)
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
-
-    def _read_near(self, source: NearSource, link: ChainLink, decoder: ChainDecoder) -> bytes | memoryview:
-        """Return the bytes of a link, in the decoder's memory if the link is a whole object."""
-        if not link.is_whole_object:
-            return self._read_link(link)
-        content = decoder.memory(link.length)
-        source.read_into(link.object, link.offset, content.data)
-        return content.data
 
     def _read_link(self, link: ChainLink) -> bytes | memoryview:
         span = self._spans.get((link.object, link.offset, link.length))
@@ -190,13 +188,14 @@ class ChunkReader:
             contents = [old if new is None else new for old, new in zip(contents, further, strict=True)]
 
 
-def plan_shared_ranges(links: Iterable[ChainLink]) -> dict[tuple[Digest, int, int], _SharedRange]:
+def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
     """Return the range to read for each link that is not a whole object, by object, offset and length."""
     num_links: dict[tuple[Digest, int, int], int] = {}
-    for link in links:
-        if not link.is_whole_object and link.length <= _MAX_BYTES_AT_ONCE:
-            key = (link.object, link.offset, link.length)
-            num_links[key] = num_links.get(key, 0) + 1
+    for chunk in chunks:
+        for link in chunk.chain:
+            if not link.is_whole_object and link.length <= _MAX_BYTES_AT_ONCE:
+                key = (link.object, link.offset, link.length)
+                num_links[key] = num_links.get(key, 0) + 1
     spans: dict[tuple[Digest, int, int], _SharedRange] = {}
     span: _SharedRange | None = None
     for key in sorted(num_links):

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.tensors import codec as planes
-from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dedup_index import find_chain, write_pointer
-from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite, dtype_name
+from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
+from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.repository.objects.objects import digest_of
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
+MAX_CHAIN_LENGTH: Final = 8
+"""Largest number of links of a chunk; one that would exceed it is stored in full."""
 
 # Cost of restoring a chunk, relative to its size in memory: the bytes that are read, plus for each encoded link the
 # time in which half a chunk is read. For weights the limit allows a full chunk and one difference; with more
@@ -51,27 +53,26 @@ class TensorSlice:
     Attributes:
         name: name of the tensor.
         start: index of the slice's first element in the tensor.
+        shape: size of the slice per dimension.
+        dtype: torch's name of the dtype.
         tensor: elements of the slice.
     """
 
     name: str
     start: Shape
+    shape: Shape
+    dtype: str
     tensor: torch.Tensor
-
-    @property
-    def shape(self) -> Shape:
-        """Size of the slice per dimension."""
-        return tuple(self.tensor.shape)
 
     @property
     def nbytes(self) -> int:
         """Size of the slice in bytes."""
-        return self.tensor.numel() * self.tensor.itemsize
+        return self.tensor.nbytes
 
     @property
     def key(self) -> tuple[str, Shape, Shape, str]:
         """Name, start, shape and dtype: equal for the slices of two versions that can be stored as a difference."""
-        return self.name, self.start, self.shape, dtype_name(self.tensor)
+        return self.name, self.start, self.shape, self.dtype
 
 
 class ChunkWriter:
@@ -83,8 +84,7 @@ class ChunkWriter:
         base: records of the version before.
         base_tensors: slices in memory that may equal those of the base, by key.
         codec: see `write.store_tensors`.
-        source: source of the base's bytes.
-        max_chain_length: largest number of links of a chunk.
+        progress: counts the bytes of each slice that was stored.
 
     Attributes:
         new_bytes: bytes of the objects that were not stored before.
@@ -98,16 +98,15 @@ class ChunkWriter:
         base: Sequence[TensorRecord],
         base_tensors: Mapping[tuple[str, Shape, Shape, str], TensorSlice],
         codec: Codec,
-        source: ChunkSource,
-        max_chain_length: int,
+        progress: Progress,
     ) -> None:
         self._objects, self._batch, self._base_tensors = objects, batch, base_tensors
-        self._codec, self._source, self._max_chain_length = codec, source, max_chain_length
+        self._codec = codec
         self._base_chunks = {
             (record.name, chunk.start, chunk.shape, record.dtype): chunk for record in base for chunk in record.chunks
         }
         self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
-        self._decoders = Decoders()
+        self._decoders, self._progress = Decoders(), progress
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()
         self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
@@ -121,18 +120,19 @@ class ChunkWriter:
         """Store a slice, unless an equal one was stored or is being stored; return the digest of its bytes."""
         content = bytes_of(part.tensor)
         digest = digest_of(content.data)
-        num_nonfinite = count_nonfinite(content, dtype_name(part.tensor))
+        num_nonfinite = count_nonfinite(content, part.dtype)
         with self._lock:
             # Counted for every tensor, also if another tensor has stored an equal chunk.
             self.num_nonfinite[part.name] += num_nonfinite
-            if digest in self._seen:
-                return digest
+            is_new = digest not in self._seen
             self._seen.add(digest)
-        chain = self._find(digest, content.size)
-        if chain is not None:
-            self._chains[digest] = chain
-        else:
-            self._write(digest, *self._encode(part, content))
+        if is_new:
+            chain = self._find(digest, content.size)
+            if chain is not None:
+                self._chains[digest] = chain
+            else:
+                self._write(digest, *self._encode(part, content))
+        self._progress.advance(content.size)
         return digest
 
     def finish(self, order: Sequence[Digest]) -> Mapping[Digest, tuple[ChainLink, ...]]:
@@ -172,22 +172,22 @@ class ChunkWriter:
         """Return the smallest encoding of a slice: the links that it continues, its name and the encoded bytes."""
         if self._codec == "none":
             return (), "raw", content.data
-        word = planes.word_bytes(dtype_name(part.tensor))
+        word = planes.word_bytes(part.dtype)
         base = self._base_of(part, content.size)
-        shares = planes.estimate_shares(content, word, base[1] if base else None)
+        trials = planes.try_encodings(content, word, base[1] if base else None)
         if base:
             chunk, base_content = base
-            encoding = min(("xor", "difference"), key=lambda name: shares[name])
+            encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
             max_share = min(
-                min(shares["planes"], 1) - _SAVED_BY_DIFFERENCE,
+                min(trials["planes"].share, 1) - _SAVED_BY_DIFFERENCE,
                 _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST,
             )
-            if shares[encoding] <= max_share:
-                stored = planes.encode(content, word, encoding, base_content)
+            if trials[encoding].share <= max_share:
+                stored = trials[encoding].stored or planes.encode(content, word, encoding, base_content)
                 if len(stored) <= max_share * content.size:  # the share was estimated from a sample: check it
                     return chunk.chain, encoding, stored
-        if planes.is_worthwhile(shares["planes"]):
-            stored = planes.encode(content, word, "planes")
+        if planes.is_worthwhile(trials["planes"].share):
+            stored = trials["planes"].stored or planes.encode(content, word, "planes")
             if planes.is_worthwhile(len(stored) / content.size):
                 return (), "planes", stored
         return (), "raw", content.data
@@ -195,7 +195,7 @@ class ChunkWriter:
     def _base_of(self, part: TensorSlice, size: int) -> tuple[Chunk, Bytes] | None:
         """Return the base chunk of a slice and its bytes; None if a difference to it cannot be stored."""
         chunk = self._base_chunks.get(part.key)
-        if self._codec != "delta" or chunk is None or len(chunk.chain) >= self._max_chain_length:
+        if self._codec != "delta" or chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
             return None
         if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
             return None  # too costly for a reader, however small the difference is
@@ -206,8 +206,7 @@ class ChunkWriter:
             if digest_of(content.data) == chunk.digest:
                 return chunk, content
         try:
-            dtype = dtype_name(part.tensor)
-            base_chunk = load_chunk(self._source, dtype, chunk, name=part.name, decoders=self._decoders)
+            base_chunk = load_chunk(self._objects, part.dtype, chunk, name=part.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
             return None  # damage of the base must not spread: this chunk is stored in full
         return chunk, bytes_of(base_chunk)
@@ -229,7 +228,7 @@ class ChunkWriter:
             self._indexed.add(digest)
 
     def _write_pack(self, digests: Sequence[Digest]) -> None:
-        content = b"".join(self._small[digest][2] for digest in digests)
+        content = b"".join([self._small[digest][2] for digest in digests])
         info = ObjectInfo(digest_of(content), len(content))
         self._put(info, content)
         offset = 0

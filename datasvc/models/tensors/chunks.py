@@ -39,6 +39,8 @@ def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
 
 def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
     """Return whether every element of a tensor of `shape` is in exactly one of `boxes`. No box may be empty."""
+    if len(boxes) == 1:
+        return boxes[0] == ((0,) * len(shape), shape) and 0 not in shape
     for start, size in boxes:
         if len(start) != len(shape) or len(size) != len(shape):
             return False
@@ -47,7 +49,7 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
     # Boxes inside of the tensor with as many elements, and without overlap, tile it.
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
-    return len(boxes) <= 1 or not _overlap(boxes)
+    return not boxes or not _overlap(boxes)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -67,6 +69,8 @@ def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
 def flat_offset(shape: Shape, box: Box) -> int | None:
     """Return the offset in elements at which a box starts in a row-major tensor, None if it is not contiguous."""
     start, size = box
+    if size == shape:
+        return 0
     cut = next((place for place, count in enumerate(size) if count != 1), len(size))
     if size[cut + 1 :] != shape[cut + 1 :]:
         return None

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import zstandard
@@ -26,7 +26,7 @@ from datasvc.models.tensors.byte_planes import WORD_BYTES, Bytes, join, split
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, MAX_ENCODED_CHUNK_BYTES
 from datasvc.processors import count_processors
 
-__all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "estimate_shares", "is_worthwhile", "word_bytes"]
+__all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "is_worthwhile", "try_encodings", "word_bytes"]
 
 # Planes compress by the frequency of bytes, not by repeats: for those of a ResNet-50, levels 2 and 3 gave 1 % more
 # bytes than level 1. Searching for few and long repeats gives 0.7 % fewer bytes, and decodes faster.
@@ -59,21 +59,41 @@ def encode(content: Bytes, word: int, encoding: str, base: Bytes | None = None) 
         encoding: "planes"; or "xor" or "difference", which need a base.
         base: earlier content of the same size.
     """
-    stored = [_compress(plane) for plane in split(content, word, encoding, base)]
+    compressor = _thread_compressor()
+    stored = [_compress(plane, compressor) for plane in split(content, word, encoding, base)]
     # Header: the word size and the stored length of each plane.
     return b"".join([struct.pack(f"<B{word}I", word, *map(len, stored)), *stored])
 
 
-def estimate_shares(content: Bytes, word: int, base: Bytes | None = None) -> dict[str, float]:
-    """Return the estimated encoded share of the bytes of `content`, by encoding, from a sample."""
-    runs = list(_sample(content.size, word))
-    sample = np.concatenate([content[run] for run in runs])
-    shares = {"planes": len(encode(sample, word, "planes")) / sample.size}
-    if base is not None:
-        before = np.concatenate([base[run] for run in runs])
-        for encoding in ("xor", "difference"):
-            shares[encoding] = len(encode(sample, word, encoding, before)) / sample.size
-    return shares
+class EncodingTrial(NamedTuple):
+    """Result of encoding a sample.
+
+    Attributes:
+        share: encoded share of the sample's bytes.
+        stored: encoded bytes of the whole content, if it is so small that all of it is the sample; else None.
+    """
+
+    share: float
+    stored: bytes | None
+
+
+def try_encodings(content: Bytes, word: int, base: Bytes | None = None) -> dict[str, EncodingTrial]:
+    """Encode a sample of `content`, or all of it if it is small, in each encoding; with `base` as differences too."""
+    is_whole = content.size <= 2 * _SAMPLE_BYTES
+    sample, before = content, base
+    if not is_whole:
+        run = _SAMPLE_BYTES // _SAMPLE_RUNS
+        # Runs of whole words, spread over the content.
+        starts = [
+            (content.size - run) * number // (_SAMPLE_RUNS - 1) // word * word for number in range(_SAMPLE_RUNS)
+        ]
+        sample = np.concatenate([content[start : start + run] for start in starts])
+        before = None if base is None else np.concatenate([base[start : start + run] for start in starts])
+    trials = {}
+    for encoding in ("planes",) if before is None else ("planes", "xor", "difference"):
+        stored = encode(sample, word, encoding, before)
+        trials[encoding] = EncodingTrial(len(stored) / sample.size, stored if is_whole else None)
+    return trials
 
 
 def is_worthwhile(share: float) -> bool:
@@ -81,30 +101,14 @@ def is_worthwhile(share: float) -> bool:
     return share < _WORTHWHILE
 
 
-def _sample(size: int, word: int) -> Iterator[slice]:
-    """Yield slices of whole words, spread over an array of `size` bytes; all of it if it is small."""
-    if size <= 2 * _SAMPLE_BYTES:
-        yield slice(0, size)
-        return
-    run = _SAMPLE_BYTES // _SAMPLE_RUNS
-    for number in range(_SAMPLE_RUNS):
-        start = (size - run) * number // (_SAMPLE_RUNS - 1) // word * word
-        yield slice(start, start + run)
-
-
-def _compress(plane: Bytes) -> bytes:
+def _compress(plane: Bytes, compressor: zstandard.ZstdCompressor) -> bytes:
     """Return a plane as a zstd frame, or raw if compression saves too little."""
     # Try a sample from the middle first: compressing a whole plane in vain is expensive.
     middle = plane[max(0, plane.size // 2 - _PLANE_SAMPLE_BYTES // 2) :][:_PLANE_SAMPLE_BYTES]
-    compressor = _thread_compressor()
-    if plane.size > 2 * middle.size and not _is_worthwhile_plane(compressor.compress(middle.data), middle):
+    if plane.size > 2 * middle.size and len(compressor.compress(middle.data)) >= _WORTHWHILE_PLANE * middle.size:
         return plane.tobytes()
     compressed = compressor.compress(plane.data)
-    return compressed if _is_worthwhile_plane(compressed, plane) else plane.tobytes()
-
-
-def _is_worthwhile_plane(compressed: bytes, plane: Bytes) -> bool:
-    return len(compressed) < _WORTHWHILE_PLANE * plane.size
+    return compressed if len(compressed) < _WORTHWHILE_PLANE * plane.size else plane.tobytes()
 
 
 def _thread_compressor() -> zstandard.ZstdCompressor:
@@ -124,17 +128,15 @@ class ChainDecoder:
         self._memory: dict[int, Bytes] = {}
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
-        """Decode a chain of links into `out`; the first link is standalone.
+        """Decode links into `out`: a standalone one replaces its content, a difference is applied to it.
 
         Every link has its own word size: an equal chunk of another dtype may have been stored first. Needs some four
-        times the memory of `out`, whatever sizes the links claim. A link is taken from `links` after the links before
-        it are decoded.
+        times the memory of `out`, whatever sizes the links claim.
 
         Raises:
             CorruptDataError: a link does not decode to the size of `out`.
         """
-        for place, (encoding, stored) in enumerate(links):
-            assert (place == 0) == (encoding in {"raw", "planes"}), encoding
+        for encoding, stored in links:
             if encoding == "raw":
                 if len(stored) != out.size:
                     raise CorruptDataError(f"{len(stored)} bytes where {out.size} were expected")
@@ -156,13 +158,14 @@ class ChainDecoder:
             raise CorruptDataError(f"{len(stored)} stored bytes do not have the lengths of their {word} planes")
         planes, offset = [], 1 + 4 * word
         for number, length in enumerate(lengths):
-            planes.append(self._plane(number, stored[offset : offset + length], size // word))
+            plane = stored[offset : offset + length]
+            # A plane of its full size is stored raw.
+            is_raw = length == size // word
+            planes.append(np.frombuffer(plane, np.uint8) if is_raw else self._plane(number, plane, size // word))
             offset += length
         return planes
 
     def _plane(self, number: int, stored: memoryview, size: int) -> Bytes:
-        if len(stored) == size:
-            return np.frombuffer(stored, np.uint8)
         plane = self._memory_for(number, size)
         try:
             # zstd decodes a frame at once if the memory fits it exactly; otherwise it uses a window.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, TypeVarTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches, is_near
 from datasvc.models.tensors.chunks import Shape, flat_offset, intersect, slices
 from datasvc.models.tensors.codec import Bytes, Decoders
-from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
+from datasvc.models.tensors.dtypes import bytes_of, tensor_of
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
@@ -37,7 +36,6 @@ def load_tensors(
     source: ChunkSource,
     records: Iterable[TensorRecord],
     *,
-    into: Mapping[str, torch.Tensor] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> dict[str, torch.Tensor]:
     """Return tensors by name, in the order of `records`, every byte verified.
@@ -45,15 +43,13 @@ def load_tensors(
     Args:
         source: source of the bytes.
         records: records of the tensors to load, from `read_table`.
-        into: tensors by name, of the same shape and dtype, on any device and in any layout, that are filled and
-            returned instead of new ones. After an error some of them may be filled.
         progress: counts the bytes of each chunk that was loaded.
 
     Returns:
-        Tensors on the CPU, owned by the caller; or those of `into`.
+        Tensors on the CPU, owned by the caller.
 
     Raises:
-        ConfigError: a tensor of `into` has another shape or dtype, or there is not enough memory.
+        ConfigError: there is not enough memory.
         CorruptDataError: no copy of a chunk matches its digest; the message names the tensor.
         NotFoundError: an object is missing; the message names the tensor.
         UnavailableError: the store did not answer.
@@ -62,18 +58,26 @@ def load_tensors(
     for record in requested:
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
-    targets = [_Target(record, (into or {}).get(record.name)) for record in requested]
-    reader = ChunkReader(source, (chunk for record in requested for chunk in record.chunks))
+    reader = ChunkReader(source, [chunk for record in requested for chunk in record.chunks])
+    tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
 
-    def load_one(target: _Target, chunk: Chunk) -> None:
-        target.read(reader, chunk)
-        progress.advance(target.record.chunk_bytes(chunk))
+    def load_one(record: TensorRecord, chunk: Chunk, size_bytes: int) -> None:
+        tensor, offset = tensors[record.name], flat_offset(record.shape, chunk.box)
+        # A contiguous chunk is read straight into the tensor, any other one through a buffer.
+        if offset is not None:
+            out = bytes_of(tensor)[offset * ITEM_BYTES[record.dtype] :][:size_bytes]
+            reader.read(record.name, chunk, out)
+        else:
+            content: Bytes = np.empty(size_bytes, np.uint8)
+            reader.read(record.name, chunk, content)
+            tensor[slices(chunk.box)] = tensor_of(content, record.dtype, chunk.shape)
+        progress.advance(size_bytes)
 
     # Large tensors first, so that none is left for a single thread at the end; small ones in the order of objects.
-    in_order = sorted(targets, key=lambda target: -target.record.nbytes if target.record.nbytes > _SMALL_BYTES else 0)
-    chunks = [(target, chunk) for target in in_order for chunk in target.record.chunks]
-    read_in_threads(source, load_one, chunks, [target.record.chunk_bytes(chunk) for target, chunk in chunks])
-    return {target.record.name: target.tensor for target in targets}
+    in_order = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
+    chunks = [(record, chunk, record.chunk_bytes(chunk)) for record in in_order for chunk in record.chunks]
+    read_in_threads(source, load_one, chunks, [size_bytes for _, _, size_bytes in chunks])
+    return tensors
 
 
 def load_chunk(
@@ -141,46 +145,6 @@ def read_in_threads(
         run_in_threads(read, arguments, _NEAR_THREADS, sizes=sizes)
     else:
         run_in_threads(read, arguments, _THREADS)
-
-
-class _Target:
-    """A tensor that is being loaded: new memory, or a tensor of the caller."""
-
-    def __init__(self, record: TensorRecord, given: torch.Tensor | None) -> None:
-        self.record = record
-        if given is not None and (tuple(given.shape), dtype_name(given)) != (record.shape, record.dtype):
-            raise ConfigError(
-                f"tensor {record.name!r} is {record.dtype} of shape {record.shape}; it cannot be loaded into "
-                f"{dtype_name(given)} of shape {tuple(given.shape)}"
-            )
-        self._given = None if given is None or is_plain(given) else given
-        if given is not None and not record.chunks:
-            self.tensor = given
-        elif given is None or self._given is not None:
-            self.tensor = _allocate(record.name, record.dtype, record.shape)
-        else:
-            self.tensor = given
-        self._flat = bytes_of(self.tensor)
-        self._num_remaining = len(record.chunks)
-        self._lock = threading.Lock()
-
-    def read(self, reader: ChunkReader, chunk: Chunk) -> None:
-        """Read a chunk into its part of the tensor."""
-        size, item_bytes = self.record.chunk_bytes(chunk), ITEM_BYTES[self.record.dtype]
-        offset = flat_offset(self.record.shape, chunk.box)
-        # A contiguous chunk is read straight into the tensor, any other one through a buffer.
-        if offset is not None:
-            reader.read(self.record.name, chunk, self._flat[offset * item_bytes :][:size])
-        else:
-            content: Bytes = np.empty(size, np.uint8)
-            reader.read(self.record.name, chunk, content)
-            self.tensor.detach()[slices(chunk.box)] = tensor_of(content, self.record.dtype, chunk.shape)
-        with self._lock:
-            self._num_remaining -= 1
-            is_last = self._num_remaining == 0
-        if is_last and self._given is not None:
-            self._given.detach().copy_(self.tensor)
-            self.tensor, self._flat = self._given, np.empty(0, np.uint8)  # frees the buffer on the host
 
 
 def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:

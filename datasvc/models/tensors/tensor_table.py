@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import pyarrow as pa
@@ -50,6 +51,7 @@ _FIRST_MESSAGE = len(_MAGIC)
 _RECORD_BATCH = 3
 _HEADER_TYPE, _HEADER = 1, 2
 _COMPRESSION = 3
+_UINT32 = struct.Struct("<I")
 
 
 def _required(*fields: tuple[str, pa.DataType]) -> list[pa.Field]:
@@ -188,9 +190,9 @@ class TensorRecord:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
-    def content(self) -> tuple[object, ...]:
+    def content(self) -> list[object]:
         """Value that is equal for equal tensors in equal chunks, whatever their encodings are."""
-        return self.dtype, self.shape, tuple((*chunk.box, chunk.digest) for chunk in self.chunks)
+        return [self.dtype, self.shape, [(chunk.start, chunk.shape, chunk.digest) for chunk in self.chunks]]
 
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Return the size of a chunk in memory, in bytes."""
@@ -203,7 +205,7 @@ def join_chunks(name: str, dtype: str, shape: Sequence[int], chunks: Iterable[Ch
     Raises:
         ConfigError: the chunks do not tile the tensor, or the dtype is unknown.
     """
-    joined = TensorRecord(name, dtype, tuple(shape), tuple(sorted(chunks, key=lambda chunk: chunk.start)))
+    joined = TensorRecord(name, dtype, tuple(shape), tuple(sorted(chunks, key=attrgetter("start"))))
     try:
         _check_record(joined, "this save")
     except CorruptDataError as error:
@@ -221,7 +223,7 @@ def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
 
 def digest_of_content(records: Iterable[TensorRecord]) -> Digest:
     """Return a digest that is equal for equal tensors in equal chunks, whatever their encodings are."""
-    ordered = sorted(records, key=lambda record: record.name)
+    ordered = sorted(records, key=attrgetter("name"))
     return digest_of(json.dumps([[record.name, *record.content] for record in ordered]).encode())
 
 
@@ -231,7 +233,7 @@ def encode_table(records: Iterable[TensorRecord]) -> bytes:
     Raises:
         ConfigError: the table is larger than the limits of a reader.
     """
-    rows = [_row(record) for record in sorted(records, key=lambda record: record.name)]
+    rows = [_row(record) for record in sorted(records, key=attrgetter("name"))]
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _COLUMNS) as file:
         file.write_table(pa.Table.from_pylist(rows, schema=_COLUMNS))
@@ -264,24 +266,18 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
                 f"{location} has tensor format {table_format}; this datasvc reads up to {TENSOR_TABLE_FORMAT}: "
                 "upgrade it"
             )
-        records = _records_1(rows) if table_format == 1 else map(_record, _in_parts(rows))
-        validated = tuple(_check_sorted(records, location))
+        records: list[TensorRecord] = []
+        # Validate one by one, so that no further record takes memory after an invalid one.
+        for record in _records_1(rows) if table_format == 1 else _records(rows):
+            if records and records[-1].name >= record.name:
+                raise CorruptDataError(f"{location} is not a valid tensor table: its tensors are not sorted by name")
+            _check_record(record, location)
+            records.append(record)
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         if isinstance(error, ConfigError):  # which is a ValueError
             raise
         raise CorruptDataError(f"{location} is not a valid tensor table: {error!r}") from error
-    return validated
-
-
-def _check_sorted(records: Iterable[TensorRecord], location: str) -> Iterator[TensorRecord]:
-    """Validate and yield records one by one, so that no further record takes memory after an invalid one."""
-    before: str | None = None
-    for record in records:
-        if before is not None and before >= record.name:
-            raise CorruptDataError(f"{location} is not a valid tensor table: its tensors are not sorted by name")
-        _check_record(record, location)
-        before = record.name
-        yield record
+    return tuple(records)
 
 
 def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
@@ -307,12 +303,6 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     return rows, table_format
 
 
-def _in_parts(rows: pa.Table) -> Iterator[dict[str, Any]]:
-    """Yield rows as Python values in small batches: in memory they take ten times as much as the table."""
-    for batch in rows.to_batches(max_chunksize=_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
-
-
 def _row(record: TensorRecord) -> dict[str, Any]:
     return {
         "name": record.name,
@@ -330,17 +320,17 @@ def _row(record: TensorRecord) -> dict[str, Any]:
     }
 
 
-def _record(row: Mapping[str, Any]) -> TensorRecord:
-    chunks = tuple(
-        Chunk(
-            tuple(chunk["start"]),
-            tuple(chunk["shape"]),
-            _digest(chunk["digest"]),
-            tuple(ChainLink(**{**link, "object": _digest(link["object"])}) for link in chunk["chain"]),
-        )
-        for chunk in row["pieces"]
-    )
-    return TensorRecord(row["name"], row["dtype"], tuple(row["shape"]), chunks)
+def _records(table: pa.Table) -> Iterator[TensorRecord]:
+    """Yield the records of a table of format 2."""
+    # In small batches: as Python values, rows take ten times as much memory as the table.
+    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+        for row in batch.to_pylist():
+            chunks = []
+            for chunk in row["pieces"]:
+                chain = [ChainLink(**{**link, "object": Digest(link["object"].hex())}) for link in chunk["chain"]]
+                digest = Digest(chunk["digest"].hex())
+                chunks.append(Chunk(tuple(chunk["start"]), tuple(chunk["shape"]), digest, tuple(chain)))
+            yield TensorRecord(row["name"], row["dtype"], tuple(row["shape"]), tuple(chunks))
 
 
 def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
@@ -352,13 +342,9 @@ def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
         sizes[row["object"]] = max(sizes.get(row["object"], 0), row["offset"] + row["length"])
     for row in rows:
         shape = tuple(row["shape"])
-        link = ChainLink(_digest(row["object"]), sizes[row["object"]], row["offset"], row["length"], "raw")
-        chunk = Chunk((0,) * len(shape), shape, _digest(row["digest"]), (link,))
+        link = ChainLink(Digest(row["object"].hex()), sizes[row["object"]], row["offset"], row["length"], "raw")
+        chunk = Chunk((0,) * len(shape), shape, Digest(row["digest"].hex()), (link,))
         yield TensorRecord(row["name"], row["dtype"], shape, (chunk,) if 0 not in shape else ())
-
-
-def _digest(raw: bytes) -> Digest:
-    return parse_digest(raw.hex())
 
 
 def _check_record(record: TensorRecord, location: str) -> None:
@@ -369,7 +355,7 @@ def _check_record(record: TensorRecord, location: str) -> None:
         check_tiling(record.name, record.shape, [chunk.box for chunk in record.chunks])
     except CorruptDataError as error:
         raise CorruptDataError(f"{location}: {error}") from error
-    if math.prod(max(size, 1) for size in record.shape) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
+    if math.prod(filter(None, record.shape)) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
         raise CorruptDataError(
             f"{location}: tensor {record.name!r} of shape {record.shape} is larger than any memory"
         )
@@ -381,14 +367,16 @@ def _check_record(record: TensorRecord, location: str) -> None:
 
 def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
     """Return what is invalid in the chain of a chunk, None if nothing is."""
-    encodings = [link.encoding for link in chain]
     if not 1 <= len(chain) <= MAX_CHAIN:
         return f"its chain has {len(chain)} links"
-    if encodings[0] not in STANDALONE or any(encoding not in DIFFERENCES for encoding in encodings[1:]):
-        return f"its encodings {encodings} are not a valid sequence"
-    if encodings != ["raw"] and chunk_bytes > MAX_ENCODED_CHUNK_BYTES:
-        return f"a chunk in encoding {encodings[-1]!r} has at most {MAX_ENCODED_CHUNK_BYTES} bytes"
+    is_raw = len(chain) == 1 and chain[0].encoding == "raw"
+    if not is_raw and chunk_bytes > MAX_ENCODED_CHUNK_BYTES:
+        return f"a chunk in encoding {chain[-1].encoding!r} has at most {MAX_ENCODED_CHUNK_BYTES} bytes"
+    allowed = STANDALONE
     for link in chain:
+        if link.encoding not in allowed:
+            return f"its encodings {[each.encoding for each in chain]} are not a valid sequence"
+        allowed = DIFFERENCES
         if min(link.offset, link.length) < 0 or link.offset + link.length > link.object_bytes:
             return (
                 f"bytes {link.offset} to {link.offset + link.length} exceed its object of {link.object_bytes} bytes"
@@ -409,18 +397,22 @@ def _has_compressed_batch(stream: pa.Buffer) -> bool:
     """
     messages = pa.ipc.MessageReader.open_stream(stream)
     try:
-        return any(_is_compressed_batch(message.metadata.to_pybytes()) for message in messages)
+        for message in messages:
+            if _is_compressed_batch(message.metadata.to_pybytes()):
+                return True
     except (struct.error, IndexError) as error:
         raise ValueError(f"a message is not a valid flatbuffer: {error}") from error
+    return False
 
 
 def _is_compressed_batch(message: bytes) -> bool:
     """Return whether a message is a record batch whose header has the field `compression`."""
-    root = _uint32(message, 0)
+    (root,) = _UINT32.unpack_from(message)
     kind, header = _field_offset(message, root, _HEADER_TYPE), _field_offset(message, root, _HEADER)
     if kind is None or header is None or message[kind] != _RECORD_BATCH:
         return False
-    return _field_offset(message, header + _uint32(message, header), _COMPRESSION) is not None
+    (table,) = _UINT32.unpack_from(message, header)
+    return _field_offset(message, header + table, _COMPRESSION) is not None
 
 
 def _field_offset(message: bytes, table: int, index: int) -> int | None:
@@ -433,7 +425,3 @@ def _field_offset(message: bytes, table: int, index: int) -> int | None:
         return None
     (offset,) = struct.unpack_from("<H", message, vtable + 4 + 2 * index)
     return table + offset if offset else None
-
-
-def _uint32(message: bytes, offset: int) -> int:
-    return int(struct.unpack_from("<I", message, offset)[0])

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass, field
+from operator import add, attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
-from datasvc.models.tensors.chunk_reader import ChunkSource, is_near
 from datasvc.models.tensors.chunk_writer import CODECS, ChunkWriter, Codec, TensorSlice
 from datasvc.models.tensors.chunks import CHUNK_BYTES, Shape, plan_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
-from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Digest, Objects
+from datasvc.repository import Objects
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CODECS",
-    "MAX_CHAIN_LENGTH",
-    "Codec",
-    "StoredChunks",
-    "StoredTensors",
-    "TensorBlock",
-    "check_storable",
-    "store_chunks",
-    "store_tensors",
-]
+__all__ = ["CODECS", "Codec", "StoredState", "TensorBlock", "store_chunks", "store_tensors"]
 
-MAX_CHAIN_LENGTH: Final = 8
 # Every thread holds several copies of a chunk, so more threads only compete for caches and memory. Local files are
 # written to the page cache and synced by other threads; for a remote store some threads upload while others encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
@@ -71,18 +60,20 @@ class StoredChunks:
 
 
 @dataclass(frozen=True)
-class StoredTensors:
-    """Result of `store_tensors`.
+class StoredState:
+    """A state whose tensors are stored, by one process or by all ranks of a job.
 
     Attributes:
-        records: records of the tensors, sorted by name.
+        records: records of all its tensors.
+        skeleton: skeleton of its tree, from `state_tree.flatten`; None: not known to the function that stored them.
         new_bytes: bytes that were not in the repository before.
         num_nonfinite: number of NaN and infinite elements by tensor; tensors without any are left out.
     """
 
-    records: tuple[TensorRecord, ...]
+    records: Sequence[TensorRecord]
+    skeleton: Any
     new_bytes: int
-    num_nonfinite: Mapping[str, int]
+    num_nonfinite: Mapping[str, int] = field(default_factory=dict)
 
 
 def store_tensors(
@@ -92,11 +83,9 @@ def store_tensors(
     base: Sequence[TensorRecord] = (),
     base_tensors: Mapping[str, torch.Tensor] | None = None,
     codec: Codec = "delta",
-    source: ChunkSource | None = None,
-    max_chain_length: int = MAX_CHAIN_LENGTH,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress = NO_PROGRESS,
-) -> StoredTensors:
+) -> StoredState:
     """Store every tensor. Equal chunks are stored once over all versions of all models.
 
     Args:
@@ -105,13 +94,11 @@ def store_tensors(
         base: records of the version before; chunks are stored as differences to its chunks.
         base_tensors: tensors in memory that may equal those of `base`: where their digests match, `base` is not read.
         codec: "none" stores raw bytes, "planes" byte planes where these are smaller, "delta" differences too.
-        source: source of the base's bytes; default `objects`.
-        max_chain_length: largest number of links of a chunk; a chunk that would exceed it is stored in full.
         chunk_bytes: largest size of a chunk in bytes.
         progress: counts the bytes of each chunk that was stored.
 
     Returns:
-        The records; the caller stores their table and commits.
+        The stored tensors, sorted by name; the caller adds the skeleton and commits.
 
     Raises:
         ConfigError: a tensor has no dense data (sparse, quantized, meta), which the message names, or the codec is
@@ -125,19 +112,18 @@ def store_tensors(
         base=base,
         base_tensors=base_blocks,
         codec=codec,
-        source=source,
-        max_chain_length=max_chain_length,
         chunk_bytes=chunk_bytes,
         progress=progress,
     )
-    chunks: dict[str, list[Chunk]] = {name: [] for name in sorted(tensors)}
+    chunks: dict[str, list[Chunk]] = {}
     for name, chunk in stored.chunks:
-        chunks[name].append(chunk)
-    records = tuple(
-        join_chunks(name, dtype_name(tensors[name]), tuple(tensors[name].shape), tensor_chunks)
-        for name, tensor_chunks in chunks.items()
-    )
-    return StoredTensors(records, stored.new_bytes, stored.num_nonfinite)
+        chunks.setdefault(name, []).append(chunk)
+    records = []
+    for name, tensor in sorted(tensors.items()):
+        # Not by `join_chunks`: the chunks of one process are sorted and tile the tensor.
+        shape = tuple(tensor.shape)
+        records.append(TensorRecord(name, dtype_name(tensor), shape, tuple(chunks.get(name, ()))))
+    return StoredState(records, None, stored.new_bytes, stored.num_nonfinite)
 
 
 def store_chunks(
@@ -147,8 +133,6 @@ def store_chunks(
     base: Sequence[TensorRecord] = (),
     base_tensors: Sequence[TensorBlock] = (),
     codec: Codec = "delta",
-    source: ChunkSource | None = None,
-    max_chain_length: int = MAX_CHAIN_LENGTH,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress = NO_PROGRESS,
 ) -> StoredChunks:
@@ -161,21 +145,15 @@ def store_chunks(
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
     for block in blocks:
         check_storable(block.name, block.tensor)
-    parts = sorted(_split(blocks, chunk_bytes), key=lambda part: part.key)
+    parts = sorted(_split(blocks, chunk_bytes), key=attrgetter("key"))
     base_slices = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
     with ObjectBatch(objects) as batch:
-        writer = ChunkWriter(objects, batch, base, base_slices, codec, source or objects, max_chain_length)
-
-        def store_one(part: TensorSlice) -> Digest:
-            digest = writer.store(part)
-            progress.advance(part.nbytes)
-            return digest
-
+        writer = ChunkWriter(objects, batch, base, base_slices, codec, progress)
         arguments = [(part,) for part in parts]
-        if objects.is_near and (source is None or is_near(source)):
-            digests = run_in_threads(store_one, arguments, _NEAR_THREADS, sizes=[part.nbytes for part in parts])
+        if objects.is_near:
+            digests = run_in_threads(writer.store, arguments, _NEAR_THREADS, sizes=[part.nbytes for part in parts])
         else:
-            digests = run_in_threads(store_one, arguments, _THREADS)
+            digests = run_in_threads(writer.store, arguments, _THREADS)
         chains = writer.finish(digests)
     chunks = [
         (part.name, Chunk(part.start, part.shape, digest, chains[digest]))
@@ -188,7 +166,11 @@ def _split(blocks: Sequence[TensorBlock], chunk_bytes: int) -> list[TensorSlice]
     """Return the blocks split into slices of at most `chunk_bytes`, as views."""
     parts = []
     for block in blocks:
-        for box in plan_chunks(tuple(block.tensor.shape), block.tensor.itemsize, chunk_bytes=chunk_bytes):
-            start = tuple(a + b for a, b in zip(block.start, box[0], strict=True))
-            parts.append(TensorSlice(block.name, start, block.tensor.detach()[slices(box)]))
+        tensor, shape, dtype = block.tensor.detach(), tuple(block.tensor.shape), dtype_name(block.tensor)
+        for box in plan_chunks(shape, tensor.itemsize, chunk_bytes=chunk_bytes):
+            if box[1] == shape:  # most tensors are a single chunk
+                parts.append(TensorSlice(block.name, block.start, shape, dtype, tensor))
+            else:
+                start = tuple(map(add, block.start, box[0]))
+                parts.append(TensorSlice(block.name, start, box[1], dtype, tensor[slices(box)]))
     return parts

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, overload
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.tensors.state_tree import encode_state
 from datasvc.models.tensors.tensor_table import TensorRecord, digest_of_content, encode_table, read_table
+from datasvc.models.tensors.write import StoredState
 from datasvc.models.versions.code_revision import keep_code
-from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.models.versions.environment import describe_environment
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Digest, Repository, Resolved
@@ -21,23 +20,6 @@ from datasvc.repository.objects.presence import check_present
 
 # Whoever lists versions reads their entries, so the size of an entry must not grow with the model.
 _MAX_NONFINITE: Final = 100
-
-
-@dataclass(frozen=True)
-class StoredState:
-    """A state whose tensors are stored, by one process or by all ranks of a job.
-
-    Attributes:
-        records: records of all its tensors.
-        skeleton: skeleton of its tree, from `state_tree.flatten`.
-        new_bytes: bytes that were not in the repository before.
-        num_nonfinite: number of NaN and infinite elements by tensor, for tensors that have any.
-    """
-
-    records: Sequence[TensorRecord]
-    skeleton: Any
-    new_bytes: int
-    num_nonfinite: Mapping[str, int] = field(default_factory=dict)
 
 
 def commit(
@@ -66,17 +48,20 @@ def commit(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
+    tensors = repository.objects.put(encode_table(state.records)).digest
+    skeleton = repository.objects.put(encode_state(state.skeleton)).digest
+    code = metadata.code or keep_code(repository.objects)
     entry = {
         "step": metadata.step,
-        "tensors": repository.objects.put(encode_table(state.records)).digest,
+        "tensors": tensors,
         "num_tensors": len(state.records),
         "bytes": sum(record.nbytes for record in state.records),
         "stored_bytes": state.new_bytes,
         "content": digest_of_content(state.records),
         "num_nonfinite": _largest_counts(state.num_nonfinite),
-        "state": repository.objects.put(encode_state(state.skeleton)).digest,
+        "state": skeleton,
         "data": [use.to_dict() for use in metadata.data],
-        "code": (metadata.code or keep_code(repository.objects)).to_dict(),
+        "code": code.to_dict(),
         "environment": dict(describe_environment() if metadata.environment is None else metadata.environment),
         "config": dict(metadata.config or {}),
         "metrics": {key: _json_number(value) for key, value in (metadata.metrics or {}).items()},
@@ -86,9 +71,9 @@ def commit(
         **(extra or {}),
     }
     # Check before the append: an entry must never name an object that is missing.
-    chunks = (chunk for record in state.records for chunk in record.chunks)
-    links = (link.object for chunk in chunks for link in chunk.chain)
-    check_present(repository.objects, {*objects_of_entry(entry, name).all, *links, *extra_objects}, f"{name!r}")
+    referenced = {link.object for record in state.records for chunk in record.chunks for link in chunk.chain}
+    referenced.update((tensors, skeleton), extra_objects, () if code.diff is None else (parse_digest(code.diff),))
+    check_present(repository.objects, referenced, f"{name!r}")
     committed = repository.versions("models", name).append(lambda _head: entry)
     return Resolved("models", name, committed.number)
 
@@ -131,8 +116,11 @@ def base_records(repository: Repository, name: str, parent: str | None = None) -
         if ref is None:
             continue
         try:
-            entry = repository.entry(repository.resolve("models", ref)).content
-            return read_table(repository.objects, parse_digest(entry["tensors"]))
+            # Not `resolve` of a name: for a new model its error lists all models.
+            version = repository.newest("models", ref) if ref == name else repository.resolve("models", ref)
+            if version is not None:
+                entry = repository.entry(version).content
+                return read_table(repository.objects, parse_digest(entry["tensors"]))
         except (ConfigError, NotFoundError, CorruptDataError, KeyError, TypeError):
             continue
     return ()

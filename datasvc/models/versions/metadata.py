@@ -20,7 +20,7 @@ _MAX_DEPTH: Final = 100
 
 @dataclass(frozen=True)
 class VersionMetadata:
-    """Metadata of a version: the arguments of `checkpoint.save` with these names.
+    """Metadata of a version: the arguments of `save.save` with these names.
 
     Numpy scalars are converted to Python numbers, and metrics to floats.
 

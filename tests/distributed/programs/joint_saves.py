@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import datasvc
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.models.dcp import DcpWriter
-from datasvc.models.saving import distributed_save, save_policy
+from datasvc.models.saving import save_policy, writer
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.repository.objects.objects import Objects
 
@@ -117,7 +117,7 @@ def fails(repo, rank):
         put = Objects.put
         if rank == 0:
             Objects.put = raising(UnavailableError("nothing can be committed"))
-        hears, hear = threading.Event(), distributed_save._share_outcome
+        hears, hear = threading.Event(), writer.share_outcome
 
         def hear_late(*arguments):
             try:
@@ -126,7 +126,7 @@ def fails(repo, rank):
                 hears.wait(30)
 
         if rank == 2:
-            distributed_save._share_outcome = hear_late
+            writer.share_outcome = hear_late
         handle = model.save(weights(2), step=2)
         if rank != 2:
             handle.wait()

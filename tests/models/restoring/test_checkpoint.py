@@ -16,7 +16,7 @@ from datasvc.models import (
     restore,
     save,
 )
-from datasvc.models.restoring import checkpoint
+from datasvc.models.saving import save as saving
 from datasvc.models.tensors.chunk_writer import OWN_OBJECT_BYTES
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.commit import base_records
@@ -266,13 +266,13 @@ def test_differences_are_to_the_parent_that_is_named_else_to_the_newest_version(
 def test_parents_are_what_they_meant_when_the_save_began_and_are_there(repository, monkeypatch):
     save(repository, "m", {}, step=1), save(repository, "m", {}, step=2)
     repository.tag("models", "m@1", "best")
-    store = checkpoint.store_tensors
+    store = saving.store_tensors
 
     def moved_meanwhile(*args, **options):
         repository.tag("models", "m@2", "best")
         return store(*args, **options)
 
-    monkeypatch.setattr(checkpoint, "store_tensors", moved_meanwhile)
+    monkeypatch.setattr(saving, "store_tensors", moved_meanwhile)
     save(repository, "mean", {}, step=1, parent="m@best", merged=["m@best", "m", "nobody@7", "hf://bert"])
     entry = describe_model(repository, "mean").entry
     assert (entry["parent"], entry["merged"]) == ("m@1", ["m@1", "m@2", "nobody@7", "hf://bert"])

@@ -1,10 +1,15 @@
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import restore, save
 from datasvc.models.restoring.load_into_module import load_into, load_version_into
+from tests.models.every_kind import links_of
 from tests.models.stored import flip_last_byte, object_file
 
 
@@ -30,6 +35,23 @@ def equal(a, b):
 
 def save_network(repository, model):
     return str(save(repository, "net", {"model": model.state_dict(), "step": 3}, step=3))
+
+
+def test_a_version_fills_a_model_through_the_cache_of_the_node_and_from_a_second_copy(repository, tmp_path):
+    trained, cached, copied = network(), network(), network()
+    ref = save_network(repository, trained)
+    shutil.copytree(repository.url, tmp_path / "copy")
+    folder = Path(repository.url, "objects")
+    with Cache(tmp_path / "cache", budget="50MB") as cache:
+        load_version_into(network(), repository, ref, cache=cache)
+        for digest in {link.object for link in links_of(repository, ref)}:
+            (folder / digest[:2] / digest).unlink()
+        with pytest.raises(NotFoundError, match="is missing"):
+            load_version_into(network(), repository, ref)
+        assert load_version_into(cached, repository, ref, cache=cache.folder).is_exact
+    assert load_version_into(copied, repository, ref, fallback=str(tmp_path / "copy")).is_exact
+    assert equal(values(cached), values(trained))
+    assert equal(values(copied), values(trained))
 
 
 def test_a_version_fills_a_model_of_its_architecture(repository):

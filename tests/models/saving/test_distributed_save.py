@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.saving.distributed_save import save_distributed
 from datasvc.models.saving.flat_state import FlatState
 from datasvc.models.saving.rank_channel import SingleRank
+from datasvc.models.saving.save_task import SaveHandle, SaveTask
+from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
+from datasvc.models.saving.writer import VersionWriter
+from datasvc.models.versions.metadata import VersionMetadata
 
 
 class OtherRank(SingleRank):
@@ -23,13 +26,9 @@ class OtherRank(SingleRank):
 
 
 def save(channel, repository, tensor, step):
-    def commit(_):
-        raise AssertionError
-
-    content = FlatState({}, {"w": tensor}, None, {})
-    save_distributed(
-        channel, repository.objects, lambda: content, commit, step=step, base=tuple, base_tensors={}, codec="delta"
-    )
+    content, copies = FlatState({}, {"w": tensor}, None, {}), HostCopies({"w": tensor}, 0, ())
+    task = SaveTask(SaveHandle(step), VersionMetadata(step), content, copies, HostBuffer(), HostBuffer(), 0.0)
+    VersionWriter(repository, "m", "delta", channel).write(task)
 
 
 def test_ranks_that_fell_out_of_step_do_not_mix_two_states(repository):

@@ -13,7 +13,7 @@ import datasvc
 from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableError
 from datasvc.models import DataUse, describe_model, model_log, restore
 from datasvc.models.saving.manager import CheckpointManager
-from datasvc.models.saving.queue import SaveHandle
+from datasvc.models.saving.save_task import SaveHandle
 from datasvc.models.saving.staging_buffer import HostCopies
 from datasvc.models.tensors import codec
 from datasvc.models.tensors.tensor_table import read_table
@@ -104,16 +104,18 @@ def slow_device(monkeypatch):
     monkeypatch.setattr(HostCopies, "wait", lambda _: 1000.0)
 
 
-def without_a_thread(submit):
-    """Return `submit` where the system has no thread left to save in; the save itself finds some."""
+def without_a_thread(queue):
+    """Return the queue's `submit` where the system has no thread left to save in; the save itself finds some."""
+    submit, write = queue.submit, queue._write
 
     def start(_):
         raise RuntimeError("can't start new thread")
 
-    def submit_inline(handle, work):
+    def submit_inline(task):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading.Thread, "start", start)
-            submit(handle, lambda: (patch.undo(), work())[1])
+            patch.setattr(queue, "_write", lambda task: (patch.undo(), write(task))[1])
+            submit(task)
 
     return submit_inline
 
@@ -125,7 +127,7 @@ def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy
 ):
     with repo.models.manager("m", max_stall=0.01) as model:
         if how == "has no thread":
-            monkeypatch.setattr(model._queue, "submit", without_a_thread(model._queue.submit))
+            monkeypatch.setattr(model._queue, "submit", without_a_thread(model._queue))
         began_s = time.perf_counter()
         assert model.save({"w": torch.ones(50_000)}, step=1, wait=how == "waits").done()
         call_s = time.perf_counter() - began_s
@@ -186,15 +188,15 @@ def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, g
 def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_same(repo, monkeypatch):
     torch.manual_seed(0)
     weight = torch.randn(300_000)
-    wanted, real = [], codec.estimate_shares
+    wanted, real = [], codec.try_encodings
     with repo.models.manager("m") as model:
 
-        def estimate_shares(content, word, base=None):
+        def try_encodings(content, word, base=None):
             for copied in model._writer._base_tensors.values():
                 copied.fill_(99.0)  # as the next save does, once this one has looked at them
             return real(content, word, base)
 
-        monkeypatch.setattr(codec, "estimate_shares", estimate_shares)
+        monkeypatch.setattr(codec, "try_encodings", try_encodings)
         for step in range(1, 7):
             weight = weight * (1 + 1e-6)
             wanted.append(weight.clone())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.tensors.codec import ChainDecoder, Decoders, encode, estimate_shares, is_worthwhile, word_bytes
+from datasvc.models.tensors.codec import ChainDecoder, Decoders, encode, is_worthwhile, try_encodings, word_bytes
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from tests.examples import examples
 from tests.fuzzing import counts_refusals
@@ -80,18 +80,34 @@ def test_weights_that_change_little_are_stored_as_a_difference_and_take_less():
     before, after = trained()
     alone, difference = encode(after, 4, "planes"), encode(after, 4, "difference", before)
     assert len(difference) < 0.75 * len(alone) < 0.75 * after.size
-    shares = estimate_shares(after, 4, before)
+    shares = {name: trial.share for name, trial in try_encodings(after, 4, before).items()}
     assert shares["difference"] < shares["planes"] - 0.1 < 0.8
-    assert shares["planes"] == estimate_shares(after, 4)["planes"] == pytest.approx(len(alone) / after.size, abs=0.01)
+    assert (
+        shares["planes"]
+        == try_encodings(after, 4)["planes"].share
+        == pytest.approx(len(alone) / after.size, abs=0.01)
+    )
     assert shares["difference"] == pytest.approx(len(difference) / after.size, abs=0.02)
+
+
+def test_what_is_small_is_encoded_once_as_a_whole():
+    before, after = trained(count=5_000)
+    trials = try_encodings(after, 4, before)
+    assert {name: trial.stored for name, trial in trials.items()} == {
+        "planes": encode(after, 4, "planes"),
+        "xor": encode(after, 4, "xor", before),
+        "difference": encode(after, 4, "difference", before),
+    }
+    large = try_encodings(np.tile(after, 20), 4)
+    assert large["planes"].stored is None
 
 
 def test_noise_gains_nothing_nor_does_what_does_not_continue_its_base():
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8)
     _, after = trained()
-    assert not any(is_worthwhile(share) for share in estimate_shares(noise, 4, noise[::-1].copy()).values())
-    shares = estimate_shares(after, 4, noise[: after.size])
-    assert min(shares, key=lambda encoding: shares[encoding]) == "planes"
+    assert not any(is_worthwhile(trial.share) for trial in try_encodings(noise, 4, noise[::-1].copy()).values())
+    trials = try_encodings(after, 4, noise[: after.size])
+    assert min(trials, key=lambda encoding: trials[encoding].share) == "planes"
     assert not is_worthwhile(len(encode(noise, 4, "planes")) / noise.size)
 
 

@@ -1,44 +1,20 @@
-"""Checkpoints of one process: saves a state tree as a model version and restores it, every byte verified."""
+"""Saves a state tree as a model version, by one process and in the foreground."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
-from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.chunk_reader import ChunkSource
-from datasvc.models.tensors.read import load_tensors
-from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, encode_state, flatten, unflatten
+from datasvc.models.tensors.state_tree import encode_state, flatten
 from datasvc.models.tensors.write import Codec, store_tensors
 from datasvc.models.versions.code_revision import CodeRevision
-from datasvc.models.versions.commit import StoredState, base_records, commit, exact_version
+from datasvc.models.versions.commit import base_records, commit, exact_version
 from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
-
-if TYPE_CHECKING:
-    from datasvc.models.restoring.report import RestoreReport
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A restored checkpoint.
-
-    Attributes:
-        version: the restored version.
-        state: the state tree as it was saved; tensors on the CPU, verified, owned by the caller.
-        entry: content of the version's log entry: data, code, configuration, metrics.
-        report: time, origin of the bytes and bad copies; None where these were not recorded.
-    """
-
-    version: Resolved
-    state: Any
-    entry: Mapping[str, Any]
-    report: RestoreReport | None = None
 
 
 def save(
@@ -93,34 +69,4 @@ def save(
     encode_state(skeleton)  # raises if the state is too large, before tensors are stored
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, progress=progress)
-    return commit(
-        repository, name, StoredState(stored.records, skeleton, stored.new_bytes, stored.num_nonfinite), metadata
-    )
-
-
-def restore(
-    repository: Repository,
-    ref: str | Resolved,
-    *,
-    source: ChunkSource | None = None,
-    trusted_keys: Sequence[str | Path] | None = None,
-    progress: Progress = NO_PROGRESS,
-) -> Checkpoint:
-    """Return the checkpoint that `ref` resolves to, every byte verified.
-
-    Args:
-        repository: repository of the version.
-        ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
-        source: source of the tensors' bytes; default: the repository.
-        trusted_keys: see `stored_version.read_version`.
-        progress: counts the bytes of each chunk that was loaded.
-
-    Raises:
-        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
-        CorruptDataError: an entry, the state or a tensor does not match its digest, which the message names; or the
-            version is not signed by a trusted key.
-    """
-    stored = read_version(repository, ref, trusted_keys=trusted_keys)
-    skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    tensors = load_tensors(source or repository.objects, stored.records, progress=progress)
-    return Checkpoint(stored.version, unflatten(skeleton, tensors), stored.entry)
+    return commit(repository, name, replace(stored, skeleton=skeleton), metadata)
