@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsIndex, TypeVar, overload
 
-from datasvc.loaders.core.pinned import can_pin
+from datasvc.loaders.core import pinned
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class Batch(ABC, Generic[A]):
 
     def pin_memory(self) -> Self:
         """Return the batch with all tensors in page-locked memory; unchanged if torch finds no GPU."""
-        return self._change(methodcaller("pin_memory")) if can_pin() else self
+        return self._change(methodcaller("pin_memory")) if pinned.can_pin() else self
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         import torch

@@ -6,7 +6,6 @@ import torch
 
 from datasvc.errors import ConfigError
 from datasvc.loaders import AugmentConfig, DecodeConfig, ImageLoader, Mixture
-from datasvc.loaders.core import batch as loaded_batch
 from datasvc.loaders.core import pinned
 from datasvc.loaders.decode import cpu
 from datasvc.loaders.decode.gpu.upload import UploadBackend
@@ -108,8 +107,7 @@ def with_gpu(monkeypatch):
             copied.append(tuple(tensor.shape))
         return tensor
 
-    for module in (pinned, loaded_batch):
-        monkeypatch.setattr(module, "can_pin", lambda: True)
+    monkeypatch.setattr(pinned, "can_pin", lambda: True)
     monkeypatch.setattr(cpu, "empty_pinned", empty_pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     return allocated, copied

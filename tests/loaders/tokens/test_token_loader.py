@@ -170,9 +170,10 @@ def test_the_path_of_arrays_does_not_import_torch(numbered):
 import sys
 from datasvc.repository import Repository
 from datasvc.shards.versions.dataset import Split
-from datasvc.loaders.tokens.token_loader import TokenLoader
+from datasvc.loaders import TokenFormat, TokenLoader
 split = Split("train", "tokens@1", Repository.open(sys.argv[1]), sys.argv[2])
-with TokenLoader(split, batch_size=4, training=True, labels="across", documents=True, end=3) as loader:
+tokens = TokenFormat(end=3)
+with TokenLoader(split, batch_size=4, training=True, tokens=tokens, labels="across", documents=True) as loader:
     print(sum(int(batch.tokens.size) for batch in loader.numpy()), "torch" in sys.modules)
 """
     command = [sys.executable, "-c", code, numbered.repository.url, numbered.digest]
