@@ -74,8 +74,8 @@ class SharedBuffer:
         spans = _lay_out(parts)
         for number, (part, (offset, length)) in enumerate(zip(parts, spans, strict=True)):
             np.copyto(content[offset : offset + length], part)
-            _SPAN.pack_into(content, _HEADER.size + number * _SPAN.size, offset, length)
-        _HEADER.pack_into(content, 0, key, len(parts))
+            _SPAN.pack_into(self._mapped, _HEADER.size + number * _SPAN.size, offset, length)
+        _HEADER.pack_into(self._mapped, 0, key, len(parts))
 
     def close(self) -> None:
         """Unmap and close the memory; mappings of readers stay valid."""
