@@ -251,10 +251,10 @@ def test_a_cache_is_filled_by_the_loader_and_released_when_it_closes(digits, tmp
 
 def test_a_windowed_order_streams_through_a_cache_smaller_than_the_data(digits, tmp_path):
     table = digits["train"].table
-    order = {"order": OrderConfig(shuffle="windowed", lanes=1, block=64)}
+    order = OrderConfig(shuffle="windowed", lanes=1, block=64)
     budget = int(table.size_bytes * 0.8)
     cache = Cache(tmp_path / "cache", budget=budget)
-    with make(digits["train"], 32, cache=cache, tail="short", **order, decode=DecodeConfig(prefetch=1)) as loader:
+    with make(digits["train"], 32, cache=cache, tail="short", order=order, decode=DecodeConfig(prefetch=1)) as loader:
         for _ in range(2):
             positions = []
             for batch in loader:
@@ -447,12 +447,12 @@ def test_an_interrupt_between_a_batch_and_the_cursor_repeats_the_batch(digits):
 
 def test_the_window_counts_prefetched_batches_of_all_ranks_and_the_next_epochs_first_shards(digits, tmp_path):
     table = digits["train"].table
-    order = {"order": OrderConfig(shuffle="windowed", lanes=1, block=60)}
-    window = window_bytes(table.samples_per_shard, table.bytes_per_shard, OrderConfig(**order), 30 * 2 * (3 + 1))
+    order = OrderConfig(shuffle="windowed", lanes=1, block=60)
+    window = window_bytes(table.samples_per_shard, table.bytes_per_shard, order, 30 * 2 * (3 + 1))
     assert 2 * window < table.size_bytes
     cache = Cache(tmp_path / "cache", budget=2 * window - 1)
     with pytest.raises(CacheFullError, match=f"needs {2 * window} bytes"):
-        make(digits["train"], 30, cache=cache, **order, ranks=DataRanks(0, 2), decode=DecodeConfig(prefetch=3))
+        make(digits["train"], 30, cache=cache, order=order, ranks=DataRanks(0, 2), decode=DecodeConfig(prefetch=3))
 
 
 def test_evaluation_serves_every_sample_in_table_order_by_default(digits):
