@@ -103,11 +103,11 @@ class CacheJob:
                 outcome: Outcome = "resident"
             else:
                 outcome = self._fetch(opened, info, repository, progress)
+            if outcome == "resident":
+                progress.advance(info.size_bytes, source="resident")
         except BaseException:
             opened.locks.release(info.digest)
             raise
-        if outcome == "resident":
-            progress.advance(info.size_bytes, source="resident")
         return opened.files.object_name(info.digest), outcome
 
     def prefetch(self, info: ObjectInfo, repository: Store, reuse: NextUse, *, evict: bool = True) -> Outcome:
