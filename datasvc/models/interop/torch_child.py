@@ -1,7 +1,7 @@
 """The child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
-No code of a file runs: torch reads with `weights_only=True`, and the metadata of DCP are read by an unpickler that
-has only torch's own classes for them. What a hostile file can still do, it does to this process alone.
+No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` reads the metadata of DCP with
+torch's own classes for them and no others. What a hostile file can still do, it does to this process alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import io
 import json
 import os
-import pickle  # DCP's metadata, and messages from the parent
+import pickle  # messages from the parent
 import re
 import resource
 import signal
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.interop.dcp_pickle import describe_metadata
 from datasvc.models.interop.torch_files import LEGACY, ZIP
 from datasvc.models.interop.torch_reader import MAX_REPEATED_BYTES, Extent, ReadRequest
 from datasvc.models.restoring.load_into_module import spec_of
@@ -48,31 +48,6 @@ _REFUSED = re.compile(
 )
 _NO_MEMORY = re.compile("allocate memory|bad_alloc|bad allocation")
 _SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
-
-_METADATA: Final = "torch.distributed.checkpoint.metadata"
-_DCP_CLASSES: Final = frozenset({
-    (_METADATA, "Metadata"), (_METADATA, "TensorStorageMetadata"), (_METADATA, "BytesStorageMetadata"),
-    (_METADATA, "ChunkStorageMetadata"), (_METADATA, "TensorProperties"), (_METADATA, "MetadataIndex"),
-    (_METADATA, "StorageMeta"), (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
-    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
-    ("pathlib", "Path"), ("collections", "OrderedDict"),
-})  # fmt: skip
-
-
-class _DcpUnpickler(pickle.Unpickler):
-    """An unpickler with the classes that torch writes into DCP metadata, and no others."""
-
-    location = ""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
-        if not is_dtype and (module, name) not in _DCP_CLASSES:
-            raise ConfigError(
-                f"{self.location} refers to {module}.{name}, which is not part of DCP metadata. To create it could "
-                "execute code, so the folder is refused"
-            )
-        return super().find_class(module, name)
 
 
 class _PickleServer:
@@ -95,7 +70,7 @@ class _PickleServer:
             self._extent, self._tensors = None, {}
             if request.kind == "metadata":
                 self._set_limits(0, extent)
-                return _encode(_describe_metadata(extent), _MAX_METADATA_BYTES, extent), b""
+                return _encode(describe_metadata(extent), _MAX_METADATA_BYTES, extent), b""
             return _encode(self._describe_state(extent), MAX_STATE_BYTES, extent), b""
         except Exception as error:  # noqa: BLE001 - hostile bytes may raise any exception
             return json.dumps({"error": _explain(error, extent.location, self._memory_bytes)}).encode() + b"\n", b""
@@ -223,49 +198,6 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             f"{extent.location}: its tensors take {sum(used.values())} bytes, more than the file, which has "
             f"{extent.length}"
         )
-
-
-def _describe_metadata(extent: Extent) -> dict[str, Any]:
-    """Return the metadata of a DCP folder as lists, whose elements may have any JSON type.
-
-    Returns:
-        "items": [name, [dtype, shape, [[start, shape] of each block]]] of a tensor, [name, None] of another value;
-        "extents": [name, start of the block or None, file, offset, length, whether an extension transformed it];
-        "paths": [name, keys in the state tree].
-
-    Raises:
-        CorruptDataError: it is not DCP metadata.
-        Exception: see `_explain`.
-    """
-    with extent.path.open("rb") as file:
-        unpickler = _DcpUnpickler(file)
-        unpickler.location = extent.location
-        metadata = unpickler.load()
-    if not isinstance(metadata, Metadata):
-        raise CorruptDataError(f"{extent.location} is not DCP metadata: it holds a {type(metadata).__name__}")
-    return {
-        "items": [
-            [name, _describe_blocks(item) if isinstance(item, TensorStorageMetadata) else None]
-            for name, item in metadata.state_dict_metadata.items()
-        ],
-        "extents": [
-            [
-                index.fqn,
-                None if index.offset is None else list(index.offset),
-                info.relative_path,
-                info.offset,
-                info.length,
-                bool(getattr(info, "transform_descriptors", None)),
-            ]
-            for index, info in metadata.storage_data.items()
-        ],
-        "paths": [[name, list(path)] for name, path in (metadata.planner_data or {}).items()],
-    }
-
-
-def _describe_blocks(tensor: TensorStorageMetadata) -> list[Any]:
-    blocks = [[list(block.offsets), list(block.sizes)] for block in tensor.chunks]
-    return [str(tensor.properties.dtype).removeprefix("torch."), list(tensor.size), blocks]
 
 
 def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:

@@ -109,7 +109,7 @@ class TorchReader:
         return DescribedState(reply["skeleton"], tensors, reply["is_bare"])
 
     def read_dcp_metadata(self, path: Path) -> dict[str, Any]:
-        """Return the metadata of a DCP folder as the lists of `torch_child.describe_metadata`.
+        """Return the metadata of a DCP folder as the lists of `dcp_pickle.describe_metadata`.
 
         Raises:
             ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.

@@ -1,0 +1,84 @@
+"""Reads the metadata of a DCP folder, a pickle, with the classes that torch writes there and no others.
+
+For the child process of `torch_reader`: nothing here limits the memory that a hostile pickle uses.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models.interop.torch_reader import Extent
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_DCP_CLASSES: Final = frozenset({
+    (_METADATA, "Metadata"), (_METADATA, "TensorStorageMetadata"), (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"), (_METADATA, "TensorProperties"), (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"), (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size"),
+    ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
+    ("pathlib", "Path"), ("collections", "OrderedDict"),
+})  # fmt: skip
+
+
+class _DcpUnpickler(pickle.Unpickler):
+    """An unpickler with the classes that torch writes into DCP metadata, and no others."""
+
+    location = ""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if not is_dtype and (module, name) not in _DCP_CLASSES:
+            raise ConfigError(
+                f"{self.location} refers to {module}.{name}, which is not part of DCP metadata. To create it could "
+                "execute code, so the folder is refused"
+            )
+        return super().find_class(module, name)
+
+
+def describe_metadata(extent: Extent) -> dict[str, Any]:
+    """Return the metadata of a DCP folder as lists, whose elements may have any JSON type.
+
+    Returns:
+        "items": [name, [dtype, shape, [[start, shape] of each block]]] of a tensor, [name, None] of another value;
+        "extents": [name, start of the block or None, file, offset, length, whether an extension transformed it];
+        "paths": [name, keys in the state tree].
+
+    Raises:
+        ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
+        CorruptDataError: it is not DCP metadata.
+        Exception: damaged or hostile bytes may raise any.
+    """
+    with extent.path.open("rb") as file:
+        unpickler = _DcpUnpickler(file)
+        unpickler.location = extent.location
+        metadata = unpickler.load()
+    if not isinstance(metadata, Metadata):
+        raise CorruptDataError(f"{extent.location} is not DCP metadata: it holds a {type(metadata).__name__}")
+    return {
+        "items": [
+            [name, _describe_blocks(item) if isinstance(item, TensorStorageMetadata) else None]
+            for name, item in metadata.state_dict_metadata.items()
+        ],
+        "extents": [
+            [
+                index.fqn,
+                None if index.offset is None else list(index.offset),
+                info.relative_path,
+                info.offset,
+                info.length,
+                bool(getattr(info, "transform_descriptors", None)),
+            ]
+            for index, info in metadata.storage_data.items()
+        ],
+        "paths": [[name, list(path)] for name, path in (metadata.planner_data or {}).items()],
+    }
+
+
+def _describe_blocks(tensor: TensorStorageMetadata) -> list[Any]:
+    blocks = [[list(block.offsets), list(block.sizes)] for block in tensor.chunks]
+    return [str(tensor.properties.dtype).removeprefix("torch."), list(tensor.size), blocks]
