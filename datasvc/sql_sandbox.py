@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from datasvc.errors import ConfigError
 
 if TYPE_CHECKING:
     import duckdb
 
+_T = TypeVar("_T")
+_INTERRUPT_AGAIN_S: Final = 0.1
 _SETTINGS: Final = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,
@@ -56,3 +60,26 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
     if len(statements) != 1 or statements[0].type not in {kinds.SELECT, kinds.EXPLAIN, kinds.MULTI}:
         raise ConfigError(f"{sql!r} is not a single query; expected one, such as {example!r}")
     return statements[0]
+
+
+def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
+    """Return the result of `read`, which executes a query; Ctrl-C ends it, however long it takes."""
+    # DuckDB returns to the thread that executes the query only at its end, and signals wait for that.
+    result: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(read())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="datasvc-sql")
+    try:
+        thread.start()
+        return result.result()
+    except BaseException:
+        # An interrupt before the query starts is lost.
+        while thread.is_alive():
+            connection.interrupt()
+            thread.join(_INTERRUPT_AGAIN_S)
+        raise

@@ -15,7 +15,7 @@ from datasvc.models.search.rows import TREES
 from datasvc.models.search.table import WILDCARDS, build_table
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
-from datasvc.sql_sandbox import connected, lock, only_query
+from datasvc.sql_sandbox import connected, fetch, lock, only_query
 
 if TYPE_CHECKING:
     import duckdb
@@ -65,7 +65,7 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
     with connected() as connection, _map_errors(f"the query {sql!r}"):
         _prepare(connection, repository, index, sql=None)
         statement = only_query(connection, sql, example="select model, version, metrics.top1 from versions")
-        return connection.sql(statement).to_arrow_table()
+        return fetch(connection, lambda: connection.sql(statement).to_arrow_table())
 
 
 def find_versions(
@@ -104,7 +104,8 @@ def find_versions(
     with connected() as connection, _map_errors(f"the condition {condition!r}"):
         _prepare(connection, repository, index, sql=f"{condition} {order}")
         versions = connection.view("all_versions" if removed else "versions")
-        found = versions.filter(f"({condition}\n)").order(order).project("model, version").fetchall()
+        matching = versions.filter(f"({condition}\n)").order(order).project("model, version")
+        found = fetch(connection, matching.fetchall)
     return [Resolved("models", model, version) for model, version in found]
 
 

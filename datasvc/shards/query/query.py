@@ -13,7 +13,7 @@ from datasvc.repository import Repository
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.query.scan import LiveSamples, probe
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
-from datasvc.sql_sandbox import connected, lock, only_query
+from datasvc.sql_sandbox import connected, fetch, lock, only_query
 
 if TYPE_CHECKING:
     import duckdb
@@ -61,7 +61,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
             _register(connection, dataset, samples)
             lock(connection)
             statement = only_query(connection, sql, example=f"from {ALL_SPLITS} limit 3")
-            return connection.sql(statement).to_arrow_table()
+            return fetch(connection, lambda: connection.sql(statement).to_arrow_table())
         except duckdb.Error as error:
             if files.failure is not None:
                 raise files.failure from error
