@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """Stands in for `time.monotonic` or `time.time` where a `clock` argument is taken.
-
-    Args:
-        now_s: first time that it returns, in seconds.
+    """Stands in for `time.monotonic` where a `clock` is taken.
 
     Attributes:
         now_s: time that the next call returns, in seconds.

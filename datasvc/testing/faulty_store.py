@@ -7,10 +7,12 @@ import io
 import secrets
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
@@ -19,18 +21,6 @@ Operation = Literal["read", "write", "list", "info", "delete"]
 Effect = Literal["refused", "unanswered", "silent"]
 
 _SCHEME: Final = "faulty"
-
-
-class StoreRequest(NamedTuple):
-    """One request to a store.
-
-    Attributes:
-        operation: kind of the request.
-        path: path below the store's URL.
-    """
-
-    operation: Operation
-    path: str
 
 
 @dataclass
@@ -45,22 +35,21 @@ class _Fault:
 class FaultyStore:
     """A store of its own in the memory of this process; `url` names it wherever a URL is taken.
 
-    Its errors reach the caller at once: reads of it are not retried. Create-only writes are atomic. Safe for threads;
-    use it as a context manager, which removes its files at the end.
+    Reads of it are not retried, so its errors reach the caller at once. Safe for threads. As a context manager it
+    removes its files at the end.
 
     Args:
-        creates_exclusively: False: the store overwrites where it is asked to create, as a store of an old version
-            may.
+        creates_exclusively: False: the store overwrites where it is asked to create, as some stores do.
 
     Attributes:
         url: URL of the store.
-        requests: all requests so far, in their order.
+        requests: operation and path below the URL of all requests so far, in their order.
     """
 
     def __init__(self, *, creates_exclusively: bool = True) -> None:
         self._name = secrets.token_hex(8)
         self.url = f"{_SCHEME}://{self._name}"
-        self.requests: list[StoreRequest] = []
+        self.requests: list[tuple[Operation, str]] = []
         self.creates_exclusively = creates_exclusively
         self._faults: list[_Fault] = []
         self._lock = threading.Lock()
@@ -97,12 +86,7 @@ class FaultyStore:
 
     def damage(self, path: str, offset: int = -1) -> None:
         """Flip one bit of a stored file; a negative `offset` counts from its end."""
-        content = _FaultyDriver.store[f"/{self._name}/{path}"].getbuffer()
-        content[offset] ^= 1
-
-    def remove(self, path: str) -> None:
-        """Remove a stored file, as another process may."""
-        del _FaultyDriver.store[f"/{self._name}/{path}"]
+        _FaultyDriver.store[f"/{self._name}/{path}"].getbuffer()[offset] ^= 1
 
     def close(self) -> None:
         """Remove all files of the store."""
@@ -120,7 +104,7 @@ class FaultyStore:
     def _begin(self, operation: Operation, path: str) -> _Fault | None:
         """Record a request, and return the fault that it meets; raise the error of a refused one."""
         with self._lock:
-            self.requests.append(StoreRequest(operation, path))
+            self.requests.append((operation, path))
             fault = next((fault for fault in self._faults if _fits(fault, operation, path)), None)
             if fault is not None and fault.remaining is not None:
                 fault.remaining -= 1
@@ -136,10 +120,19 @@ def _fits(fault: _Fault, operation: Operation, path: str) -> bool:
 _stores: weakref.WeakValueDictionary[str, FaultyStore] = weakref.WeakValueDictionary()
 
 
-def _begin(operation: Operation, path: str) -> _Fault | None:
+def _request(operation: Operation, path: str, do: Callable[[], Any]) -> Any:
+    """Return the result of `do`, unless a fault of the path's store fits."""
     name, _, below = path.strip("/").partition("/")
     store = _stores.get(name)
-    return None if store is None else store._begin(operation, below)  # noqa: SLF001 - same module
+    fault = None if store is None else store._begin(operation, below)  # noqa: SLF001 - same module
+    if fault is not None and fault.effect == "silent" and operation in {"write", "delete"}:
+        return io.BytesIO()
+    result = do()
+    if fault is None:
+        return result
+    if fault.effect == "silent":
+        return result[: len(result) // 2] if operation == "read" else result
+    raise fault.error
 
 
 class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -153,58 +146,31 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def _strip_protocol(cls, path: Any) -> Any:
         return super()._strip_protocol(path.replace(f"{_SCHEME}://", "") if isinstance(path, str) else path)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
-        fault = _begin("read", self._strip_protocol(path))
-        content: bytes = super().cat_file(path, start, end, **options)
-        return content if fault is None else _half_of(content, fault)
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+        return _request("read", self._strip_protocol(path), partial(super().cat_file, path, start, end, **options))
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        path = self._strip_protocol(path)
+        path, open_file = self._strip_protocol(path), super()._open
         if mode == "rb":
-            fault = _begin("read", path)
-            content = super()._open(path, mode, **options).getvalue()
-            # Readers share the stored object, and its position; each gets a copy.
-            return io.BytesIO(content if fault is None else _half_of(content, fault))
-        fault = _begin("write", path)
-        if fault is not None and fault.effect == "silent":
-            return io.BytesIO()
+            # A copy: the stored object has one position for all its readers.
+            return io.BytesIO(_request("read", path, lambda: open_file(path, mode, **options).getvalue()))
         store = _stores.get(path.strip("/").partition("/")[0])
         if store is not None and not store.creates_exclusively:
             mode = mode.replace("x", "w")
-        opened = super()._open(path, mode, **options)
-        if fault is not None:
-            raise fault.error
-        return opened
+        return _request("write", path, partial(open_file, path, mode, **options))
 
     def put_file(self, lpath: Any, rpath: str, *_callback: Any, **_options: Any) -> None:
         # In one request, so that a fault stores all of the file or nothing.
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
-    def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-        _answer(_begin("list", self._strip_protocol(path)))
-        return super().ls(path, detail=detail, **options)
+    def ls(self, path: str, *arguments: Any, **options: Any) -> Any:
+        return _request("list", self._strip_protocol(path), partial(super().ls, path, *arguments, **options))
 
     def find(self, path: str, *arguments: Any, **options: Any) -> Any:
-        _answer(_begin("list", self._strip_protocol(path)))
-        return super().find(path, *arguments, **options)
+        return _request("list", self._strip_protocol(path), partial(super().find, path, *arguments, **options))
 
     def info(self, path: str, **options: Any) -> Any:
-        _answer(_begin("info", self._strip_protocol(path)))
-        return super().info(path, **options)
+        return _request("info", self._strip_protocol(path), partial(super().info, path, **options))
 
     def _rm(self, path: str) -> None:
-        fault = _begin("delete", self._strip_protocol(path))
-        if fault is None or fault.effect == "unanswered":
-            super()._rm(path)
-        _answer(fault)
-
-
-def _answer(fault: _Fault | None) -> None:
-    if fault is not None and fault.effect == "unanswered":
-        raise fault.error
-
-
-def _half_of(content: bytes, fault: _Fault) -> bytes:
-    if fault.effect == "silent":
-        return content[: len(content) // 2]
-    raise fault.error
+        _request("delete", self._strip_protocol(path), partial(super()._rm, path))

@@ -27,7 +27,7 @@ INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@ import json
 import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.repository import Repository, parse_reference
+from datasvc.repository import Repository, Storage, parse_reference
 from datasvc.repository.logs.references import check_name
+from datasvc.testing import FaultyStore
 
 
 @pytest.fixture
@@ -43,15 +44,11 @@ def test_a_repository_of_a_later_or_no_format_is_refused(tmp_path, marker, error
             way(str(tmp_path))
 
 
-def test_a_store_that_ignores_create_only_writes_is_refused(monkeypatch):
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    overwriting = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda self, path, value, **_options: overwriting(self, path, value)
-    )
-    with pytest.raises(ConfigError, match="ignores create-only writes"):
-        Repository.create("memory://toy-store")
+def test_a_store_that_ignores_create_only_writes_is_refused_and_its_marker_is_left_as_it_was():
+    with FaultyStore(creates_exclusively=False) as store:
+        with pytest.raises(ConfigError, match="ignores create-only writes"):
+            Repository.create(store.url)
+        assert json.loads(Storage(store.url).read("datasvc.json")) == {"format": 1}
 
 
 def test_references_resolve_to_the_newest_a_number_or_a_tag(repository):
@@ -118,18 +115,6 @@ def test_stray_files_beside_the_names_harm_nobody(tmp_path):
         (tmp_path / folder / "Not A Name").write_text("x")
     assert repository.names("datasets") == ["digits"]
     assert repository.tags("datasets", "digits") == {"stable": 1}
-
-
-def test_the_probe_of_a_store_that_overwrites_leaves_the_marker_as_it_was(monkeypatch):
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    overwriting = MemoryFileSystem.pipe_file
-    monkeypatch.setattr(
-        MemoryFileSystem, "pipe_file", lambda self, path, value, **_options: overwriting(self, path, value)
-    )
-    with pytest.raises(ConfigError):
-        Repository.create("memory://probed-store")
-    assert json.loads(MemoryFileSystem().cat_file("/probed-store/datasvc.json")) == {"format": 1}
 
 
 def test_a_name_without_a_version_is_not_listed(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, UnavailableError
 from datasvc.repository import Repository, Storage
-from datasvc.testing import FaultyStore, StoreRequest
+from datasvc.testing import FaultyStore
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_each_operation_fails_as_often_as_it_was_told_and_only_there(store, stor
         with pytest.raises(UnavailableError, match="503 Slow Down"):
             OPERATIONS[operation](storage)
     OPERATIONS[operation](storage)
-    assert [request.operation for request in store.requests].count(operation) >= 3
+    assert [each for each, _ in store.requests].count(operation) >= 3
 
 
 def test_a_healed_store_answers(store, storage):
@@ -66,21 +66,18 @@ def test_a_silent_read_gives_half_of_the_bytes(store, storage):
         assert file.read() == b"01"
 
 
-def test_bytes_can_be_damaged_and_files_removed(store):
+def test_bytes_can_be_damaged(store):
     repository = Repository.create(store.url)
     info = repository.objects.put(b"whole")
-    path = repository.objects.path(info.digest)
-    store.damage(path, 2)
+    store.damage(repository.objects.path(info.digest), 2)
     with pytest.raises(CorruptDataError):
         repository.objects.read(info.digest)
-    store.remove(path)
-    assert repository.objects.size(info.digest) is None
 
 
 def test_requests_are_recorded_in_their_order(store, storage):
     storage.put_bytes("a/1", b"x")
     storage.read("a/1")
-    assert store.requests == [StoreRequest("write", "a/1"), StoreRequest("read", "a/1")]
+    assert store.requests == [("write", "a/1"), ("read", "a/1")]
 
 
 def test_a_store_that_overwrites_is_refused_as_a_repository():

@@ -36,7 +36,7 @@ Digest = NewType("Digest", str)
 
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
-_RANGE_BYTES = 8 << 20
+RANGE_BYTES = 8 << 20
 # Read before the size is asked for: larger objects cost a request more, smaller ones one less.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
@@ -438,15 +438,15 @@ class Objects:
     def _parts(self, digest: Digest, size_bytes: int) -> Iterator[bytes]:
         """Yield the object's parts in order, with a bounded number of parallel requests."""
         path = self.path(digest)
-        offsets = range(0, size_bytes, _RANGE_BYTES)
+        offsets = range(0, size_bytes, RANGE_BYTES)
         if self.storage.is_local or len(offsets) <= 1:
             for offset in offsets:
-                yield self.storage.read_range(path, offset, min(_RANGE_BYTES, size_bytes - offset))
+                yield self.storage.read_range(path, offset, min(RANGE_BYTES, size_bytes - offset))
             return
         with ThreadPoolExecutor(_MAX_PARALLEL_RANGES, thread_name_prefix="datasvc-range") as pool:
             pending: deque[Future[bytes]] = deque()
             for offset in offsets:
-                length = min(_RANGE_BYTES, size_bytes - offset)
+                length = min(RANGE_BYTES, size_bytes - offset)
                 pending.append(pool.submit(self.storage.read_range, path, offset, length))
                 if len(pending) == _MAX_PARALLEL_RANGES:
                     yield pending.popleft().result()

@@ -18,7 +18,7 @@ from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.extras import how_to_install_driver
 
 ATTEMPTS: Final = 4
-_FIRST_PAUSE_S = 0.2
+FIRST_PAUSE_S = 0.2
 # Packages whose exceptions mean that the store failed, although they are not OSError.
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
 # Drivers that retry by themselves for some ten seconds; and memory and local disks, where a retry does not help.
@@ -65,7 +65,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
 def pause_s(num_failures: int) -> float:
     """Return the pause in seconds after a number of consecutive failures."""
     # With random jitter: many clients that fail at the same time do not all return at the same time.
-    return _FIRST_PAUSE_S * 2.0 ** (num_failures - 1) + random.uniform(0, _FIRST_PAUSE_S)  # noqa: S311
+    return FIRST_PAUSE_S * 2.0 ** (num_failures - 1) + random.uniform(0, FIRST_PAUSE_S)  # noqa: S311
 
 
 def with_retries(

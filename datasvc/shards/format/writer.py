@@ -25,7 +25,7 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
 # A byte range of one batch is read quickly, and the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
 # Upper bound for record batches of tiny samples.
-_BATCH_SAMPLES = 1 << 16
+BATCH_SAMPLES = 1 << 16
 # Initial buffer for keys and other short texts.
 _TEXT_BYTES = 256 << 10
 
@@ -108,7 +108,7 @@ class ShardWriter:
         for column, blob in zip(self._blob_columns, blobs, strict=True):
             self._batch_bytes += column.append(blob)
         self._batch_samples += 1
-        return self._batch_bytes >= BATCH_BYTES or self._batch_samples >= _BATCH_SAMPLES
+        return self._batch_bytes >= BATCH_BYTES or self._batch_samples >= BATCH_SAMPLES
 
     def end_batch(self, values: Mapping[str, Sequence[Any]]) -> None:
         """Write a record batch with the samples whose blobs were appended since the last one.
@@ -158,7 +158,7 @@ class ShardWriter:
             size_bytes += other_bytes
             for column, views in gathered:
                 size_bytes += column.append(next(views))
-            is_full = size_bytes >= BATCH_BYTES or row + 1 - start >= _BATCH_SAMPLES
+            is_full = size_bytes >= BATCH_BYTES or row + 1 - start >= BATCH_SAMPLES
             if (is_full and not as_one) or row + 1 == values.num_rows:
                 part = values.slice(start, row + 1 - start)
                 self._write([part.column(name) if name not in blobs else None for name in self._schema.names])

@@ -28,7 +28,7 @@ def test_equal_bytes_are_one_object_however_they_were_written(objects):
 
 
 def test_an_object_of_many_ranges_arrives_in_order(objects, monkeypatch):
-    monkeypatch.setattr("datasvc.repository.objects.objects._RANGE_BYTES", 1000)
+    monkeypatch.setattr("datasvc.repository.objects.objects.RANGE_BYTES", 1000)
     content = os.urandom(12_345)
     info = objects.put(content)
     sink, progress = io.BytesIO(), RecordedProgress()
@@ -89,7 +89,7 @@ def test_names_of_64_characters_that_are_no_digest_are_refused(text):
 
 @pytest.mark.parametrize("left", [0, 5, 2500])
 def test_an_object_cut_short_in_any_store_is_corrupt_and_not_unavailable(objects, left, monkeypatch):
-    monkeypatch.setattr("datasvc.repository.objects.objects._RANGE_BYTES", 1000)
+    monkeypatch.setattr("datasvc.repository.objects.objects.RANGE_BYTES", 1000)
     info = objects.put(os.urandom(5000))
     objects.storage.put_bytes(objects.path(info.digest), b"x" * left)
     with pytest.raises(CorruptDataError):

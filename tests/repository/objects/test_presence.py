@@ -1,11 +1,11 @@
 """A commit looks once more whether what it names is there: a gc with a wrong clock may have removed it."""
 
+import math
 import sys
 import threading
 
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import NotFoundError
 from datasvc.models import CheckpointManager, restore, save
@@ -16,6 +16,7 @@ from datasvc.repository.objects.presence import check_present, find_missing
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
+from datasvc.testing import FaultyStore
 from tests.models.as_ranks import rows, save_as_ranks
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import write_version
@@ -27,7 +28,7 @@ def weights(step=0.0):
 
 
 def remove(repository, digest):
-    repository.storage._fs.rm_file(repository.storage._full(repository.objects.path(digest)))
+    assert repository.storage.delete_if_older(repository.objects.path(digest), math.inf)
 
 
 def objects_of(repository):
@@ -59,18 +60,15 @@ def test_on_every_store_just_those_that_are_gone_are_missing(url, num_objects): 
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Which folders a store in memory was asked to list, and at which objects to look."""
-    lists, looks = [], []
-    for name, calls in (("ls", lists), ("info", looks)):
-        real = getattr(MemoryFileSystem, name)
+def store():
+    with FaultyStore() as store:
+        yield store
 
-        def noting(self, path, *words, real=real, calls=calls, **options):
-            calls.append(path)
-            return real(self, path, *words, **options)
 
-        monkeypatch.setattr(MemoryFileSystem, name, noting)
-    return lists, looks
+def num_requests(store):
+    """Return how many folders a store was asked to list, and at how many objects to look."""
+    operations = [operation for operation, _ in store.requests]
+    return operations.count("list"), operations.count("info")
 
 
 def in_one_folder(repository, num_objects, folder="ab"):
@@ -81,15 +79,14 @@ def in_one_folder(repository, num_objects, folder="ab"):
     return there
 
 
-def test_a_remote_store_with_any_number_of_others_is_asked_for_few_objects_one_by_one(asked):
+def test_a_remote_store_with_any_number_of_others_is_asked_for_few_objects_one_by_one(store):
     """A list of one folder of a large store takes some hundred requests, one after another."""
-    repository = Repository.create("memory://few-wanted")
+    repository = Repository.create(store.url)
     there = in_one_folder(repository, 200)
-    lists, looks = asked
-    lists.clear(), looks.clear()
+    store.requests.clear()
     gone = digest_of(b"gone")
     assert find_missing(repository.objects, [*there[:20], gone]) == {gone}
-    assert (len(lists), len(looks)) == (0, 21)
+    assert num_requests(store) == (0, 21)
 
 
 def test_few_objects_of_one_folder_are_looked_at_side_by_side(monkeypatch):
@@ -102,18 +99,17 @@ def test_few_objects_of_one_folder_are_looked_at_side_by_side(monkeypatch):
 
 @pytest.mark.parametrize(("num_there", "num_lists", "num_looks"), [(100, 2, 0), (70_000, 1, 51)])
 def test_many_objects_of_a_folder_are_listed_unless_that_takes_more_requests(
-    asked, monkeypatch, num_there, num_lists, num_looks
+    store, monkeypatch, num_there, num_lists, num_looks
 ):
-    repository = Repository.create("memory://many-wanted")
+    repository = Repository.create(store.url)
     there = [*in_one_folder(repository, 60), *in_one_folder(repository, 50, folder="cd")]
     gone = {Digest(folder + "f" * 62) for folder in ("ab", "cd")}
-    lists, looks = asked
-    lists.clear(), looks.clear()
+    store.requests.clear()
     real = Storage.list
     others = ["0" * 64] * num_there
     monkeypatch.setattr(Storage, "list", lambda self, folder: [*real(self, folder), *others])
     assert find_missing(repository.objects, [*there, *gone]) == gone
-    assert (len(lists), len(looks)) == (num_lists, num_looks)
+    assert num_requests(store) == (num_lists, num_looks)
 
 
 @pytest.mark.parametrize("codec", ["none", "delta"])

@@ -35,7 +35,7 @@ STRANGE = ["redirect", "chunked", "no length", "gzip"]
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 0.001)
 
 
 LASTING = ["stall", "silent", "trickle"]
@@ -254,7 +254,7 @@ def test_over_https_a_server_that_is_trusted_is_read_and_no_other(certificate, n
 
 @pytest.mark.parametrize("fault", [None, "stall", "silent", 503])
 def test_an_interrupt_ends_what_is_under_way(fault, monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 600)
+    monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 600)
     patient = HttpStream(fsspec.filesystem("http", skip_instance_cache=True), Timeouts(silence_s=600))
     interrupt, begun, errors = CancellationToken(), threading.Event(), []
     length = _BUFFER_BYTES + 1000 if fault is None else SIZE  # the rest has arrived when the first piece is taken

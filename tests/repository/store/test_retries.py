@@ -24,7 +24,7 @@ def origin(tmp_path):
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.retries._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 0.001)
 
 
 def break_first(origin, faults):

@@ -81,7 +81,7 @@ def write(given_samples, share=32, schema=SCHEMA, batch_bytes=2000, batch_sample
     sink = io.BytesIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
-        patch.setattr("datasvc.shards.format.writer._BATCH_SAMPLES", batch_samples)
+        patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", batch_samples)
         patch.setattr("datasvc.shards.format.ipc_writer._FRAME_SHARE", share)
         with ShardWriter(sink, schema) as writer:
             for sample in given_samples:

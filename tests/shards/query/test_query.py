@@ -98,7 +98,7 @@ def test_a_key_that_was_deleted_and_is_there_again_is_seen_once(repository, inde
 @given(st.data())
 def test_sql_sees_exactly_the_samples_that_iterating_gives(tmp_path_factory, data):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.shards.format.writer._BATCH_SAMPLES", 2)
+        patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", 2)
         compare_with_iterating(tmp_path_factory, data)
 
 

@@ -37,7 +37,6 @@ class TestRemoteOriginShards(TestOriginShards):
     @pytest.fixture(autouse=True)
     def with_faults(self, faulty):
         self.damage = lambda split, info: faulty.damage(split.repository.objects.path(info.digest))
-        self.remove = lambda split, info: faulty.remove(split.repository.objects.path(info.digest))
 
     def test_a_store_that_fails_is_unavailable(self, store, faulty, infos):
         faulty.fail("read", "objects/*", times=1)
@@ -122,29 +121,6 @@ def test_random_access_reads_what_was_written(digits):
     assert sorted(sample) == ["height", "image", "key", "label", "width"]
     assert (sample["width"], sample["height"]) == (64, 64)
     assert sample["key"].startswith(f"{digits['train'].classes[sample['label']]}/")
-
-
-def test_a_changed_shard_is_refused_however_often_it_is_asked_for(split):
-    path = split.repository.objects.local_path(split.table.shard(0).digest)
-    path.write_bytes(path.read_bytes()[:-1] + b"X")
-    for _ in range(2):
-        with pytest.raises(CorruptDataError, match="is corrupt"):
-            split[0]
-
-
-def test_a_changed_shard_of_a_remote_repository_is_never_served(split):
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.put(split.repository.url, "/damaged-repository", recursive=True)
-    remote = open_dataset(Repository.open("memory://damaged-repository"), "pets")["train"]
-    digest = remote.table.shard(0).digest
-    path = f"/damaged-repository/{remote.repository.objects.path(digest)}"
-    raw = bytearray(memory.cat_file(path))
-    raw[raw.index(b"blob of") + 3] ^= 1
-    memory.pipe_file(path, bytes(raw))
-    with pytest.raises(CorruptDataError, match="is corrupt"):
-        remote[0]
 
 
 def test_random_access_keeps_a_few_shards_open_and_no_more(split):

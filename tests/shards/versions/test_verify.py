@@ -36,7 +36,7 @@ def write_pets(repository, **options):
 @pytest.fixture
 def pets(repository, monkeypatch):
     """Two shards of 12 samples in batches of 5 in "train", one of 5 samples in "val"."""
-    monkeypatch.setattr("datasvc.shards.format.writer._BATCH_SAMPLES", 5)
+    monkeypatch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", 5)
     write_pets(repository)
     return repository
 
@@ -243,8 +243,8 @@ def test_an_object_that_is_no_shard_contradicts_its_table(repository):
 
 @pytest.mark.parametrize("deep", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_damage_in_a_remote_store_is_found_like_in_a_local_one(url, deep, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("datasvc.shards.format.writer._BATCH_SAMPLES", 5)
-    monkeypatch.setattr("datasvc.repository.objects.objects._RANGE_BYTES", 500)
+    monkeypatch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", 5)
+    monkeypatch.setattr("datasvc.repository.objects.objects.RANGE_BYTES", 500)
     repository = Repository.create(url)
     write_pets(repository)
     table, val = table_of(repository), table_of(repository, "val")
@@ -301,7 +301,7 @@ def test_what_cannot_be_resolved_or_is_of_a_later_format_is_an_error_and_no_repo
 def shard(tmp_path_factory):
     """The bytes of a shard of several batches, and its index."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.shards.format.writer._BATCH_SAMPLES", 5)
+        patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", 5)
         repository = Repository.create(str(tmp_path_factory.mktemp("damage") / "repo"))
         write_pets(repository)
     table = table_of(repository)

@@ -118,10 +118,6 @@ def test_keys_are_taken_from_a_column(images):
         listed(images, "file,key\na.jpg,7\nsub/b.jpg,7\n")
 
 
-def test_the_users_split_wins(images):
-    assert set(listed(images, "file,split\na.jpg,test\n", split="val").splits) == {"val"}
-
-
 def test_names_may_begin_with_a_dot_slash_or_look_like_numbers(images):
     (images / "12").write_bytes(jpeg())
     source = listed(images, "file\n./a.jpg\n12\n")
