@@ -250,14 +250,16 @@ from pathlib import Path
 from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.fetch.transfer import transfer
+from datasvc.progress import Progress
 from datasvc.repository import ObjectInfo, Repository
 
 arrived, both = [], threading.Event()
 
-def report(kind, num_bytes):
-    arrived.append(num_bytes)
-    if sum(arrived) >= 2 * PART_BYTES:
-        both.set()
+class Arrivals(Progress):
+    def advance(self, amount, **_):
+        arrived.append(amount)
+        if sum(arrived) >= 2 * PART_BYTES:
+            both.set()
 
 class Stalling:
     can_stream = False
@@ -275,7 +277,7 @@ incoming, parts, url, digest, size = sys.argv[1:]
 info = ObjectInfo(digest, int(size))
 origin = OriginSource(Stalling(Repository.open(url).objects), digest, RequestPool(2))
 received = ReceivedParts(Path(parts), info.size_bytes)
-transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), received, [origin], report)
+transfer(info, os.open(incoming, os.O_CREAT | os.O_RDWR), received, [origin], Arrivals())
 """
 
 
