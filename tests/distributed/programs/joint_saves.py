@@ -43,7 +43,7 @@ def caught(action):
 
 
 def raising(error):
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     return fail
