@@ -24,7 +24,7 @@ from datasvc.loaders.decode_sharing.membership import Membership
 from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, size_of
 from datasvc.loaders.decode_sharing.packing import pack
 
-_MAX_SPARE: Final = 2
+_MAX_SPARE: Final = 4  # fewer are closed and made again, which costs more than to fill them
 _TRIES: Final = 100
 
 

@@ -64,7 +64,7 @@ class Sharing(Generic[B]):
         if self._folder is None or self._pace is None or self._kind != kind:
             self.close()
             self._kind = kind
-            self._folder = GroupFolder(self._group.name, self._ranks, self._settings | kind, 2 * self._group.lag + 6)
+            self._folder = GroupFolder(self._group.name, self._ranks, self._settings | kind, 4 * self._group.lag + 8)
             self._pace = Pace(self._group, self._folder, self.counts, **self._sizes)
         return SharedDecoder(
             inner,

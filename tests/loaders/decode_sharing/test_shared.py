@@ -353,7 +353,7 @@ def test_memory_is_bounded_and_given_back(digits, name):
         folder = loader.sharing._folder
         # The step of the last request, as many behind it as the lag, and the link of the job itself.
         assert len(list(folder._membership.path.iterdir())) <= 4 + 1 + 2 + 1
-        assert len(folder._published) + len(folder._spare) <= 4 + 1 + 2
+        assert len(folder._published) + len(folder._spare) <= 4 + 1 + 4
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
