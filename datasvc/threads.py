@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from itertools import repeat
+from itertools import starmap
 from typing import Final, TypeVar, TypeVarTuple
 
 _Arguments = TypeVarTuple("_Arguments")
@@ -34,9 +34,9 @@ def run_in_threads(
         threads: largest number of threads.
         sizes: bytes that each call processes, if calls are fast: consecutive small calls then share a thread.
     """
-    groups = list(_group(arguments, sizes)) if len(arguments) > 1 else []
+    groups = list(zip(arguments, strict=True)) if sizes is None else list(_group(arguments, sizes))
     if len(groups) <= 1:
-        return [work(*call) for call in arguments]
+        return list(starmap(work, arguments))
     stopped = threading.Event()
 
     def run_group(group: Sequence[tuple[*_Arguments]]) -> list[_Result]:
@@ -67,7 +67,7 @@ def run_in_threads(
 
 def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], threads: int) -> list[_Result]:
     """Call `work` with each of `values`, as `run_in_threads` does; return the results in the same order."""
-    return run_in_threads(work, [(value,) for value in values], threads)
+    return run_in_threads(work, list(zip(values, strict=True)), threads)
 
 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
@@ -81,13 +81,11 @@ def run_before_threads_end(hook: Callable[[], object]) -> None:
         threading._register_atexit(hook)  # noqa: SLF001
 
 
-def _group(
-    arguments: Sequence[tuple[*_Arguments]], sizes: Sequence[int] | None
-) -> Iterator[Sequence[tuple[*_Arguments]]]:
-    """Yield groups of consecutive calls with few bytes in total; single calls if `sizes` is None."""
+def _group(arguments: Sequence[tuple[*_Arguments]], sizes: Sequence[int]) -> Iterator[Sequence[tuple[*_Arguments]]]:
+    """Yield groups of consecutive calls with few bytes in total."""
     group: list[tuple[*_Arguments]] = []
     group_bytes = 0
-    for call, size in zip(arguments, repeat(_GROUP_BYTES) if sizes is None else sizes, strict=False):
+    for call, size in zip(arguments, sizes, strict=True):
         if group and group_bytes + size > _GROUP_BYTES:
             yield group
             group, group_bytes = [], 0

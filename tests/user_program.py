@@ -91,7 +91,8 @@ def use_models(folder: Path) -> None:
     assert [version.version for version in repo.models.log("net", last=2)] == [2, 3]
     assert [line.version.version for line in repo.models.history("net", last=1) if line.version] == [3]
     assert repo.models.describe("net@3").entry["step"] == 7
-    found = repo.models.find("loss < 0.5", order_by="loss", ascending=True)
+    assert repo.models.sql("select max(metrics.loss) as loss from versions").num_rows == 1
+    found = repo.models.find("metrics.loss < 0.5", order_by="metrics.loss", ascending=True)
     assert [version.version for version in repo.models.describe_versions(found)] == [3, 2]
     assert repo.models.diff("net@2", "net@3", norms=True).steps == (4, 7)
     assert repo.models.trained_on(["net"], keys=["train/a/00000"]).versions

@@ -19,6 +19,7 @@ from datasvc.repository import ObjectInfo, Objects, Storage
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import disk_bytes
 from tests.cluster.store import FileStore
+from tests.progress import RecordedProgress
 from tests.repository.faulty_server import FaultyServer
 
 CONTENT = os.urandom(1 << 16) * (5 * PART_BYTES >> 16) + b"tail"
@@ -185,7 +186,9 @@ def test_what_had_arrived_before_a_server_failed_is_not_asked_for_again(tmp_path
 def test_a_cache_that_is_closed_ends_what_is_on_its_way(tmp_path):
     with FaultyServer(CONTENT, "stall") as server:
         cache, begun = Cache(tmp_path / "cache", budget=8 * PART_BYTES), threading.Event()
-        thread, errors = in_thread(lambda: cache.acquire(INFO, Behind(server), lambda *_: begun.set()))
+        thread, errors = in_thread(
+            lambda: cache.acquire(INFO, Behind(server), RecordedProgress(on_advance=begun.set))
+        )
         assert begun.wait(30)
         cache.close()
         thread.join(30)

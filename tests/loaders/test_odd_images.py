@@ -40,7 +40,7 @@ def decode_with_backend(backend, content, start, side):
     """Return `uint8[side, side, 3]`, and why not if so."""
     pixels = PixelFormat("uint8", "NHWC")
     out = np.ones(pixels.shape(1, side), np.uint8)[0]
-    worker = ImageWorker(pixels, backend=backend, framework="torch")
+    worker = ImageWorker(pixels, side, backend=backend, framework="torch")
     return out, worker.decode(np.frombuffer(content, np.uint8), start, (side, side), out, flip=False)
 
 
@@ -171,7 +171,8 @@ def test_a_bad_sample_spoils_no_pixel_of_the_others(odd_split, decode):
     with ImageLoader(odd_split, **shape) as loader:
         whole = {position: image for batch in loader for position, image in pairs(batch)}
     with ImageLoader(
-        odd_split, **{**shape, "batch_size": 7}, decode=DecodeConfig(num_threads=3, prefetch=4)
+        odd_split,
+        **shape | {"batch_size": 7, "decode": DecodeConfig(backend=decode, num_threads=3, prefetch=4, on_bad="mask")},
     ) as loader:
         for batch in loader:
             for position, image in pairs(batch):

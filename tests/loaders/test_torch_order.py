@@ -204,7 +204,7 @@ def test_wrong_arguments_and_states_are_refused(digits, dataset):
         ({"batch_size": 1, "ranks": 2}, "ranks is 2; expected DataRanks"),
         ({"batch_size": 1, "ranks": DataRanks(1, 361)}, "fewer samples than there are ranks"),
         ({"batch_size": 1, "tail": "wrap"}, "tail is 'wrap'"),
-        ({"batch_size": 1, "shuffle": "windowed"}, "lanes >= 1 and block >= 1"),
+        ({"batch_size": 1, "shuffle": "windowed"}, "shuffle='windowed' needs the number of samples"),
     ):
         with pytest.raises(ConfigError, match=said):
             OrderBatchSampler(split, **options)

@@ -24,6 +24,7 @@ from datasvc.models import describe_model, restore, save
 from datasvc.models.dcp import DcpReader, DcpWriter
 from datasvc.models.dcp.checkpoint_id import CheckpointId
 from datasvc.models.dcp.metadata import decode_sharding
+from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.tensors.state_tree import decode_state
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.code_revision import CodeRevision
@@ -108,10 +109,6 @@ class CountingSource:
     def __init__(self, url):
         self.objects = Repository.open(url).objects
         self.ranges = []
-        self.came_bytes = {}
-
-    def opened(self, *_places):
-        return nullcontext(self)
 
     def read_range(self, digest, offset, length):
         self.ranges.append((digest, offset, length))
@@ -123,6 +120,19 @@ class CountingSource:
     @property
     def num_bytes(self):
         return sum(length for _, _, length in self.ranges)
+
+
+@pytest.fixture(autouse=True)
+def counting_sources(monkeypatch):
+    """Let a `DcpReader` read from a `CountingSource` that is given as its cache."""
+
+    def copies_of(repository, *, cache, **places):
+        copies = StoredCopies(repository, cache=None if isinstance(cache, CountingSource) else cache, **places)
+        if isinstance(cache, CountingSource):
+            copies.open_source = lambda _records: nullcontext(cache)
+        return copies
+
+    monkeypatch.setattr("datasvc.models.dcp.reader.StoredCopies", copies_of)
 
 
 # ---------------------------------------------------------------------------------------------- one rank
@@ -221,7 +231,7 @@ def test_only_the_chunks_of_what_is_loaded_are_read(url):
     dcp.save(state, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
     found = {"wanted": torch.zeros(1000)}
-    dcp.load(found, storage_reader=DcpReader(url, cache=source.opened))
+    dcp.load(found, storage_reader=DcpReader(url, cache=source))
     assert torch.equal(found["wanted"], state["wanted"])
     assert source.num_bytes == 4000
 
@@ -606,7 +616,7 @@ def test_ranks_together_read_every_byte_once_where_their_parts_follow_the_saved_
     save_as_ranks(url, [{"w": rows(whole, rank, 24)} for rank in range(24)], codec="none")
     sources = [CountingSource(url) for _ in range(num_ranks)]
     states = [{"w": rows(torch.zeros(48, 500), rank, num_ranks)} for rank in range(num_ranks)]
-    load_as_ranks([DcpReader(url, cache=source.opened) for source in sources], states)
+    load_as_ranks([DcpReader(url, cache=source) for source in sources], states)
     assert torch.equal(torch.cat([state["w"].as_subclass(torch.Tensor) for state in states]), whole)
     assert [source.num_bytes for source in sources] == [whole.nbytes // num_ranks] * num_ranks
 
@@ -616,7 +626,7 @@ def test_a_chunk_that_only_partly_meets_a_block_is_read_whole(url):
     dcp.save({"w": whole}, storage_writer=DcpWriter(url, codec="none"))
     source = CountingSource(url)
     states = [{"w": Block.of(torch.zeros(8, 100), ((1, 10), (5, 50)))}]
-    load_as_ranks([DcpReader(url, cache=source.opened)], states)
+    load_as_ranks([DcpReader(url, cache=source)], states)
     assert torch.equal(states[0]["w"].as_subclass(torch.Tensor), whole[1:6, 10:60])
     assert source.num_bytes == whole.nbytes
 
@@ -638,7 +648,7 @@ def test_a_chunk_that_several_blocks_meet_is_read_once(url):
     source = CountingSource(url)
     target = Block.of(torch.zeros(8, 30_000), ((0, 0), (8, 30_000)))
     target.__class__ = TopAndBottom
-    load_as_ranks([DcpReader(url, cache=source.opened)], [{"w": target}])
+    load_as_ranks([DcpReader(url, cache=source)], [{"w": target}])
     found = target.as_subclass(torch.Tensor)
     assert torch.equal(found[[0, 7]], whole[[0, 7]])
     assert not found[1:7].any()

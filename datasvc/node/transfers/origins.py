@@ -37,6 +37,13 @@ class RateLimitedStorage(Storage):
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
         """Return the whole content. Its size is known only afterwards, so the next read waits for it."""
         content = super().read(path, max_bytes)
+        if max_bytes is None:  # otherwise `read_start` has counted it
+            self._bucket.reserve(len(content))
+        return content
+
+    def read_start(self, path: str, length: int) -> bytes:
+        """Return the first bytes. Their number is known only afterwards, so the next read waits for them."""
+        content = super().read_start(path, length)
         self._bucket.reserve(len(content))
         return content
 

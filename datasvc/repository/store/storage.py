@@ -173,7 +173,7 @@ class Storage:
         One request, where asking for the size first takes two.
         """
         try:
-            return self.read_range(path, 0, length)
+            return self._read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
                 return b""
@@ -205,6 +205,9 @@ class Storage:
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`, or fewer at the end of the file; for errors, see `read`."""
+        return self._read_range(path, offset, length)
+
+    def _read_range(self, path: str, offset: int, length: int) -> bytes:
         full = self._full(path)
         if not self.is_local:
             return self._ranges.read(full, offset, length, location=self.location(path))

@@ -574,13 +574,13 @@ def test_a_transform_is_compared_by_its_code(digits, name, monkeypatch):
         monkeypatch.setattr(flip, "__qualname__", "invert")
         with (
             make(digits["val"], name, augment=AugmentConfig(transform=flip)) as other,
-            pytest.raises(ConfigError, match="transform is"),
+            pytest.raises(ConfigError, match="augment is"),
         ):
             take(other, 1)
 
 
 def test_what_cannot_be_compared_with_other_jobs_is_refused(digits, name):
-    with pytest.raises(ConfigError, match="cannot compare transform with that of other jobs"):
+    with pytest.raises(ConfigError, match=r"cannot compare augment\.transform with that of other jobs"):
         make(digits["val"], name, augment=AugmentConfig(transform=lambda pixels, generator: pixels))
 
 

@@ -80,7 +80,7 @@ def test_lists_come_back_end_to_end_with_the_row_of_each_value(lists, data):
         (FIXED[0], {"column": "ids"}, r"no column 'ids' with tokens; the columns are tokens \(fixed_size_list"),
         (FIXED[0], {"block_tokens": 7}, "block_tokens is 7, but the blocks of column 'tokens' have 5 tokens"),
         (FIXED[0], {"dtype": "uint16"}, "dtype is only for blobs"),
-        (RAGGED[0], {}, "give block_tokens=N"),
+        (RAGGED[0], {}, r"give tokens=TokenFormat\('tokens', block_tokens=N\)"),
         (pa.large_binary(), {"block_tokens": 7}, "give the type of a token in them"),
         (pa.large_binary(), {"block_tokens": 7, "dtype": "float32"}, "expected integers"),
         (pa.large_binary(), {"block_tokens": 7, "dtype": "words"}, "expected integers"),

@@ -154,14 +154,14 @@ def test_a_tag_that_comes_onto_a_version_just_removed_goes_back_to_where_it_was(
     [commit_entry(repository, "cnn") for _ in range(3)]
     if before:
         repository.tag("models", before, "prod")
-    resolve = Repository.resolve
+    resolve = Repository._resolve
 
-    def removed_just_after(self, kind, ref, **options):
-        found = resolve(self, kind, ref, **options)
+    def removed_just_after(self, kind, *arguments, **options):
+        found = resolve(self, kind, *arguments, **options)
         self.removals("models", "cnn").add([found.version])
         return found
 
-    monkeypatch.setattr(Repository, "resolve", removed_just_after)
+    monkeypatch.setattr(Repository, "_resolve", removed_just_after)
     with pytest.raises(ConflictError, match=r"cnn@2 was removed while tag 'prod' was moved to it"):
         repository.tag("models", "cnn@2", "prod")
     assert repository.tags("models", "cnn") == ({"prod": 1} if before else {})
@@ -170,14 +170,14 @@ def test_a_tag_that_comes_onto_a_version_just_removed_goes_back_to_where_it_was(
 def test_a_tag_never_goes_back_to_a_version_that_was_removed_meanwhile(repository, monkeypatch):
     [commit_entry(repository, "cnn") for _ in range(3)]
     repository.tag("models", "cnn@1", "prod")
-    resolve = Repository.resolve
+    resolve = Repository._resolve
 
-    def both_removed_just_after(self, kind, ref, **options):
-        found = resolve(self, kind, ref, **options)
+    def both_removed_just_after(self, kind, *arguments, **options):
+        found = resolve(self, kind, *arguments, **options)
         self.removals("models", "cnn").add([1, 2])
         return found
 
-    monkeypatch.setattr(Repository, "resolve", both_removed_just_after)
+    monkeypatch.setattr(Repository, "_resolve", both_removed_just_after)
     monkeypatch.setattr(Removals, "give_back", lambda *_: None)
     with pytest.raises(
         ConflictError, match=r"cnn@2 was removed .* the tag was removed, because version 1, .* was removed too"

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from datasvc.errors import UnavailableError
 from datasvc.models import describe_model, restore, save
 from datasvc.models.dcp import DcpWriter
 from datasvc.models.registry.repair import repair
@@ -103,10 +104,15 @@ def test_what_cannot_be_read_is_one_problem_among_others_and_is_repaired(twice, 
     assert verify(twice, [V1, V2], deep=True).problems == ()
 
 
-def test_an_entry_that_cannot_be_read_hides_no_other_problem(twice):
-    entry = twice.storage.local_path("models/m/versions/00000001.json")
-    entry.unlink()
-    entry.mkdir()
+def test_an_entry_that_cannot_be_read_hides_no_other_problem(twice, monkeypatch):
+    entry = Repository.entry
+
+    def unreadable(self, version):
+        if version == V1:
+            raise UnavailableError("the disk cannot be read")
+        return entry(self, version)
+
+    monkeypatch.setattr(Repository, "entry", unreadable)
     (problem,) = verify(twice, [V1, V2]).problems
     assert (problem.role, problem.kind, problem.hit) == ("entry", "unreadable", {"m@1": ()})
 

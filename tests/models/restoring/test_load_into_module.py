@@ -43,13 +43,13 @@ def test_a_version_fills_a_model_through_the_cache_of_the_node_and_from_a_second
     shutil.copytree(repository.url, tmp_path / "copy")
     folder = Path(repository.url, "objects")
     with Cache(tmp_path / "cache", budget="50MB") as cache:
-        load_version_into(network(), repository, ref, cache=cache)
+        load_version_into(repository, network(), ref, cache=cache)
         for digest in {link.object for link in links_of(repository, ref)}:
             (folder / digest[:2] / digest).unlink()
         with pytest.raises(NotFoundError, match="is missing"):
-            load_version_into(network(), repository, ref)
-        assert load_version_into(cached, repository, ref, cache=cache.folder).is_exact
-    assert load_version_into(copied, repository, ref, fallback=str(tmp_path / "copy")).is_exact
+            load_version_into(repository, network(), ref)
+        assert load_version_into(repository, cached, ref, cache=cache.folder).is_exact
+    assert load_version_into(repository, copied, ref, fallback=str(tmp_path / "copy")).is_exact
     assert equal(values(cached), values(trained))
     assert equal(values(copied), values(trained))
 

@@ -1,7 +1,7 @@
 """The Range header: what is asked is what a slice gives, what is nonsense is ignored."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datasvc.node.http.byte_range import UnsatisfiableRangeError, parse_range
@@ -50,6 +50,7 @@ def test_what_a_server_has_to_ignore_means_the_whole_object(header):
 
 @counts_refusals(UnsatisfiableRangeError)
 @given(header=st.text(max_size=30) | st.from_regex(r"bytes=[0-9,\- ]*", fullmatch=True), size=sizes)
+@example(header="bytes=9-", size=5)
 def test_no_header_at_all_gives_bytes_outside_the_object(header, size):
     found = parse_range(header, size)
     assert found is None or 0 <= found[0] < found[1] <= size

@@ -43,7 +43,6 @@ def test_what_is_asked_for_is_used_or_refused_with_what_to_do():
         ({"requested": "gpu"}, "decode='gpu' leaves the images on a GPU; give device='cuda'"),
         ({"requested": "gpu-window"}, "decode='gpu-window' leaves the images on a GPU; give device='cuda'"),
         ({"requested": "gpu", "on_gpu": True, "has_transform": True}, "use decode='cpu'"),
-        ({"requested": "opencv"}, "expected one of auto, cpu, gpu, gpu-window, gpu-whole, pillow"),
     ):
         with pytest.raises(ConfigError, match=message):
             plan(**options)

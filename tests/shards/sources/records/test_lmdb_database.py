@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import lmdb
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -342,6 +342,7 @@ WRITTEN = datum(shape=(1, 2, 2), data=b"abcd", label=5)
 
 @counts_refusals(BadSampleError)
 @given(st.binary(max_size=60) | changed_bytes(WRITTEN))
+@example(WRITTEN)
 def test_any_bytes_are_a_datum_or_no_datum_and_nothing_else(content):
     try:
         parse_datum(content)
