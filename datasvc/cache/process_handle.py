@@ -73,7 +73,7 @@ class CacheFolder:
 
     def close_locks(self) -> None:
         """Close the descriptors of locks in a forked child, which would keep them locked after the parent's exit."""
-        self.locks.close()
+        self.locks.close_after_fork()
         self.files.abandon()
         self._open_lock.close()
         self._lease.abandon()

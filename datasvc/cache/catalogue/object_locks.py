@@ -78,7 +78,8 @@ class ObjectLocks:
     def release(self, digest: Digest) -> None:
         """Remove one hold."""
         with self._lock:
-            self._release(digest)
+            if self._counts[digest]:  # otherwise closed meanwhile
+                self._release(digest)
         self._release_abandoned()
 
     def abandon(self, digests: Iterable[Digest]) -> None:
@@ -115,7 +116,14 @@ class ObjectLocks:
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Remove every hold. In a forked child, this closes inherited descriptors; the parent's locks stay."""
+        """Remove every hold; do nothing in later calls of `release`."""
+        # Another thread may be releasing a hold: its descriptor must not be closed under it.
+        with self._lock:
+            self.close_after_fork()
+
+    def close_after_fork(self) -> None:
+        """Close inherited descriptors in a forked child; the parent's locks stay."""
+        # Without the lock, which another thread of the parent may have had at the fork.
         for descriptor in [*self._hold_files.values(), *self._exclusive_files.values()]:
             os.close(descriptor)
         self._hold_files.clear()
