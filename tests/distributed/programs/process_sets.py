@@ -48,7 +48,7 @@ def check_operations_among_the_ranks_of_a_set():
     hvd.barrier(OUTER)
     with raises(ValueError, "no root rank 1"):
         hvd.broadcast(torch.ones(1), 1, process_set=OUTER)
-    with raises(ValueError, "not for ProcessSet"):
+    with raises(ValueError, "not with ProcessSet"):
         hvd.allreduce(torch.ones(1), op=hvd.Adasum, process_set=OUTER)
 
 
@@ -73,7 +73,7 @@ def check_sets_come_and_go_while_the_job_runs():
         hvd.add_process_set([1])
     with raises(ValueError, "already"):
         hvd.add_process_set(list(range(SIZE)))
-    with raises(ValueError, "impossible"):
+    with raises(ValueError, "but the job has"):
         hvd.add_process_set([0, SIZE])
     if first.included():
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first).item() == 1.0

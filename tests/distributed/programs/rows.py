@@ -91,7 +91,7 @@ def check_what_one_rank_alone_can_see_is_a_value_error_there():
             hvd.alltoall(torch.ones(2, 1), splits)
     with raises(ValueError, "give splits"):
         hvd.alltoall(torch.ones(SIZE + 1))
-    with raises(ValueError, "without dimensions"):
+    with raises(ValueError, "at least one dimension"):
         hvd.reducescatter(torch.tensor(1.0))
     with raises(RuntimeError, "Sum and Average"):
         hvd.reducescatter(torch.ones(SIZE), op=hvd.Max)
