@@ -5,6 +5,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from functools import cache
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.dcp import DcpReader, DcpWriter
+from datasvc.models.restoring.copies import StoredCopies
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES
 
@@ -44,9 +46,6 @@ class CountingSource:
         self.objects = Repository.open(URL).objects
         self.num_bytes = 0
         self.came_bytes = {}
-
-    def opened(self, *_places):
-        return nullcontext(self)
 
     def read_range(self, digest, offset, length):
         self.num_bytes += length
@@ -88,7 +87,8 @@ def check_a_rank_reads_its_own_part_alone():
     dcp.save(distributed(large, line(), "rows"), storage_writer=writer)
     source = CountingSource()
     found = distributed({"large": torch.zeros_like(large["large"])}, line(), "rows")
-    dcp.load(found, storage_reader=DcpReader(URL, name="parts", cache=source.opened))
+    with mock.patch.object(StoredCopies, "open_source", return_value=nullcontext(source)):
+        dcp.load(found, storage_reader=DcpReader(URL, name="parts"))
     assert_whole(found, large)
     assert source.num_bytes == large["large"].nbytes // 4, source.num_bytes
 
