@@ -18,14 +18,13 @@ from datasvc.models import restore, save
 from datasvc.models.interop import export_model, import_model
 from datasvc.models.interop.dcp_folders import write_dcp_folder
 from tests.examples import examples
+from tests.fuzzing import counts_refusals
 
 STATE = {
     "model": {"w": torch.randn(40, 3), "b": torch.randn(3).bfloat16(), "n": torch.tensor(5)},
     "optimizer": {"param_groups": [{"lr": 0.1, "params": [0, 1]}], "state": {"0": {"m": torch.randn(4)}}},
     "epoch": 3,
 }
-
-REFUSED = []
 
 
 def written(folder, state=None):
@@ -268,6 +267,7 @@ def test_a_flipped_bit_in_a_data_file_is_never_imported_as_other_data(repository
     assert same(repository, "m", "whole")  # what fills the archive up
 
 
+@counts_refusals(DatasvcError)
 @examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_metadata_is_refused_in_our_words(repository, tmp_path, data):
@@ -276,17 +276,10 @@ def test_flipped_metadata_is_refused_in_our_words(repository, tmp_path, data):
         written(folder)
         (tmp_path / "whole").write_bytes((folder / ".metadata").read_bytes())
     raw = bytearray((tmp_path / "whole").read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
+    for _ in range(data.draw(st.integers(0, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     (folder / ".metadata").write_bytes(raw)
-    try:
-        import_model(repository, folder, "m", codec="none")
-    except DatasvcError:
-        REFUSED.append(bytes(raw))
-
-
-def test_most_flipped_metadata_are_refused():
-    assert len(REFUSED) > 10
+    import_model(repository, folder, "m", codec="none")
 
 
 def test_what_dcp_cannot_hold_and_a_full_disk_are_called_so(repository, tmp_path):

@@ -18,6 +18,7 @@ from datasvc.models import restore, save
 from datasvc.models.interop import export_model, import_model, torch_reader
 from datasvc.models.interop.torch_files import read_torch_file, save_to
 from tests.examples import examples
+from tests.fuzzing import counts_refusals
 
 STATE = {
     "model": collections.OrderedDict(w=torch.randn(4, 3), b=torch.randn(3)),
@@ -30,7 +31,6 @@ STATE = {
 
 
 ONES = torch.ones(1 << 18)
-REFUSED = []
 NUMBERS = {f"{number}": number for number in range(10_000)}
 
 
@@ -231,6 +231,7 @@ def test_a_dtype_that_cannot_be_stored_is_named_unless_it_is_left_out(repository
     assert list(restore(repository, "m").state["model"]) == ["v"]
 
 
+@counts_refusals(DatasvcError)
 @examples(80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_hostile_bytes_are_refused_in_our_words_and_never_run(repository, tmp_path, data):
@@ -238,17 +239,10 @@ def test_hostile_bytes_are_refused_in_our_words_and_never_run(repository, tmp_pa
         {"w": torch.arange(3.0), "n": {"a": (1, "x")}}, _use_new_zipfile_serialization=data.draw(st.booleans())
     )
     raw = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
+    for _ in range(data.draw(st.integers(0, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     (tmp_path / "x.pt").write_bytes(raw)
-    try:
-        import_model(repository, tmp_path / "x.pt", "m", codec="none")
-    except DatasvcError:
-        REFUSED.append(bytes(raw))
-
-
-def test_most_hostile_bytes_are_refused():
-    assert len(REFUSED) > 10
+    import_model(repository, tmp_path / "x.pt", "m", codec="none")
 
 
 def test_views_are_imported_as_the_values_that_they_show(repository, tmp_path):
