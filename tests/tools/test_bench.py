@@ -77,7 +77,8 @@ def test_the_loader_is_measured(tmp_path):
 
 @pytest.mark.slow
 def test_the_trainer_is_measured():
-    check(run_json("trainer.py", "--repeats", 2, "--seconds", 0.2), repeats=2)
+    tiny = ("--repeats", 1, "--seconds", 0.1, "--workload", "ResNet-18, 32x32")
+    check(run_json("trainer.py", *tiny), repeats=1)
 
 
 def test_figures_are_shown_as_tables_too():

@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.test_bench import check, run_json
 
-TINY = ["--repeats", 1, "--checkpoints", 2, "--steps", 1]
+TINY = ["--repeats", 1, "--checkpoints", 2, "--steps", 1, "--model", "small-cnn"]
 
 
 def names_of(found):
@@ -41,5 +41,7 @@ def test_what_saves_cost_the_steps_is_measured_for_all_optimizers_in_one_answer(
 
 @pytest.mark.slow
 def test_who_saw_a_sample_is_measured():
-    found = run_json("models_trained_on.py", "--repeats", 1, "--keys", 20, "--runs", 2, "--versions", 2)
+    found = run_json(
+        "models_trained_on.py", "--repeats", 1, "--keys", 20, "--runs", 2, "--versions", 2, "--shards", 20
+    )
     assert {row["name"] for row in found["rows"]} == {"import", "answer", "peak_gb"}

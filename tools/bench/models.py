@@ -32,7 +32,13 @@ OPTIMIZERS = ("sgd", "adamw")
 
 def measure_states(report: Report, settings: argparse.Namespace, optimizer: str, folder: Path) -> None:
     """Add the figures of saved states."""
-    states = train(folder / "states", optimizer, checkpoints=settings.checkpoints, steps=settings.steps)
+    states = train(
+        folder / "states",
+        optimizer,
+        model=settings.model,
+        checkpoints=settings.checkpoints,
+        steps=settings.steps,
+    )
     report.add_row(f"{optimizer}: state", "MB", [size_of(states[-1]) / MB])
     if "speed" in settings.parts:
         measure_speed(report, states, folder, optimizer=optimizer, repeats=settings.repeats)
@@ -42,7 +48,7 @@ def measure_states(report: Report, settings: argparse.Namespace, optimizer: str,
             what = f"{optimizer}: {len(states)} {kind}"
             measure_sizes(report, each, folder / "sizes", what=what)
             measure_restores(report, each, folder / "sizes", what=what, repeats=settings.repeats)
-        measure_frozen(report, folder / "frozen", optimizer=optimizer, steps=settings.steps)
+        measure_frozen(report, folder / "frozen", optimizer=optimizer, model=settings.model, steps=settings.steps)
 
 
 def measure_overhead(report: Report, settings: argparse.Namespace, optimizer: str, folder: Path) -> None:
@@ -70,6 +76,7 @@ def main() -> None:
     parser = make_parser(__doc__, repeats=3)
     parser.add_argument("parts", nargs="*", metavar="PART", choices=[[], *PARTS], help="default: all")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default=None, help="default: both, one after another")
+    parser.add_argument("--model", default="resnet50", help="speed, sizes: default: %(default)s")
     parser.add_argument("--steps", type=int, default=10, help="between checkpoints; default: %(default)s")
     parser.add_argument("--checkpoints", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--max-stall", default="3%", help="overhead: default: %(default)s")
@@ -77,7 +84,7 @@ def main() -> None:
     settings = parser.parse_args()
     settings.parts = settings.parts or PARTS
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it shall be: one process
-    report = Report(f"Checkpoints of a ResNet-50, {settings.steps} steps apart")
+    report = Report(f"Checkpoints of {settings.model}, {settings.steps} steps apart")
     for optimizer in [settings.optimizer] if settings.optimizer else OPTIMIZERS:
         with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as folder:
             if set(settings.parts) & {"speed", "sizes"}:

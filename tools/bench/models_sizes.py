@@ -58,9 +58,9 @@ def _restore(repository: Repository, ref: str, *, forget: Path | None = None) ->
     return timed(lambda: restore(repository, ref))
 
 
-def measure_frozen(report: Report, folder: Path, *, optimizer: str, steps: int) -> None:
+def measure_frozen(report: Report, folder: Path, *, optimizer: str, model: str, steps: int) -> None:
     """Add what a further checkpoint takes where only the last layer learns, over its bytes in memory."""
-    states = train(folder, optimizer, checkpoints=2, steps=steps, frozen=True)
+    states = train(folder, optimizer, model=model, checkpoints=2, steps=steps, frozen=True)
     first, second = ({"model": each["model"]} for each in states)
     repository = Repository.create(str(folder / "repository"))
     save(repository, "resnet", first, step=0, code=NO_CODE)

@@ -31,18 +31,21 @@ def run_apart(program: str, *arguments: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
 
 
-def train(folder: Path, optimizer: str, *, checkpoints: int, steps: int, frozen: bool = False) -> list[State]:
+def train(
+    folder: Path, optimizer: str, *, model: str, checkpoints: int, steps: int, frozen: bool = False
+) -> list[State]:
     """Return the states of a training, mapped from files in `folder`, which is made.
 
     Args:
         folder: new.
         optimizer: "sgd" or "adamw".
+        model: by its name in the trainer's recipes.
         checkpoints: as many.
         steps: before each.
         frozen: only the last layer learns.
     """
     folder.mkdir()
-    counts = ["--checkpoints", str(checkpoints), "--steps", str(steps)]
+    counts = ["--checkpoints", str(checkpoints), "--steps", str(steps), "--model", model]
     run_apart("models_training.py", str(folder), optimizer, *counts, *(["--frozen"] if frozen else []))
     paths = [folder / f"{number}.pt" for number in range(checkpoints)]
     return [torch.load(path, mmap=True, weights_only=True) for path in paths]

@@ -30,8 +30,7 @@ from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.format.writer import ShardStatistics
 from datasvc.shards.versions.version_entry import describe_tables
 
-SHARDS, SAMPLES_PER_SHARD, EPOCHS = 2_000, 640, 90
-SAMPLES = SHARDS * SAMPLES_PER_SHARD
+SAMPLES_PER_SHARD, EPOCHS = 640, 90
 GLOBAL_BATCHES = (256, 1024, 768, 512)
 
 ASK = r"""
@@ -56,10 +55,10 @@ def key_of(number: int) -> str:
     return f"n{number % 1000:08d}/n{number % 1000:08d}_{number}.JPEG"
 
 
-def write_data(repository: Repository) -> ShardTable:
+def write_data(repository: Repository, num_shards: int) -> ShardTable:
     """Commit a data set whose sample indexes are there and whose shards are not: nothing here reads them."""
     generator = np.random.default_rng(0)
-    numbers = generator.permutation(SAMPLES).reshape(SHARDS, SAMPLES_PER_SHARD)
+    numbers = generator.permutation(num_shards * SAMPLES_PER_SHARD).reshape(num_shards, SAMPLES_PER_SHARD)
     rows = []
     for shard in numbers.tolist():
         digests = [generator.bytes(16) for _ in shard]
@@ -79,21 +78,21 @@ def write_data(repository: Repository) -> ShardTable:
     return table
 
 
-def write_run(repository: Repository, table: str, run: int, num_versions: int) -> None:
+def write_run(repository: Repository, table: str, run: int, num_versions: int, num_samples: int) -> None:
     """Commit the versions of one run, each resumed at another global batch."""
     log, parent = repository.versions("models", f"run{run}"), None
     if run:
         parent = f"run{run - 1}@{num_versions // 2}"
     config, start, step = OrderConfig(seed=run), (0, 0), 0
-    stops = np.linspace(0, EPOCHS * SAMPLES, num_versions + 1).astype(np.int64)[1:].tolist()
+    stops = np.linspace(0, EPOCHS * num_samples, num_versions + 1).astype(np.int64)[1:].tolist()
     for number, stop_at in enumerate(stops):
         batch = GLOBAL_BATCHES[number % len(GLOBAL_BATCHES)]
-        epoch, position = divmod(stop_at, SAMPLES)
+        epoch, position = divmod(stop_at, num_samples)
         first = start[1] if epoch == start[0] else 0
         stop = (epoch, first + (position - first) // batch * batch if position > first else first)
         ended = step
         for each in range(start[0], epoch):
-            ended += count_steps(start[1] if each == start[0] else 0, SAMPLES, batch, "drop")
+            ended += count_steps(start[1] if each == start[0] else 0, num_samples, batch, "drop")
         ended += (stop[1] - first) // batch
         state = OrderState(table, *stop, config).to_dict()
         span = ReadSpan(start, stop, step, batch, "drop")
@@ -106,11 +105,12 @@ def write_run(repository: Repository, table: str, run: int, num_versions: int) -
 def write_repository(folder: Path, arguments: argparse.Namespace) -> tuple[str, str]:
     """Make the repository and the file of keys; returns where they are."""
     repository = Repository.create(str(folder / "repo"))
-    write_data(repository)
+    write_data(repository, arguments.shards)
+    num_samples = arguments.shards * SAMPLES_PER_SHARD
     table = repository.versions("datasets", "photos").read(1).content["splits"]["train"]["table"]
     for run in range(arguments.runs):
-        write_run(repository, table, run, arguments.versions)
-    keys = np.random.default_rng(1).choice(SAMPLES, arguments.keys, replace=False).tolist()
+        write_run(repository, table, run, arguments.versions, num_samples)
+    keys = np.random.default_rng(1).choice(num_samples, arguments.keys, replace=False).tolist()
     (folder / "keys").write_text("\n".join(map(key_of, keys)))
     return repository.url, str(folder / "keys")
 
@@ -120,6 +120,9 @@ def main() -> None:
     parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--keys", type=int, default=10_000)
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument(
+        "--shards", type=int, default=2000, help=f"of {SAMPLES_PER_SHARD} samples; default: %(default)s"
+    )
     parser.add_argument("--versions", type=int, default=100, help="of each run; default: %(default)s")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as folder:
@@ -132,7 +135,8 @@ def main() -> None:
             runs.append(json.loads(done.stdout))
     report = Report(
         f"Which of {runs[0]['versions']:,} versions consumed which of {arguments.keys:,} samples",
-        f"{runs[0]['sightings']:,} times in all, each with its epoch and step; {SAMPLES:,} samples, {EPOCHS} epochs.",
+        f"{runs[0]['sightings']:,} times in all, each with its epoch and step; "
+        f"{arguments.shards * SAMPLES_PER_SHARD:,} samples, {EPOCHS} epochs.",
     )
     for name, unit in (("import", "s"), ("answer", "s"), ("peak_gb", "GB")):
         report.add_row(name, unit, [run[name] for run in runs])

@@ -1,6 +1,6 @@
 """What `models.py` measures on: a ResNet-50 that learns digits, and its checkpoints as files of torch.save.
 
-python -P tools/bench/models_training.py FOLDER OPTIMIZER [--checkpoints 10] [--steps 10] [--frozen]
+python -P tools/bench/models_training.py FOLDER OPTIMIZER [--checkpoints 10] [--steps 10] [--frozen] [--model NAME]
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="before each checkpoint")
     parser.add_argument("--frozen", action="store_true")
+    parser.add_argument("--model", default="resnet50")
     settings = parser.parse_args()
-    training, console = Training(settings.optimizer, frozen=settings.frozen), Console(stderr=True)
+    training, console = (
+        Training(settings.optimizer, frozen=settings.frozen, model=settings.model),
+        Console(stderr=True),
+    )
     numbers = track(range(settings.checkpoints), "training", console=console, disable=not console.is_terminal)
     for number in numbers:
         for _ in range(settings.steps):

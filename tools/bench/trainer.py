@@ -45,12 +45,13 @@ PROCESSOR = ", processor"
 Values = dict[str, dict[str, list[float]]]
 
 
-def measure(part: str, repeats: int, seconds: float) -> Values:
+def measure(part: str, repeats: int, seconds: float, workload: str | None) -> Values:
     """Run the ranks of one part and gather what they say."""
     # The ranks must not find this folder's trainer.py where they import the package: -P.
     command = [sys.executable, "-P", "-m", "datasvc.trainer.launch", "-np", str(RANKS[part]), "--no-prefix"]
     program = [sys.executable, "-P", str(Path(__file__).with_name("trainer_rank.py")), part]
     options = ["--repeats", str(repeats), "--seconds", str(seconds)]
+    options += ["--workload", workload] if workload else []
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     prefix = OWN_NETWORK if part == "wire" and has_own_network() else []
     process = subprocess.Popen(
@@ -141,13 +142,14 @@ def main() -> None:
     parser = make_parser(__doc__, repeats=7)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a block; default: %(default)s")
+    parser.add_argument("--workload", help="of `compare` and `alone`; default: both")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - PARTS.keys()
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}")
     report = Report("one thread a rank, gloo over the loopback")
     for part in arguments.parts or PARTS:
-        PARTS[part](report, measure(part, arguments.repeats, arguments.seconds))
+        PARTS[part](report, measure(part, arguments.repeats, arguments.seconds, arguments.workload))
     report.show(as_json=arguments.as_json)
 
 

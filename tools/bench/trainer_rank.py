@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +142,11 @@ def make_step(make: Callable[[Wrap, str], Step], way: str, device: str = "cpu") 
     return step
 
 
-def compare(ways: list[str], repeats: int, seconds: float, device: str = "cpu") -> None:
+def compare(ways: list[str], repeats: int, seconds: float, device: str, workloads: Sequence[str]) -> None:
     """Time blocks of all ways to train, in turn, each as long as asked for."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for workload, make in WORKLOADS.items():
-        steps = {way: make_step(make, way, device) for way in ways}
+    for workload in workloads:
+        steps = {way: make_step(WORKLOADS[workload], way, device) for way in ways}
         first_ms, _ = time_block(steps["alone"], 2, None, wait)
         num_steps = max(3, round(seconds * 1e3 / first_ms / 2))
         for repeat in range(repeats):
@@ -235,14 +235,16 @@ def main() -> None:
     parser.add_argument("part", choices=("compare", "alone", "negotiation", "wire"))
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--workload", choices=list(WORKLOADS), help="of `compare` and `alone`; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of `compare` and `alone`")
     arguments = parser.parse_args()
+    workloads = [arguments.workload] if arguments.workload else list(WORKLOADS)
     dist.init_process_group("gloo")  # ours uses it too, and leaves it standing
     match arguments.part:
         case "compare":
-            compare(list(WAYS), arguments.repeats, arguments.seconds, arguments.device)
+            compare(list(WAYS), arguments.repeats, arguments.seconds, arguments.device, workloads)
         case "alone":
-            compare(["ours", "alone"], arguments.repeats, arguments.seconds, arguments.device)
+            compare(["ours", "alone"], arguments.repeats, arguments.seconds, arguments.device, workloads)
         case "negotiation":
             negotiate(arguments.repeats)
         case "wire":
