@@ -22,7 +22,7 @@ from tests.samples import write_folder
 # change is judged by what it changed. `make test` tries few of them, `make test-all` sets HYPOTHESIS_PROFILE=all;
 # "explore" looks for new ones.
 settings.register_profile("fast", deadline=None, derandomize=True, max_examples=FAST)
-settings.register_profile("all", deadline=None, derandomize=True)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 

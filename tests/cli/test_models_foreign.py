@@ -52,7 +52,7 @@ def test_import_and_export_say_what_they_did(run, repository, tmp_path):
     }
 
 
-@pytest.mark.parametrize("target", ["safetensors", "torch", "dcp"])
+@pytest.mark.parametrize("target", ["safetensors", "torch", pytest.param("dcp", marks=pytest.mark.slow)])
 def test_every_format_comes_back_through_the_command_line(run, repository, tmp_path, target):
     save(repository, "net", {"model": {"w": torch.randn(3)}, "step": 5}, step=5)
     files = json.loads(run(repository, "export", "net", tmp_path / "out", "--format", target, "--json"))["files"]

@@ -118,21 +118,13 @@ def check_ingested(folder, bucket, made):
 
 
 @pytest.mark.slow
-def test_every_command_of_the_page_on_ingest_runs(tmp_path):
-    bucket = f"file://{tmp_path}/bucket"
-    blocks = [block for block in read_blocks("ingest.md") if "--engine ray" not in block.text]
-    assert [block.status for block in blocks if block.status] == [6]
-    printed = run_blocks(at(blocks, bucket), tmp_path)
-    assert "committed digits-but-one@1: 80 train, 20 val samples" in printed
-    check_ingested(tmp_path, bucket, MADE)
-
-
-@pytest.mark.slow
-def test_the_page_on_ingest_runs_on_s3_and_ray_too(tmp_path, s3_bucket):
+def test_every_command_of_the_page_on_ingest_runs_on_s3_and_on_ray(tmp_path, s3_bucket):
     bucket = f"{s3_bucket}/docs"
     blocks = read_blocks("ingest.md")
+    assert [block.status for block in blocks if block.status] == [6]
     assert [block for block in blocks if "--engine ray" in block.text]
-    run_blocks(at(blocks, bucket), tmp_path)
+    printed = run_blocks(at(blocks, bucket), tmp_path)
+    assert "committed digits-but-one@1: 80 train, 20 val samples" in printed
     check_ingested(tmp_path, bucket, {**MADE, "scans-ray": 1})
 
 

@@ -141,7 +141,7 @@ class Reduced:
         return self.reduced[:2]
 
 
-@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("is_zip", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -265,6 +265,7 @@ def test_a_file_that_is_truncated_while_it_is_read_is_an_error(tmp_path, readers
     child.process.wait()
 
 
+@pytest.mark.slow
 def test_a_file_that_takes_too_much_processor_time_is_refused(tmp_path, readers):
     torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
     (tensor,) = read_torch_file(tmp_path / "x.pt", 1 << 30).tensors
