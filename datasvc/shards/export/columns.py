@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
+from datasvc.shards.versions.dataset import Split
 
 _PLAIN_JSON: Final = (
     pa.types.is_null,
@@ -37,9 +38,14 @@ def has_label(schema: pa.Schema) -> bool:
     return any(is_label(column) for column in schema)
 
 
-def has_images(schema: pa.Schema) -> bool:
-    """Return whether there is a column of encoded images."""
-    return IMAGE in schema.names and bool(is_blob(schema.field(IMAGE).type))
+def check_images(export_format: str, split: Split) -> None:
+    """Raise ConfigError if a split has no column of encoded images, for formats of images alone."""
+    schema = split.table.sample_schema
+    if IMAGE not in schema.names or not is_blob(schema.field(IMAGE).type):
+        raise ConfigError(
+            f"{export_format} holds images, but {split} has no column {IMAGE!r} of images; formats that can: "
+            "webdataset, parquet, mds, tfrecord"
+        )
 
 
 def is_text(data_type: pa.DataType) -> bool:
@@ -57,7 +63,7 @@ def is_json(data_type: pa.DataType) -> bool:
     if pa.types.is_dictionary(data_type) or is_list(data_type):
         return is_json(data_type.value_type)
     if pa.types.is_struct(data_type):
-        return all(is_json(data_type.field(index).type) for index in range(data_type.num_fields))
+        return all(is_json(field.type) for field in data_type.fields)
     if pa.types.is_map(data_type):
         return is_json(data_type.key_type) and is_json(data_type.item_type)
     return any(check(data_type) for check in _PLAIN_JSON)

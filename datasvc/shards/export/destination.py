@@ -75,7 +75,7 @@ class Destination:
                 with durable.replacing(path) as file:
                     yield file
                 return
-        # A store needs the complete content: write it to a local file first.
+        # A store takes a file as a whole: write it to a local file first.
         with tempfile.TemporaryDirectory(prefix="datasvc-export-") as folder:
             local_file = Path(folder) / "whole"
             with map_exceptions("write", str(local_file)), local_file.open("xb") as file:

@@ -17,9 +17,9 @@ from blake3 import blake3
 
 from datasvc.errors import ConfigError
 from datasvc.shards.export.columns import (
+    check_images,
     encode_json,
     given_columns,
-    has_images,
     has_label,
     is_json,
     refused_column,
@@ -48,11 +48,7 @@ class FolderExport(ExportFormat):
     def check(self, split: Split) -> None:
         """Raise ConfigError if there are no images, or for columns that JSON cannot hold."""
         schema = split.table.sample_schema
-        if not has_images(schema):
-            raise ConfigError(
-                f"folder writes images, but {split} has no column {IMAGE!r}; "
-                "formats that can: webdataset, parquet, mds, tfrecord"
-            )
+        check_images(self.name, split)
         for column in given_columns(schema):
             if column.name == FILE_NAME or (column.name != IMAGE and not is_json(column.type)):
                 raise refused_column(self.name, column)
@@ -105,6 +101,7 @@ def _file_name(sample: Mapping[str, Any], split: Split) -> str:
     folder = ""
     if has_label(split.table.sample_schema):
         name = _class_name(sample, split)
+        # Keys of an ingested image folder start with the class, which the path needs only once.
         key, folder = key.removeprefix(f"{name}/"), f"{safe_part(name)}/"
     extension = image_extension(image)
     stem, key_extension = split_extension(key, extension)
@@ -130,9 +127,8 @@ def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> byt
     described = {FILE_NAME: file, KEY: sample[KEY]}
     if has_label(split.table.sample_schema):
         described[LABEL] = _class_name(sample, split) if split.classes else sample[LABEL]
-    values = {name: sample[name] for name in _extra_columns(split) if name not in described}
-    present = {name: value for name, value in values.items() if value is not None}
-    return encode_json({**described, **present}, sample[KEY]) + b"\n"
+    extras = {name: sample[name] for name in _extra_columns(split) if sample[name] is not None}
+    return encode_json({**described, **extras}, sample[KEY]) + b"\n"
 
 
 def _check_unique(split: Split, num_units: int, destination: Destination) -> None:
@@ -155,9 +151,5 @@ def _check_unique(split: Split, num_units: int, destination: Destination) -> Non
 def _all_names(split: Split, num_units: int, destination: Destination) -> Iterator[str]:
     yield METADATA_FILE  # written last, so it would replace an image of this name
     for number in range(num_units):
-        yield from _names(split, number, destination)
-
-
-def _names(split: Split, number: int, destination: Destination) -> Iterator[str]:
-    for line in destination.storage.read(unit_path(split.name, number, "jsonl")).splitlines():
-        yield json.loads(line)[FILE_NAME]
+        for line in destination.storage.read(unit_path(split.name, number, "jsonl")).splitlines():
+            yield json.loads(line)[FILE_NAME]

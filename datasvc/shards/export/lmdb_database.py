@@ -15,13 +15,13 @@ import lmdb
 from datasvc import durable
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.export.columns import given_columns, has_images, is_label, refused_column, refused_null
+from datasvc.shards.export.columns import check_images, given_columns, is_label, refused_column, refused_null
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import safe_part
-from datasvc.shards.export.protobuf import bytes_field, varint_field
 from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL
+from datasvc.shards.sources.common.protobuf import bytes_field, varint_field
 from datasvc.shards.versions.dataset import Split
 
 _DATA, _LABEL, _ENCODED = 4, 5, 7  # fields of Datum in caffe.proto
@@ -41,11 +41,7 @@ class LmdbExport(ExportFormat):
     def check(self, split: Split) -> None:
         """Raise ConfigError for columns other than images and integer labels."""
         schema = split.table.sample_schema
-        if not has_images(schema):
-            raise ConfigError(
-                f"lmdb holds images as Caffe's Datum, but {split} has no column {IMAGE!r}; formats that can: "
-                f"{_SUPPORTED_BY}"
-            )
+        check_images(self.name, split)
         for column in given_columns(schema):
             if column.name != IMAGE and not is_label(column):
                 raise refused_column(self.name, column, _SUPPORTED_BY)
@@ -88,13 +84,12 @@ def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digit
 def _datum(sample: dict[str, Any]) -> bytes:
     if sample[IMAGE] is None:
         raise refused_null("lmdb", IMAGE, sample[KEY], _SUPPORTED_BY)
-    label = sample.get(LABEL)
-    fields = [bytes_field(_DATA, sample[IMAGE]), varint_field(_ENCODED, 1)]
-    if label is not None:
-        fields.insert(1, varint_field(_LABEL, label))
-    elif LABEL in sample:
-        raise refused_null("lmdb", LABEL, sample[KEY], _SUPPORTED_BY)  # Caffe reads a missing label as 0
-    return b"".join(fields)
+    label = b""
+    if LABEL in sample:
+        if sample[LABEL] is None:
+            raise refused_null("lmdb", LABEL, sample[KEY], _SUPPORTED_BY)  # Caffe reads a missing label as 0
+        label = varint_field(_LABEL, sample[LABEL])
+    return b"".join([bytes_field(_DATA, sample[IMAGE]), label, varint_field(_ENCODED, 1)])
 
 
 @contextmanager

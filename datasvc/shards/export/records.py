@@ -61,11 +61,10 @@ class ExportRecords:
         self._destination.put(path, _encode(asdict(written)))
         self._recorded.add(path.rpartition("/")[2])
 
-    def finish(self, summary: Mapping[str, Any]) -> int:
-        """Write the summary, which completes the export; return its size in bytes. Raise UnavailableError."""
-        size_bytes = self._destination.put(SUMMARY_FILE, _encode({**self._plan, **summary}))
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary, which completes the export. Raise UnavailableError."""
+        self._destination.put(SUMMARY_FILE, _encode({**self._plan, **summary}))
         self.tidy()
-        return size_bytes
 
     def tidy(self) -> None:
         """Remove the records, which only an unfinished export needs. Raise UnavailableError."""
@@ -96,13 +95,14 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)
+        # Killed between the summary and the removal of the records: the same export ends here.
         if _FOLDER in names and {name: summary.get(name) for name in plan} == plan:
             return summary, True
         raise ConfigError(
             f"{destination.location} holds a finished export ({SUMMARY_FILE}); choose a new or empty folder"
         )
-    is_started = _FOLDER in names and destination.storage.size(_PLAN_FILE) is not None
-    if not is_started:
+    # A folder without a plan was killed before the export began; it holds at most the lock.
+    if _FOLDER not in names or destination.storage.size(_PLAN_FILE) is None:
         if names - {_FOLDER}:
             raise ConfigError(
                 f"{destination.location} is not empty ({', '.join(sorted(names)[:5])}), and an export overwrites "
@@ -148,10 +148,8 @@ def _read_json(destination: Destination, name: str) -> dict[str, Any]:
     raw = destination.storage.read(name)
     try:
         value = json.loads(raw)
-    except ValueError as error:
-        raise CorruptDataError(
-            f"{destination.storage.location(name)} is not JSON: {raw[:80]!r}; export into a new folder"
-        ) from error
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
         raise CorruptDataError(
             f"{destination.storage.location(name)} is not a JSON object: {raw[:80]!r}; export into a new folder"

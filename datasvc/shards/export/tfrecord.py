@@ -18,9 +18,9 @@ from datasvc.shards.export.columns import given_columns, is_json, is_list, is_te
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.names import safe_part
-from datasvc.shards.export.protobuf import bytes_field, packed_varints
 from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import KEY, is_blob
+from datasvc.shards.sources.common.protobuf import bytes_field, packed_varints
 from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split
 

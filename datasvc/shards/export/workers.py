@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 
@@ -17,20 +16,6 @@ from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.formats import FORMATS
 from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.versions.dataset import Split, open_dataset
-
-
-@dataclass(frozen=True)
-class _UnitTask:
-    """A unit as it is pickled to a worker process: names and numbers only."""
-
-    repository: str
-    version: str
-    split: str
-    shards: tuple[int, ...]
-    number: int
-    num_units: int
-    format: str
-    destination: str
 
 
 def write_in_processes(
@@ -45,7 +30,17 @@ def write_in_processes(
     # Spawned, not forked: clients of object stores do not work after a fork.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
     try:
-        futures = {pool.submit(_write_unit, _task(unit, export_format, destination)): unit for unit in units}
+        futures = {
+            pool.submit(
+                _write_unit,
+                # Names and numbers only: a worker opens the repository, the table and the destination by itself.
+                (unit.split.repository.url, unit.split.dataset, unit.split.name),
+                (unit.shards, unit.number, unit.num_units),
+                export_format.name,
+                destination.storage.url,
+            ): unit
+            for unit in units
+        }
         for future in as_completed(futures):
             yield futures[future], future.result()
     except BrokenProcessPool as error:
@@ -57,23 +52,10 @@ def write_in_processes(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _task(unit: ExportUnit, export_format: ExportFormat, destination: Destination) -> _UnitTask:
-    return _UnitTask(
-        unit.split.repository.url,
-        unit.split.dataset,
-        unit.split.name,
-        unit.shards,
-        unit.number,
-        unit.num_units,
-        export_format.name,
-        destination.storage.url,
-    )
-
-
-def _write_unit(task: _UnitTask) -> WrittenFiles:
-    split = _open_split(task.repository, task.version, task.split)
-    unit = ExportUnit(split, task.shards, task.number, task.num_units)
-    return FORMATS[task.format].write(unit, Destination(task.destination))
+def _write_unit(
+    split: tuple[str, str, str], unit: tuple[tuple[int, ...], int, int], export_format: str, destination: str
+) -> WrittenFiles:
+    return FORMATS[export_format].write(ExportUnit(_open_split(*split), *unit), Destination(destination))
 
 
 @lru_cache(maxsize=1)

@@ -53,7 +53,7 @@ class TestFolderExport(ExportLaws):
     keys = tuple(key for key in ODD_KEYS if key != "a/b")  # its file would be that of "a/b.jpg"
     keeps_order = False
     refuses_rich = "folder cannot hold the column 'mask' of large_binary"
-    refuses_tokens = "folder writes images"
+    refuses_tokens = "folder holds images"
 
     def read(self, folder, split):
         return read(folder, split.name)

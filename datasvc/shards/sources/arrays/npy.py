@@ -19,8 +19,9 @@ from numpy.lib import format as npy_format
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader, SourceFile
-from datasvc.shards.sources.common.length_framing import skip
+from datasvc.shards.sources.common.streams import skip
 
+# Upper bound of an array's header.
 _HEADER_BYTES: Final = 1 << 16
 # An archive over both limits is refused as a zip bomb: deflate reaches 1000:1 on zeros, real data does not.
 _MAX_RATIO: Final = 200
@@ -104,7 +105,7 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
             name = f"{file.name}:{info.filename}"
             with archive.open(info) as member:
                 array = _parse_header(member.read(_HEADER_BYTES), file.path, info.filename, name)
-            # The header declares the size of the values, the archive the size of the member: they must match.
+            # The header declares the size of the values, the archive the size of the member: the two must match.
             if array.stop != info.file_size:
                 raise CorruptDataError(
                     f"{name} has {info.file_size} bytes, but its header declares {array.stop}; restore another copy"

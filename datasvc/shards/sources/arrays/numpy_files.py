@@ -2,8 +2,7 @@
 
 The arrays of one folder, or of one archive, are the columns of a split and have the same length. The name of a split
 in an array's name selects the split and is removed: `train_x.npy`, `train_y.npy`, `x_test` in an archive. Samples of
-more than one value are tensors (see `tensors`). Files are read by ranges, local ones too: mapped memory would count
-as memory of the worker.
+more than one value are tensors (see `common.tensors`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any, BinaryIO, ClassVar, Final
 
 import numpy as np
@@ -26,11 +26,12 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array, read_npy_header, read_npz_headers
-from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
-from datasvc.shards.sources.common.length_framing import read_up_to
+from datasvc.shards.sources.common.columns import bisect_errors
+from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import SPLIT_NAMES, split_of
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
+from datasvc.shards.sources.common.splits import SPLIT_NAMES
+from datasvc.shards.sources.common.streams import read_up_to
 from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 
 _LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
@@ -61,27 +62,19 @@ class _Table:
         return next(iter(self.arrays.values())).num_samples
 
 
-@dataclass(frozen=True)
-class NumpySource(StreamedSource):
-    """Listed numpy files.
+@dataclass(frozen=True, kw_only=True)
+class NumpySource(FileSource):
+    """Listed numpy files. A part is a range of samples, or a whole archive.
 
     Attributes:
-        url: URL of the source.
-        schema: `key` (FILE#ROW unless an array holds it), and the columns.
-        parts: ranges of samples, or a whole archive.
         columns: array names of the columns after `key`.
-        key: name of the array that holds the keys; None: keys are made of file and row.
+        key: name of the array that holds the keys; None: the key of a sample is `FILE#ROW`.
     """
 
     kind: ClassVar[str] = "numpy"
 
-    url: str
-    schema: pa.Schema
-    parts: list[SourcePart]
     columns: tuple[str, ...]
     key: str | None
-    classes: tuple[str, ...] = ()
-    ignored: Counter[str] = field(default_factory=Counter)
 
     @property
     def keys_are_places(self) -> bool:
@@ -90,21 +83,12 @@ class NumpySource(StreamedSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> NumpySource:
-        """List the source.
-
-        Raises:
-            NotFoundError: there are no files, or no samples in them.
-            ConfigError: arrays of a split differ in length, splits differ in columns, or an array does not hold
-                samples (see `npy`).
-            CorruptDataError: a file is truncated or not an array.
-            UnavailableError: the store does not respond.
-        """
+        """List the source by the headers of its arrays. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)
         files = [file for file in listed if file.extension in (".npy", ".npz")]
-        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
-        tables = [table for table in _tables(reader, files, options.split) if table.num_samples]
+        tables = [table for table in _tables(reader, files, options) if table.num_samples]
         if not tables:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no samples in its {len(files)} .npy and .npz files"
@@ -119,7 +103,9 @@ class NumpySource(StreamedSource):
                     f"cannot ingest {redact_url(url)}: {table.name} has the columns {_described(table)}, but "
                     f"{tables[0].name} has {_described(tables[0])}; ingest them as separate data sets"
                 )
-        return cls(url, schema, [part for table in tables for part in _parts(table)], columns, key, ignored=ignored)
+        parts = [part for table in tables for part in _parts(table)]
+        ignored = count_extensions(set(listed) - set(files))
+        return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns, key=key)
 
     def fingerprint(self) -> Digest:
         """Return a digest of the listing and of which array holds the keys."""
@@ -128,7 +114,10 @@ class NumpySource(StreamedSource):
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range; see `StreamedSource.read`."""
         reader = FileReader(self.url)
-        arrays = {name: _array(values) for name, values in part.where["arrays"].items()}
+        arrays = {
+            name: NpyArray(**{**fields, "shape": tuple(fields["shape"])})
+            for name, fields in part.where["arrays"].items()
+        }
         start, stop = part.where["start"], part.where["start"] + (part.num_samples or 0)
         sample_bytes = sum(array.sample_bytes for array in arrays.values()) + len(part.where["file"]) + _KEY_BYTES
         step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // sample_bytes))
@@ -138,6 +127,7 @@ class NumpySource(StreamedSource):
                 # The checksum is at the end: verify it before the first sample is used.
                 check_member(reader, array)
             with ExitStack() as stack, map_exceptions("read", part.name):
+                # By ranges, also for local files: pages of mapped memory would count as memory of the worker.
                 streams = {
                     name: stack.enter_context(open_array(reader, array, start, stop))
                     for name, array in arrays.items()
@@ -153,37 +143,37 @@ class NumpySource(StreamedSource):
     def _batches(
         self, part: SourcePart, first: int, values: dict[str, npt.NDArray[Any]]
     ) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield a batch; if a value does not convert, bisect to find it."""
+        """Yield the samples from row `first` on as batches."""
         num_samples = len(next(iter(values.values())))
         made_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
-        try:
+
+        def convert(start: int, stop: int) -> pa.RecordBatch:
             keys = made_keys if self.key is None else list(map(str, values[self.key].reshape(-1).tolist()))
-            columns = [pa.array(keys, pa.string())]
+            columns = [pa.array(keys[start:stop], pa.string())]
             for name, column_field in zip(self.columns, list(self.schema)[1:], strict=True):
-                columns.append(_column(column_field, values[name]))
-            yield pa.RecordBatch.from_arrays(columns, schema=self.schema)
-        except (ValueError, pa.ArrowException) as error:
-            if num_samples == 1:
-                yield BadSample(part.split, made_keys[0], f"does not fit the columns: {error}")
-                return
-            half = num_samples // 2
-            yield from self._batches(part, first, {name: array[:half] for name, array in values.items()})
-            yield from self._batches(part, first + half, {name: array[half:] for name, array in values.items()})
+                columns.append(_column(column_field, values[name][start:stop]))
+            return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+        for number, batch in bisect_errors(num_samples, convert, (ValueError, pa.ArrowException)):
+            if isinstance(batch, Exception):
+                yield BadSample(part.split, made_keys[number], f"does not fit the columns: {batch}")
+            else:
+                yield batch
 
 
-def _tables(reader: FileReader, files: Sequence[SourceFile], only_split: str | None) -> Sequence[_Table]:
+def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOptions) -> Sequence[_Table]:
     groups: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
     for file in files:
         base, extension = os.path.splitext(file.name)
         if extension.lower() == ".npz":
             for name, array in read_npz_headers(reader, file).items():
-                split = only_split or split_of(name if _split_words(name) else file.name)
+                split = options.split_of(name if _split_words(name) else file.name)
                 groups.setdefault((file.name, split), []).append((file, _column_name(name), array))
         else:
-            group = (os.path.dirname(file.name), only_split or split_of(file.name))
+            group = (os.path.dirname(file.name), options.split_of(file.name))
             name = _column_name(os.path.basename(base))
             groups.setdefault(group, []).append((file, name, read_npy_header(reader, file)))
-    return [_table(split.lower(), listed) for (_, split), listed in groups.items()]
+    return [_table(split, listed) for (_, split), listed in groups.items()]
 
 
 def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
@@ -201,13 +191,8 @@ def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _T
             "expected the same number of samples along the first axis"
         )
     stamps = dict.fromkeys(f"{file.name} {file.size_bytes} {file.stamp}" for file, _, _ in listed)
-    return _Table(
-        split, listed[0][0].name, "\n".join(stamps), {name: array for _, name, array in sorted(listed, key=_by_name)}
-    )
-
-
-def _by_name(listed: tuple[SourceFile, str, NpyArray]) -> str:
-    return listed[1]
+    arrays = {name: array for _, name, array in sorted(listed, key=itemgetter(1))}
+    return _Table(split, listed[0][0].name, "\n".join(stamps), arrays)
 
 
 def _split_words(name: str) -> list[str]:
@@ -236,10 +221,6 @@ def _parts(table: _Table) -> Iterator[SourcePart]:
         yield SourcePart(table.split, name, count * sample_bytes, count, table.stamp, where)
 
 
-def _array(fields: dict[str, Any]) -> NpyArray:
-    return NpyArray(**{**fields, "shape": tuple(fields["shape"])})
-
-
 def _choose_key(table: _Table, key: str | None) -> str | None:
     if key is None:
         key = KEY if KEY in table.arrays else None
@@ -256,12 +237,12 @@ def _choose_key(table: _Table, key: str | None) -> str | None:
 
 def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
     labels = [name for name in columns if name.lower() in _LABELS and _is_label(table.arrays[name])]
+    # A column called "label" is the label; without one, the first of the usual names is.
+    label = next((name for name in labels if name == LABEL or LABEL not in columns), None)
     fields = [pa.field(KEY, pa.string(), nullable=False)]
     for name in columns:
-        if LABEL not in columns and name in labels[:1]:
-            fields.append(pa.field(LABEL, pa.int32(), nullable=False))
-        else:
-            fields.append(_field(name, table.arrays[name], is_label=name == LABEL and name in labels))
+        is_label = name == label
+        fields.append(pa.field(LABEL, pa.int32(), nullable=False) if is_label else _field(name, table.arrays[name]))
     return pa.schema(fields)
 
 
@@ -269,10 +250,8 @@ def _is_label(array: NpyArray) -> bool:
     return array.sample_bytes == np.dtype(array.dtype).itemsize and np.dtype(array.dtype).kind in "iu"
 
 
-def _field(name: str, array: NpyArray, *, is_label: bool) -> pa.Field:
+def _field(name: str, array: NpyArray) -> pa.Field:
     dtype = np.dtype(array.dtype)
-    if is_label:
-        return pa.field(name, pa.int32(), nullable=False)
     if dtype.kind in "US":
         return pa.field(name, pa.string() if dtype.kind == "U" else pa.large_binary(), nullable=False)
     return tensor_field(name, dtype, array.shape[1:])

@@ -6,7 +6,7 @@ the top level, dictionaries at any depth. All other types are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -47,8 +47,7 @@ def is_file(data_type: pa.DataType) -> bool:
     """Return whether this is the type of images and audio in Hugging Face data sets: `struct<bytes, path>`."""
     if not pa.types.is_struct(data_type):
         return False
-    names = {data_type.field(index).name for index in range(data_type.num_fields)}
-    return names == {"bytes", "path"} and is_binary(data_type.field("bytes").type)
+    return set(data_type.names) == {"bytes", "path"} and is_binary(data_type.field("bytes").type)
 
 
 def decode_column(column: pa.Array) -> pa.Array:
@@ -116,20 +115,25 @@ def checked_names(schema: pa.Schema) -> pa.Schema:
 
 
 def check_unique(names: list[str], location: str) -> None:
-    """Raise ConfigError when a column name occurs twice."""
+    """Raise ConfigError if a column name occurs twice."""
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ConfigError(f"{location} has two columns called {duplicates}; rename one of them")
 
 
-def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
-    missing = [column for column in joined.names if column not in schema.names]
-    extra = [column for column in schema.names if column not in joined.names]
+def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if the column `names` of the file `name` are not those expected by the file `first`."""
+    missing = [column for column in expected if column not in names]
+    extra = [column for column in names if column not in expected]
     if missing or extra:
         raise ConfigError(
             f"the columns of {name} differ from those of {first}: {missing} are missing and {extra} are extra; "
             "give all files the same columns, or ingest them separately"
         )
+
+
+def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
+    check_same_names(first, joined.names, name, schema.names)
     fields = []
     for field in joined:
         other = schema.field(field.name)
@@ -163,9 +167,8 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 def _list_from_views(views: pa.Array) -> pa.Array:
     """Return the lists of an array of list views."""
     # Built by hand: Arrow's own cast writes offsets out of range (seen in pyarrow 26).
-    kind, offset = (
-        (pa.ListArray, pa.int32()) if pa.types.is_list_view(views.type) else (pa.LargeListArray, pa.int64())
-    )
+    is_small = pa.types.is_list_view(views.type)
+    kind, offset = (pa.ListArray, pa.int32()) if is_small else (pa.LargeListArray, pa.int64())
     lengths = pc.fill_null(pc.list_value_length(views), 0)
     offsets = pc.cumulative_sum(pa.concat_arrays([pa.array([0], offset), lengths]))
     return kind.from_arrays(offsets, views.flatten(), mask=views.is_null())
@@ -190,7 +193,7 @@ def _nested_type(raw: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_list(raw):
         return pa.list_(_nested_field(raw.value_field, "item"), raw.list_size)
     if pa.types.is_struct(raw):
-        return pa.struct([_nested_field(raw.field(index)) for index in range(raw.num_fields)])
+        return pa.struct(list(map(_nested_field, raw.fields)))
     if pa.types.is_map(raw):
         return pa.map_(_nested_type(raw.key_type), _nested_type(raw.item_type), raw.keys_sorted)
     return raw

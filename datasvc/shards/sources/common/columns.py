@@ -1,4 +1,4 @@
-"""Map the columns or fields of a format to sample columns: names, types, images, keys.
+"""Map the columns of a format to sample columns (names, types, images, keys), and build batches of samples.
 
 Blobs are `large_binary`. A blob column whose first value starts like an encoded image is an image column. A single
 image column is renamed to `image`, the name that image loaders read. All other columns keep their name and type.
@@ -6,12 +6,12 @@ image column is renamed to `image`, the name that image loaders read. All other 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 
-from datasvc.errors import ConfigError
+from datasvc.errors import BadSampleError, ConfigError, CorruptDataError
 from datasvc.shards.format.schema import (
     HEIGHT,
     IMAGE,
@@ -24,12 +24,15 @@ from datasvc.shards.format.schema import (
     measured_columns,
 )
 from datasvc.shards.sources.common.column_types import cast_column, check_unique, decode_column, is_text, sample_type
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 
 _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
 _LABELS: Final = ("cls", "class", "target")
 _SOURCE_PREFIX: Final = "source_"
 _MISFITS: Final = (pa.ArrowException, OverflowError, TypeError, ValueError)
+
+_Content = TypeVar("_Content")
+_Converted = TypeVar("_Converted")
 
 
 def looks_like_image(blob: bytes | None) -> bool:
@@ -149,13 +152,13 @@ class SampleBatcher:
     def flush(self) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples that were added since the last batch."""
         samples, self._samples, self._size_bytes = self._samples, [], 0
-        if not samples:
-            return
-        try:
-            yield self._batch(samples)
-        except _MISFITS:
-            # One sample does not fit: find it, so that the others are still ingested.
-            yield from self._one_by_one(samples)
+        converted = bisect_errors(len(samples), lambda start, stop: self._batch(samples[start:stop]), _MISFITS)
+        for number, batch in converted:
+            if isinstance(batch, Exception):
+                key = str(samples[number].get(KEY))
+                yield BadSample(self._split, key, f"does not fit the columns: {batch}")
+            else:
+                yield batch
 
     def _batch(self, samples: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
         columns = []
@@ -166,20 +169,68 @@ class SampleBatcher:
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
-    def _one_by_one(self, samples: Sequence[Mapping[str, Any]]) -> Iterator[pa.RecordBatch | BadSample]:
-        good: list[Mapping[str, Any]] = []
-        for sample in samples:
+
+def to_batches(
+    schema: pa.Schema,
+    part: SourcePart,
+    contents: Iterable[tuple[str, _Content | BadSampleError]],
+    to_sample: Callable[[str, _Content], Mapping[str, Any]],
+) -> Iterator[pa.RecordBatch | BadSample]:
+    """Yield the samples of a part in batches of `schema`, for the `read` method of a source.
+
+    Args:
+        schema: columns of the samples.
+        part: part that is read.
+        contents: name and content of each sample, or the error of reading it. CorruptDataError ends the part: it
+            becomes a last `BadSample`.
+        to_sample: function that makes a sample of a name and its content, or raises BadSampleError.
+    """
+    batcher = SampleBatcher(schema, part.split)
+    try:
+        for name, content in contents:
             try:
-                self._batch([sample])
-            except _MISFITS as error:
-                if good:
-                    yield self._batch(good)
-                    good = []
-                yield BadSample(self._split, str(sample.get(KEY)), f"does not fit the columns: {error}")
+                if isinstance(content, BadSampleError):
+                    raise content
+                sample = to_sample(name, content)
+            except BadSampleError as error:
+                yield BadSample(part.split, name, str(error))
             else:
-                good.append(sample)
-        if good:
-            yield self._batch(good)
+                yield from batcher.add(sample)
+    except CorruptDataError as error:
+        # The samples before the damage are good.
+        yield from batcher.flush()
+        yield BadSample(part.split, part.name, str(error))
+    else:
+        yield from batcher.flush()
+
+
+def bisect_errors(
+    num_samples: int, convert: Callable[[int, int], _Converted], errors: tuple[type[Exception], ...]
+) -> Iterator[tuple[int, _Converted | Exception]]:
+    """Convert samples together; where that fails, convert halves, so that only the samples that fail are lost.
+
+    Args:
+        num_samples: number of samples.
+        convert: function that converts the samples `start` to `stop`.
+        errors: exceptions by which `convert` says that one of the samples does not convert.
+
+    Yields:
+        The number of the first sample, and the result of `convert` or the error of this single sample, in order.
+    """
+    pending = [(0, num_samples)] if num_samples else []
+    while pending:
+        start, stop = pending.pop()
+        try:
+            converted = convert(start, stop)
+        except errors as error:
+            if stop - start == 1:
+                yield start, error
+                continue
+            # Arrow does not tell which sample fails. Bad ones are rare, so halving costs less than one by one.
+            middle = (start + stop) // 2
+            pending += [(middle, stop), (start, middle)]
+        else:
+            yield start, converted
 
 
 def infer_columns(samples: Sequence[Mapping[str, Any]], *, key: str | None = None) -> ColumnMap:

@@ -1,22 +1,20 @@
-"""List and read the files of a source on any fsspec URL, never outside the source.
+"""List and read the files of a source on any fsspec URL.
 
-Local files are opened directly, since the call through fsspec takes longer than the read. A remote stream is read
-ahead by a bounded number of range requests, and decompressed while it is read.
+A link that leads out of the source is an error, so an ingest never reads a file outside the folder that its user
+named.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
 import re
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO, Final, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
-import zstandard
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
@@ -24,13 +22,12 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.repository import MARKER
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url, resolve_url
-from datasvc.shards.sources.common.local_files import check_inside, find_local
+from datasvc.shards.sources.common.streams import BUFFER_BYTES, COMPRESSIONS, decompress
 
-COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 1_000_000
-# Remote streams are requested in blocks of this size, this many at the same time.
+# A remote stream requests blocks of this size, this many at the same time, which bounds its memory.
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 4
 
@@ -55,8 +52,23 @@ class SourceFile(NamedTuple):
     @property
     def extension(self) -> str:
         """The lower-case extension without that of a compression: ".tar" of "a.TAR.gz"."""
-        base, last = os.path.splitext(self.name.lower())
-        return os.path.splitext(base)[1] if last in COMPRESSIONS else last
+        return extension_of(self.name)
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the file is compressed as a whole, by its name."""
+        return self.name.lower().endswith(tuple(COMPRESSIONS))
+
+
+def extension_of(name: str) -> str:
+    """Return the lower-case extension of a file name without that of a compression."""
+    base, last = os.path.splitext(name.lower())
+    return os.path.splitext(base)[1] if last in COMPRESSIONS else last
+
+
+def count_extensions(files: Iterable[SourceFile]) -> Counter[str]:
+    """Return the number of files by extension, as in `Source.ignored`."""
+    return Counter(file.extension or "(none)" for file in files)
 
 
 def list_files(url: str) -> list[SourceFile]:
@@ -113,6 +125,7 @@ class FileReader:
         with map_exceptions("read", self.location(path)):
             if not self.is_local:
                 return bytes(self.file_system.cat_file(path))
+            # Opened directly: a call through fsspec takes longer than the read of a small file.
             with open(path, "rb", buffering=0) as opened:
                 return opened.read()
 
@@ -124,8 +137,7 @@ class FileReader:
     def open(self, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
         """Open a file as a stream, decompressed if its name has the extension of a compression.
 
-        A local file that is not compressed is seekable. A remote file is read ahead: up to `_BLOCKS_AHEAD` requests
-        of `_BLOCK_BYTES` each are in progress.
+        A local file that is read to its end and not compressed is seekable. A remote file is read ahead.
 
         Args:
             path: path of the file.
@@ -139,70 +151,19 @@ class FileReader:
         compression = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
         raw: Any
         with map_exceptions("open", self.location(path)):
-            if self.is_local:
+            if not self.is_local:
+                size_bytes = int(self.file_system.info(path)["size"]) if stop is None else stop
+                raw = io.BufferedReader(_ReadAheadFile(self, path, start, size_bytes), BUFFER_BYTES)
+            elif stop is not None:
+                raw = io.BufferedReader(pa.OSFile(path).get_stream(start, stop - start), BUFFER_BYTES)
+            else:
                 raw = open(path, "rb")  # noqa: SIM115 - the caller closes it
                 raw.seek(start)
-                if stop is not None:
-                    raw = io.BufferedReader(_LimitedFile(raw, stop - start), 1 << 17)
-            else:
-                size_bytes = int(self.file_system.info(path)["size"]) if stop is None else stop
-                raw = io.BufferedReader(_ReadAheadFile(self, path, start, size_bytes), 1 << 17)
         return decompress(raw, compression) if compression else cast("BinaryIO", raw)
 
     def location(self, path: str) -> str:
         """Return a path as shown in messages, without credentials."""
         return path if self.is_local else redact_url(str(self.file_system.unstrip_protocol(path)))
-
-
-def decompress(stream: BinaryIO, compression: str) -> BinaryIO:
-    """Return a stream of the decompressed content of `stream`; closing it closes `stream`.
-
-    Args:
-        stream: compressed stream, at its start.
-        compression: one of the values of `COMPRESSIONS`.
-    """
-    if compression == "gzip":
-        return cast("BinaryIO", _GzipStream(stream))
-    return cast("BinaryIO", io.BufferedReader(_ZstdStream(stream), 1 << 17))
-
-
-class _GzipStream(gzip.GzipFile):
-    """A gzip stream that also closes the compressed stream, which `GzipFile` leaves open."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__(fileobj=stream, mode="rb")
-        self._compressed = stream
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._compressed.close()
-
-
-class _ZstdStream(io.RawIOBase):
-    """A zstd stream of any number of frames; a truncated one raises EOFError, as gzip does."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._compressed = stream
-        # Arrow decompresses: the reader of `zstandard` takes a truncated stream for a complete one.
-        self._unpacked = pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), "zstd")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        try:
-            return int(self._unpacked.readinto(target))
-        except OSError as error:
-            if "Truncated" in str(error):
-                raise EOFError("the compressed content is truncated") from error
-            raise zstandard.ZstdError(str(error)) from error
-
-    def close(self) -> None:
-        if not self.closed:
-            self._compressed.close()
-        super().close()
 
 
 class _ReadAheadFile(io.RawIOBase):
@@ -245,26 +206,6 @@ class _ReadAheadFile(io.RawIOBase):
             self._in_progress.append(self._pool.submit(self._reader.read_range, self._path, offset, length))
 
 
-class _LimitedFile(io.RawIOBase):
-    """The next `length` bytes of an open file."""
-
-    def __init__(self, file: BinaryIO, length: int) -> None:
-        self._file, self._remaining_bytes = file, length
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        buffer = memoryview(target).cast("B")[: self._remaining_bytes]
-        count = self._file.readinto(buffer) if buffer else 0  # type: ignore[attr-defined]
-        self._remaining_bytes -= count
-        return int(count)
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
@@ -300,10 +241,7 @@ def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
         OSError: the folder cannot be listed; the caller maps it.
     """
     if isinstance(file_system, LocalFileSystem):
-        files = [
-            SourceFile(name, path, size_bytes, str(modified_ns))
-            for name, path, size_bytes, modified_ns in find_local(root)
-        ]
+        files = list(_find_local(root))
     else:
         files = [
             SourceFile(path[len(root) :].lstrip("/"), path, int(info["size"]), _stamp_of(info))
@@ -314,6 +252,42 @@ def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
         file.name.removesuffix(MARKER) for file in files if file.name.endswith(MARKER) and is_marker(file.name)
     ]
     return [file for file in files if not file.name.startswith(tuple(repositories))] if repositories else files
+
+
+def _find_local(root: str) -> Iterator[SourceFile]:
+    """Yield every file below a local folder, about ten times faster than fsspec. Raise as `find_files`."""
+    real_root = os.path.realpath(root)
+    # Folders to list: path, prefix of the names in it, and the real paths of the folder and its parents.
+    pending: list[tuple[str, str, tuple[str, ...]]] = [(root, "", (real_root,))]
+    while pending:
+        folder, prefix, parents = pending.pop()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                # First: `scandir` has this answer without another system call, and nearly all entries are files.
+                is_plain_file = entry.is_file(follow_symlinks=False)
+                if not is_plain_file and entry.is_symlink():
+                    check_inside(real_root, [entry.path])
+                if is_plain_file or entry.is_file():
+                    status = entry.stat()  # of the target of a link, since the target is what is read
+                    yield SourceFile(prefix + entry.name, entry.path, status.st_size, str(status.st_mtime_ns))
+                elif entry.is_dir():
+                    real = os.path.realpath(entry.path) if entry.is_symlink() else f"{parents[-1]}/{entry.name}"
+                    if real in parents:
+                        raise ConfigError(f"{entry.path} is a link to one of its parent folders; remove this link")
+                    pending.append((entry.path, f"{prefix}{entry.name}/", (*parents, real)))
+
+
+def check_inside(root: str, paths: Sequence[str]) -> None:
+    """Raise ConfigError if the target of one of the local `paths` is outside `root` or does not exist."""
+    real_root = os.path.realpath(root)
+    for path in paths:
+        real = os.path.realpath(path)
+        if real != real_root and not real.startswith(f"{real_root.rstrip('/')}/"):
+            raise ConfigError(
+                f"{path} is a link out of the source, to {real}; copy it into the source, or ingest that folder too"
+            )
+        if not os.path.exists(real):
+            raise ConfigError(f"{path} is a link to {real}, which does not exist; remove the link")
 
 
 def is_marker(name: str) -> bool:
@@ -347,13 +321,13 @@ def _is_hidden(name: str) -> bool:
 
 def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, Any]) -> tuple[int, str]:
     if isinstance(file_system, LocalFileSystem):
-        status = os.stat(path)  # follows a link: its target is what is read
+        status = os.stat(path)  # of the target of a link, since the target is what is read
         return status.st_size, str(status.st_mtime_ns)
     return int(info["size"]), _stamp_of(info)
 
 
 def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
-    """Return the files with names below the folder that all share: `{train,val}/0.tar` gives two different names."""
+    """Return the files, named below their common folder: `{train,val}/0.tar` gives two different names."""
     # Cut at a folder; `commonpath` would turn "http://" into "http:/".
     root = os.path.commonprefix([file.path for file in files]).rpartition("/")[0]  # noqa: RUF071
     return [file._replace(name=file.path[len(root) :].lstrip("/")) for file in files]
@@ -371,7 +345,7 @@ def _choices(inner: str) -> list[str]:
     match = _RANGE.fullmatch(inner)
     if match is None:
         return inner.split(",")
-    first, last = match[1], match[2]
+    first, last = match.groups()
     if int(first) > int(last):
         raise ConfigError(f"the range {{{inner}}} runs backwards; write the smaller number first")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

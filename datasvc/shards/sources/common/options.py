@@ -1,4 +1,4 @@
-"""Options for reading a source."""
+"""Options for reading a source, as a user gives them on the command line or to `ingest`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
 from datasvc.repository.logs.references import check_name
+from datasvc.shards.sources.common.splits import split_of
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,7 @@ class SourceOptions:
             check_name(self.split, "split")
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1")
+
+    def split_of(self, name: str) -> str:
+        """Return the split of the samples in the file `name`: the given one, else the one in its name."""
+        return self.split or split_of(name)

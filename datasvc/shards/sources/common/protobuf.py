@@ -1,12 +1,12 @@
-"""Decode the fields of a Protocol Buffers message without generated code.
+"""Decode and encode Protocol Buffers messages without generated code: Caffe's Datum and TensorFlow's Example.
 
-After https://protobuf.dev/programming-guides/encoding/. Enough for Caffe's Datum and TensorFlow's Example.
+Format: https://protobuf.dev/programming-guides/encoding/
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ FIXED64: Final = 1
 BYTES: Final = 2
 FIXED32: Final = 5
 _FIXED_SIZES: Final = {FIXED64: 8, FIXED32: 4}
-_MAX_VARINT_BYTES: Final = 10
+_MAX_VARINT_BYTES: Final = 10  # an int64 takes up to ten groups of seven bits
 
 
 def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
@@ -77,6 +77,38 @@ def to_signed(varint: int, bits: int = 64) -> int:
     """Return the two's complement number of `bits` bits that `varint` encodes."""
     low = varint & ((1 << bits) - 1)
     return low - (1 << bits) if low >> (bits - 1) else low
+
+
+def varint(number: int) -> bytes:
+    """Encode an integer of up to 64 bits; a negative one as its two's complement."""
+    remaining = number & 0xFFFF_FFFF_FFFF_FFFF
+    groups = bytearray()
+    while remaining > 0x7F:
+        groups.append(remaining & 0x7F | 0x80)
+        remaining >>= 7
+    groups.append(remaining)
+    return bytes(groups)
+
+
+def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
+    """Return the concatenated varints of `int64[n]`."""
+    index = np.arange(_MAX_VARINT_BYTES, dtype=np.uint64)
+    groups = (numbers.view(np.uint64)[:, None] >> (index * np.uint64(7))) & np.uint64(0x7F)
+    last = np.where(groups.any(axis=1), 9 - np.argmax(groups[:, ::-1] != 0, axis=1), 0)[:, None]
+    is_continued = (index < last).astype(np.uint8) << 7
+    raw: bytes = (groups.astype(np.uint8) | is_continued)[index <= last].tobytes()
+    return raw
+
+
+def varint_field(number: int, value: int) -> bytes:
+    """Encode a field that holds an integer."""
+    return varint(number << 3 | VARINT) + varint(value)
+
+
+def bytes_field(number: int, *pieces: Any) -> bytes:
+    """Encode a field that holds bytes, text or a message; the content is the concatenation of `pieces`."""
+    size = sum(len(piece) for piece in pieces)
+    return b"".join([varint(number << 3 | BYTES), varint(size), *pieces])
 
 
 def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:

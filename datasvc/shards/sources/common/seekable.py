@@ -1,4 +1,4 @@
-"""Open a file of a source for random access by Arrow."""
+"""Open a file of a source for random access by Arrow, which reads Parquet and IPC files by their footers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.streams import WrappingStream
 
 _BLOCK_BYTES: Final = 1 << 20
 _BLOCKS_KEPT: Final = 8
@@ -42,29 +43,22 @@ def open_seekable(reader: FileReader, path: str) -> Iterator[pa.NativeFile]:
         yield opened
 
 
-class _ErrorMappingFile(io.RawIOBase):
+class _ErrorMappingFile(WrappingStream):
     """An open remote file whose errors are mapped to those of datasvc."""
 
     def __init__(self, file: Any, location: str) -> None:
-        self._file, self._location = file, location
-
-    def readable(self) -> bool:
-        return True
+        super().__init__(file)
+        self._location = location
 
     def seekable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
         with map_exceptions("read", self._location):
-            return bytes(self._file.read(size))
+            return bytes(self._wrapped.read(size))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return int(self._file.seek(offset, whence))
+        return int(self._wrapped.seek(offset, whence))
 
     def tell(self) -> int:
-        return int(self._file.tell())
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+        return int(self._wrapped.tell())

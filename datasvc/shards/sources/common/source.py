@@ -1,8 +1,9 @@
-"""Interface of all sources: parts that one worker reads from start to end, and the columns of their samples.
+"""Interface between the formats that can be ingested and the ingest.
 
-A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: its samples are assigned to
-shards one by one. All others are a `StreamedSource`: their parts are assigned to units of work, and each unit is read
-as a stream. Both are small, hold no open file or client, and are pickled to worker processes.
+A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: the ingest assigns its
+samples to shards one by one. All others are a `StreamedSource`: the ingest assigns their parts to units of work, and
+one worker reads each part from start to end. Both are pickled to worker processes, so they hold no open file or
+client.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import pyarrow as pa
 
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.storage import redact_url
+from datasvc.shards.sources.common.files import SourceFile
+from datasvc.shards.sources.common.options import SourceOptions
 
-# A batch of a source holds at most this many bytes, or one sample: many parts are read at the same time.
+# A batch of a source holds at most this many bytes, or one sample. Small, since many parts are read at the same time.
 BATCH_BYTES: Final = 1 << 20
 BATCH_SAMPLES: Final = 4096
 
@@ -44,7 +47,7 @@ class SourcePart:
         size_bytes: approximate number of bytes read for it.
         num_samples: number of samples; None: not in the listing.
         stamp: modification time or entity tag of its file; differs if the content may have changed.
-        where: JSON values by which `StreamedSource.read` locates it.
+        where: JSON values by which `StreamedSource.read` locates the part.
     """
 
     split: str
@@ -124,11 +127,6 @@ class ListedSource(Source):
     splits: dict[str, list[ImageFile]]
 
     @property
-    def num_samples(self) -> int:
-        """Number of images over all splits."""
-        return sum(map(len, self.splits.values()))
-
-    @property
     def size_bytes(self) -> int:
         """Size of all images when they were listed."""
         return sum(file.size_bytes for files in self.splits.values() for file in files)
@@ -145,7 +143,7 @@ class ListedSource(Source):
 
 
 class StreamedSource(Source):
-    """A source whose samples are known only by reading its parts.
+    """A source whose listing gives parts, and whose samples are found by reading the parts.
 
     Attributes:
         parts: in the order of the source.
@@ -176,6 +174,35 @@ class StreamedSource(Source):
             UnavailableError: the store does not respond.
             ConfigError: the columns of the part differ from those of the source.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(StreamedSource):
+    """Base of the formats that are listed from files. A format adds what its `read` needs beside the part."""
+
+    url: str
+    schema: pa.Schema
+    parts: list[SourcePart]
+    classes: tuple[str, ...] = ()
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    @abstractmethod
+    def list(cls, url: str, options: SourceOptions | None = None) -> FileSource:
+        """List the source at `url`: its files, columns and classes.
+
+        Raises:
+            NotFoundError: there are no files of the format, or no samples in them.
+            ConfigError: a file is not of the format, files differ in their columns, or an option is invalid.
+            CorruptDataError: a file that the listing reads is damaged.
+            UnavailableError: the store does not respond.
+        """
+
+
+def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourcePart:
+    """Return the part that is the whole of a file; `where` are further JSON values beside its path."""
+    where = {"path": file.path, **where}
+    return SourcePart(options.split_of(file.name), file.name, file.size_bytes, stamp=file.stamp, where=where)
 
 
 def printable(text: str) -> str:

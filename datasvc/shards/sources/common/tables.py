@@ -1,12 +1,12 @@
 """Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-A format yields raw batches, with keys for the case that no column holds them. This module validates and converts the
-batches and slices them to the size limits of a source; a sample that does not convert is found by bisection.
+A format yields raw batches, and keys for sources in which no column holds them. This module validates and converts
+the batches, and slices them to the size limits of a source. Of a batch with a sample that does not convert, only this
+sample is left out.
 """
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,21 +16,26 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import zstandard
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.sources.common.column_types import is_binary, is_text
-from datasvc.shards.sources.common.columns import ColumnMap
-from datasvc.shards.sources.common.files import COMPRESSIONS, FileReader, SourceFile, list_files
-from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
+from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
+from datasvc.shards.sources.common.source import (
+    BATCH_BYTES,
+    BATCH_SAMPLES,
+    BadSample,
+    FileSource,
+    SourcePart,
+    printable,
+)
+from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS
 from datasvc.threads import map_in_threads
 
 EMPTY: Final = "(empty)"
 # Errors of reading, decompressing and decoding a damaged file.
-UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, zlib.error, zstandard.ZstdError)
+UNREADABLE: Final = (pa.ArrowException, OSError, *DECOMPRESSION_ERRORS)
 # Files that the `datasets` library writes beside the data; they hold no samples.
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _LISTING_THREADS: Final = 16
@@ -53,25 +58,15 @@ class RawBatch:
     keys: pa.Array
 
 
-@dataclass(frozen=True)
-class TableSource(StreamedSource):
-    """Files with the same columns.
+@dataclass(frozen=True, kw_only=True)
+class TableSource(FileSource):
+    """Files with the same columns; files without a sample are counted in `ignored` as `EMPTY`.
 
     Attributes:
-        url: URL of the source.
-        schema: columns of the samples.
-        classes: names of the classes; empty if the files do not contain them.
-        parts: ordered by file name.
         columns: mapping of raw to sample columns.
-        ignored: number of files left out, by extension or as `EMPTY`.
     """
 
-    url: str
-    schema: pa.Schema
-    classes: tuple[str, ...]
-    parts: list[SourcePart]
     columns: ColumnMap
-    ignored: Counter[str]
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one part; see `StreamedSource.read`."""
@@ -113,7 +108,7 @@ def split_by_size(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def row_keys(name: str, first: int, num_samples: int) -> pa.Array:
-    """Return the keys `NAME#ROW` of consecutive rows, `string[num_samples]`."""
+    """Return the keys `NAME#ROW` of consecutive rows from number `first`, `string[num_samples]`."""
     return numbered_keys(name, np.arange(first, first + num_samples))
 
 
@@ -150,7 +145,7 @@ def list_tables(
     # A file that the user names is read, whatever it is called.
     is_single_file = len(files) == 1 and files[0].path == resolve_url(url)[1]
     tables = [file for file in files if is_single_file or _is_table(file, extensions)]
-    ignored = Counter(file.extension or "(none)" for file in files if file not in tables)
+    ignored = count_extensions(file for file in files if file not in tables)
     if not tables:
         raise NotFoundError(
             f"cannot ingest {redact_url(url)}: none of its {len(files)} files has a name like "
@@ -177,28 +172,16 @@ def map_files(reader: FileReader, files: Sequence[SourceFile], func: Callable[[S
     return map_in_threads(func, files, _LISTING_THREADS)
 
 
-def table_split(file: SourceFile, options: SourceOptions) -> str:
-    """Return the split of a file's samples: the one in `options`, else from its name."""
-    return split_of(file.name) if options.split is None else options.split.lower()
-
-
-def is_compressed(file: SourceFile) -> bool:
-    """Return whether a file is compressed as a whole."""
-    return file.name.lower().endswith(tuple(COMPRESSIONS))
-
-
 def _is_table(file: SourceFile, extensions: Collection[str]) -> bool:
     return file.extension in extensions and file.name.rpartition("/")[2] not in _DESCRIPTIONS
 
 
 def _check_names(files: Sequence[SourceFile], *, compressed: bool) -> None:
     for file in files:
-        try:
-            file.name.encode()
-        except UnicodeEncodeError:
-            printable = file.name.encode("utf-8", "backslashreplace").decode()
-            raise ConfigError(f"the file name {printable} is not UTF-8; rename the file") from None
-        if is_compressed(file) and not compressed:
+        # Names become keys, which are UTF-8.
+        if printable(file.name) != file.name:
+            raise ConfigError(f"the file name {printable(file.name)} is not UTF-8; rename the file")
+        if file.is_compressed and not compressed:
             raise ConfigError(
                 f"{file.name} is compressed as a whole; decompress it, this format is read at random offsets"
             )
@@ -219,19 +202,16 @@ def _decoded_bytes(column: pa.Array) -> int:
 def _convert(
     columns: ColumnMap, batch: pa.RecordBatch, keys: pa.Array, split: str
 ) -> Iterator[pa.RecordBatch | BadSample]:
-    try:
-        batch.validate(full=True)  # finds text that is not UTF-8, and offsets out of range
-        samples = columns.convert(batch, keys)
-    except (ConfigError, pa.ArrowException) as error:
-        if batch.num_rows == 1:
-            yield BadSample(split, keys[0].as_py(), reason_of(error))
-            return
-        # Arrow does not tell which sample fails: bisect, so that only this one is left out.
-        middle = batch.num_rows // 2
-        yield from _convert(columns, batch.slice(0, middle), keys.slice(0, middle), split)
-        yield from _convert(columns, batch.slice(middle), keys.slice(middle), split)
-    else:
-        yield from _halve(samples)
+    def convert(start: int, stop: int) -> pa.RecordBatch:
+        piece = batch.slice(start, stop - start)
+        piece.validate(full=True)  # finds text that is not UTF-8, and offsets out of range
+        return columns.convert(piece, keys.slice(start, stop - start))
+
+    for number, samples in bisect_errors(batch.num_rows, convert, (ConfigError, pa.ArrowException)):
+        if isinstance(samples, Exception):
+            yield BadSample(split, keys[number].as_py(), reason_of(samples))
+        else:
+            yield from _halve(samples)
 
 
 def _halve(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

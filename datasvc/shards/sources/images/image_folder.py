@@ -111,6 +111,7 @@ def _check_splits(folders: Iterable[str], url: str) -> None:
     """Raise ConfigError for top folders by which two files would get the same key in one split."""
     tops = {folder.partition("/")[0] for folder in folders}
     spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
+    # "train/1.jpg", "Train/1.jpg" and "1.jpg" would have the same key in the same split.
     if spellings and (len(tops) > len(spellings) or len({top.lower() for top in spellings}) < len(spellings)):
         raise ConfigError(
             f"cannot ingest {redact_url(url)}: its top folders {sorted(tops)[:10]} mix splits with other folders, or "
@@ -119,13 +120,7 @@ def _check_splits(folders: Iterable[str], url: str) -> None:
 
 
 class _FolderRole(NamedTuple):
-    """Split and class of the files in a folder.
-
-    Attributes:
-        split: split of the files.
-        class_name: class of the files; None without classes.
-        key_start: index in the path below the source at which the key starts.
-    """
+    """Split and class of the files in a folder, and the index in their names at which the key starts."""
 
     split: str
     class_name: str | None

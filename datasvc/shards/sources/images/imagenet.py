@@ -1,8 +1,8 @@
 """Source of ImageNet as distributed: a tar of class tars for training, a tar of images for validation.
 
-The tars are not extracted. The headers of the training tar are read one by one, skipping each class tar by its size:
-some 1,000 small sequential reads, which are slow on a remote store. Each class tar is then a part, a range of bytes,
-so that classes can be read in parallel and mixed. Images are kept unchanged, including the PNG and CMYK ones.
+The tars are not extracted. The listing reads only the headers of the training tar: some 1,000 small sequential reads,
+which are slow on a remote store. Each class tar is then a part, a range of bytes, so that classes can be read in
+parallel and mixed. Images are kept unchanged, including the PNG and CMYK ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, Final, cast
 
 import pyarrow as pa
@@ -22,10 +22,10 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
-from datasvc.shards.sources.common.columns import SampleBatcher
+from datasvc.shards.sources.common.columns import to_batches
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart
 from datasvc.shards.sources.images.imagenet_labels import SYNSET, labels_of, read_ground_truth, read_synsets
 from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
 
@@ -33,35 +33,25 @@ _TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _VAL_IMAGE: Final = re.compile(r".*_val_(\d{8})\.jpe?g", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class ImageNetSource(StreamedSource):
+@dataclass(frozen=True, kw_only=True)
+class ImageNetSource(FileSource):
     """The listed tars of ImageNet.
 
+    The parts are the class tars by name, then the validation tar; the classes are the synsets in alphabetical order.
+
     Attributes:
-        url: the training tar, the validation tar, or a folder that holds both.
-        parts: the class tars by name, then the validation tar.
-        classes: the synsets in alphabetical order.
         val_labels: labels of the validation images, in the order of their numbers.
-        ignored: number of files left out of the training tar, by extension.
     """
 
     kind: ClassVar[str] = "imagenet"
 
-    url: str
-    parts: list[SourcePart]
-    classes: tuple[str, ...]
     val_labels: tuple[int, ...] = ()
-    ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ImageNetSource:
-        """Read the headers of the training tar and the labels of the validation images.
+        """List the headers of the training tar and the labels of the validation images. Raise as `FileSource.list`.
 
-        Raises:
-            NotFoundError: neither tar exists, or a file with the labels of the validation images is missing.
-            ConfigError: ground truth, synsets and training tar contradict each other.
-            CorruptDataError: the training tar is truncated, or a tar holds neither class tars nor images.
-            UnavailableError: the store does not respond.
+        ConfigError also means that ground truth, synsets and training tar contradict each other.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -85,13 +75,9 @@ class ImageNetSource(StreamedSource):
                     _class_part(tar, options.split or "train", members[name], label)
                     for label, name in enumerate(classes)
                 ]
-        return cls(url, parts, classes, val_labels, ignored)
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Columns of the samples."""
         label = pa.field(LABEL, pa.int32(), nullable=False)
-        return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), label])
+        schema = pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), label])
+        return cls(url=url, schema=schema, parts=parts, classes=classes, val_labels=val_labels, ignored=ignored)
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the images of a class tar, or of the validation tar; see `StreamedSource.read`.
@@ -99,33 +85,30 @@ class ImageNetSource(StreamedSource):
         Raises:
             ConfigError: the number of a validation image is beyond the lines of the ground truth.
         """
-        reader = FileReader(self.url)
-        batcher = SampleBatcher(self.schema, part.split)
-        num_seen = 0
-        with _open_part(reader, part) as stream:
+        label: int | None = part.where.get("label")  # None for the validation tar
+        with _open_part(FileReader(self.url), part) as stream:
             tar = TarReader(stream, f"{redact_url(self.url)}: {part.name}")
-            try:
-                for member in tar:
-                    name = member.name.rpartition("/")[2]
-                    if name.startswith("."):
-                        continue
-                    num_seen += 1
-                    key = f"{self.classes[part.where['label']]}/{name}" if "label" in part.where else name
-                    try:
-                        _check_image(member)
-                        label = part.where["label"] if "label" in part.where else self._val_label(name)
-                    except BadSampleError as error:
-                        yield BadSample(part.split, key, str(error))
-                    else:
-                        yield from batcher.add({KEY: key, IMAGE: tar.read(member), LABEL: label})
-            except CorruptDataError as error:
-                yield from batcher.flush()
-                yield BadSample(part.split, part.name, str(error))
-                return
-        yield from batcher.flush()
-        if "label" not in part.where and num_seen < len(self.val_labels):
-            reason = f"holds {num_seen} images, but the ground truth has {len(self.val_labels)} lines"
-            yield BadSample(part.split, part.name, reason)
+
+            def to_sample(key: str, member: TarMember) -> dict[str, Any]:
+                _check_image(member)
+                known_label = self._val_label(key) if label is None else label
+                return {KEY: key, IMAGE: tar.read(member), LABEL: known_label}
+
+            yield from to_batches(self.schema, part, self._members(tar, part, label), to_sample)
+
+    def _members(
+        self, tar: TarReader, part: SourcePart, label: int | None
+    ) -> Iterator[tuple[str, TarMember | BadSampleError]]:
+        """Yield key and member of each image; at the end, an error if the validation tar has too few images."""
+        num_images = 0
+        for member in tar:
+            name = member.name.rpartition("/")[2]
+            if not name.startswith("."):
+                num_images += 1
+                yield name if label is None else f"{self.classes[label]}/{name}", member
+        if label is None and num_images < len(self.val_labels):
+            reason = f"holds {num_images} images, but the ground truth has {len(self.val_labels)} lines"
+            yield part.name, BadSampleError(reason)
 
     def _val_label(self, name: str) -> int:
         match = _VAL_IMAGE.fullmatch(name)
@@ -139,30 +122,26 @@ class ImageNetSource(StreamedSource):
         return self.val_labels[int(match[1]) - 1]
 
 
-class _HeaderFile(io.RawIOBase):
-    """A file in which each read is one small range request, for reading tar headers."""
+class _HeaderFile:
+    """A file in which each read is one small range request, with those methods of a stream that `TarReader` uses."""
 
     def __init__(self, reader: FileReader, file: SourceFile) -> None:
         self._reader, self._file, self._offset = reader, file, 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, offset: int, whence: int) -> int:
         assert whence == io.SEEK_CUR
         self._offset += offset
         return self._offset
 
-    def readinto(self, target: Any) -> int:
-        buffer = memoryview(target).cast("B")
-        length = max(0, min(len(buffer), self._file.size_bytes - self._offset))
+    def read(self, length: int) -> bytes:
+        # A store refuses a range that starts at the end of the file.
+        length = max(0, min(length, self._file.size_bytes - self._offset))
         content = self._reader.read_range(self._file.path, self._offset, length) if length else b""
-        buffer[: len(content)] = content
         self._offset += len(content)
-        return len(content)
+        return content
 
 
 def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:

@@ -21,7 +21,6 @@ SYNSET: Final = re.compile(r"n\d{8}")
 _DEVKIT: Final = "ILSVRC2012_devkit_t12/data"
 _GROUND_TRUTH: Final = "ILSVRC2012_validation_ground_truth.txt"
 _SYNSETS: Final = ("synsets.txt", "synset_words.txt", "LOC_synset_mapping.txt")
-_META: Final = "meta.mat"
 _NUM_CLASSES: Final = 1000
 _HOW_TO_LIST: Final = (
     "write it from the devkit's meta.mat: python -c \"import scipy.io; print('\\n'.join(s[0][1][0] for s in "
@@ -32,6 +31,8 @@ _HOW_TO_LIST: Final = (
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
     """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
+    The synset is the first word of a line. Only the 1,000 classes count; the devkit lists inner nodes after them.
+
     Args:
         folder: path of the folder that holds the tars.
         reader: reader of the source.
@@ -41,29 +42,8 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
         NotFoundError: there is no such file; the message tells how to get one.
         ConfigError: a line is not a synset or a duplicate, or the list is in alphabetical order.
     """
-    if options.synsets is not None:
-        location, text = redact_url(options.synsets), _read_url(options.synsets)
-    else:
-        location, text = _find(folder, reader, _SYNSETS, f"--synsets, a list of synsets; {_HOW_TO_LIST}")
-    return parse_synsets(text, location)
-
-
-def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -> list[int]:
-    """Return the ILSVRC ids of the validation images; arguments and errors as for `read_synsets`."""
-    if options.ground_truth is not None:
-        location, text = redact_url(options.ground_truth), _read_url(options.ground_truth)
-    else:
-        option = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
-        location, text = _find(folder, reader, (_GROUND_TRUTH,), option)
-    return parse_ground_truth(text, location)
-
-
-def parse_synsets(text: str, location: str) -> list[str]:
-    """Return the first word of each line, at most the 1,000 classes; the devkit lists inner nodes after them.
-
-    Raises:
-        ConfigError: see `read_synsets`.
-    """
+    option = f"--synsets, a list of synsets; {_HOW_TO_LIST}"
+    location, text = _read_text(options.synsets, folder, reader, _SYNSETS, option)
     synsets = [(line.split() or [""])[0] for line in text.rstrip().splitlines()][:_NUM_CLASSES]
     numbers: dict[str, int] = {}
     for number, synset in enumerate(synsets, 1):
@@ -83,8 +63,10 @@ def parse_synsets(text: str, location: str) -> list[str]:
     return synsets
 
 
-def parse_ground_truth(text: str, location: str) -> list[int]:
-    """Return the number in each line. Raise ConfigError."""
+def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -> list[int]:
+    """Return the ILSVRC ids of the validation images; arguments and errors as of `read_synsets`."""
+    option = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
+    location, text = _read_text(options.ground_truth, folder, reader, (_GROUND_TRUTH,), option)
     ids = []
     for number, line in enumerate(text.rstrip().splitlines(), 1):
         word = line.strip()
@@ -124,8 +106,13 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
     return [labels[ilsvrc_id - 1] for ilsvrc_id in ids]
 
 
-def _find(folder: str, reader: FileReader, names: Sequence[str], option: str) -> tuple[str, str]:
-    """Return path and text of the first existing file of these names, in `folder` or in the devkit's folder."""
+def _read_text(
+    url: str | None, folder: str, reader: FileReader, names: Sequence[str], option: str
+) -> tuple[str, str]:
+    """Return location and text of the file at `url`; without a URL, of the first of `names` that exists."""
+    if url is not None:
+        reader = FileReader(url)
+        return redact_url(url), _decoded(reader.read(reader.root), redact_url(url))
     for name in names:
         for below in ("", f"{_DEVKIT}/"):
             path = f"{folder}/{below}{name}"
@@ -137,11 +124,6 @@ def _find(folder: str, reader: FileReader, names: Sequence[str], option: str) ->
         f"the validation images have no labels: no {' or '.join(names)} in {reader.location(folder)} or its "
         f"{_DEVKIT}; give {option}"
     )
-
-
-def _read_url(url: str) -> str:
-    reader = FileReader(url)
-    return _decoded(reader.read(reader.root), redact_url(url))
 
 
 def _decoded(content: bytes, location: str) -> str:

@@ -34,7 +34,6 @@ class ManifestSource(ListedSource):
     Attributes:
         url: URL of the images.
         schema: `key`, `image`, `label` if the manifest has one, and its other columns.
-        splits: files by split, ordered by key.
         classes: sorted class names; empty if labels are integers.
         ignored: number of files that are not in the manifest.
     """
@@ -79,7 +78,6 @@ class ManifestSource(ListedSource):
         _check_keys(splits_of_files)
         ignored = _unlisted(files_below, names, root, options.manifest)
         return cls(url, manifest.schema(labels), splits_of_files, classes, ignored)
-        return cls(url, manifest.schema(labels), files, classes, ignored)
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:
@@ -111,7 +109,7 @@ def _check_exist(names: Sequence[str], files: Mapping[str, Any], url: str) -> No
 
 def _splits(names: Sequence[str], manifest: ManifestTable, options: SourceOptions) -> list[str]:
     if options.split is not None:
-        return [options.split.lower()] * len(names)
+        return [options.split] * len(names)
     if manifest.split is not None:
         return [split.lower() for split in manifest.texts(manifest.split)]
     tops = [name.partition("/")[0].lower() if "/" in name else "" for name in names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,7 +12,7 @@ from datasvc.errors import ConfigError
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
 from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
-from datasvc.shards.sources.common.files import COMPRESSIONS
+from datasvc.shards.sources.common.files import extension_of
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.sources.common.tables import TableSource
 from datasvc.shards.sources.tabular.csv_files import EXTENSIONS as CSV_EXTENSIONS
@@ -79,7 +78,7 @@ class ManifestTable:
         label = next((name for name in LABEL_COLUMNS if name in names and name != key), None)
         split = SPLIT_COLUMN if SPLIT_COLUMN in names else None
         extras = [name for name in names if name not in (file, key, label, split)]
-        return cls(table, location, file, key, label, split, extras, _extension(location) in CSV_EXTENSIONS)
+        return cls(table, location, file, key, label, split, extras, extension_of(location) in CSV_EXTENSIONS)
 
     def line(self, index: int) -> str:
         """Return the position of a sample in the manifest, for messages."""
@@ -97,9 +96,9 @@ class ManifestTable:
                 f"column {name!r} of {self.location} has the type {column.type}; expected text or integers"
             )
         values: list[Any] = column.cast(pa.string()).to_pylist()
-        empty = next((index for index, value in enumerate(values) if not value), None)
-        if empty is not None:
-            raise ConfigError(f"column {name!r} is empty in {self.line(empty)}; fill it, or remove the line")
+        for index, value in enumerate(values):
+            if not value:
+                raise ConfigError(f"column {name!r} is empty in {self.line(index)}; fill it, or remove the line")
         return values
 
     def schema(self, labels: Sequence[int | None]) -> pa.Schema:
@@ -124,14 +123,12 @@ class ManifestTable:
         column = self.table.column(self.label)
         values = column.to_pylist()
         if pa.types.is_integer(column.type):
-            invalid = next(
-                (i for i, value in enumerate(values) if value is not None and not 0 <= value <= _MAX_LABEL), None
-            )
-            if invalid is not None:
-                raise ConfigError(
-                    f"{self.line(invalid)} has the label {values[invalid]}; expected 0 to {_MAX_LABEL}, or an empty "
-                    "value without a class"
-                )
+            for index, value in enumerate(values):
+                if value is not None and not 0 <= value <= _MAX_LABEL:
+                    raise ConfigError(
+                        f"{self.line(index)} has the label {value}; expected 0 to {_MAX_LABEL}, or an empty value "
+                        "without a class"
+                    )
             return values, ()
         if not is_text(column.type):
             raise ConfigError(
@@ -170,14 +167,9 @@ def _extra_name(name: str) -> str:
     return f"source_{name}" if name in _TAKEN else name
 
 
-def _extension(location: str) -> str:
-    base, last = posixpath.splitext(location.lower())
-    return posixpath.splitext(base)[1] if last in COMPRESSIONS else last
-
-
 def _read_columns(url: str, location: str, key: str | None) -> pa.Table:
     """Return the columns of a manifest, with their types in samples."""
-    extension = _extension(location)
+    extension = extension_of(location)
     source: TableSource
     if extension in CSV_EXTENSIONS:
         # Names of files, splits and keys are text, even if all of them look like numbers.

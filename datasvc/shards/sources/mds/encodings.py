@@ -1,7 +1,7 @@
 """Decode the values of MosaicML MDS, and choose the columns for them.
 
 Encoded images stay unchanged; raw images become PNG. Arrays of one shape are tensors. Arrays whose shape varies are
-lists of values in C order with a second column NAME.shape. Pickles are never read.
+lists of values in C order with a second column NAME.shape. Pickles are never read, since reading one runs its code.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from PIL import Image
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.shards.sources.common.tensors import tensor_field
 
-_SCALARS: Final = {
-    "int": "int64",
-    **{name: name for name in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")},
-    **{name: name for name in ("float16", "float32", "float64")},
-}
 # Type codes of arrays whose type is stored with each value.
 _ARRAY_TYPES: Final = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
+# numpy types of single numbers by encoding.
+_SCALARS: Final = {"int": "int64", **{name: name for name in _ARRAY_TYPES.values()}}
 # Bits per pixel of the modes of raw images that a PNG can hold.
 _MODE_BITS: Final = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
+# A higher level saves little: PNGs are encoded once, in one thread, but decoded in every epoch.
 _PNG_LEVEL: Final = 1
 SHAPE_SUFFIX: Final = ".shape"
 
@@ -154,7 +152,7 @@ def _simple(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]
 
 
 def _text(content: memoryview) -> str:
-    return bytes(content).decode()
+    return str(content, "utf-8")
 
 
 def _raw_image(content: memoryview) -> bytes:
@@ -170,9 +168,8 @@ def _raw_image(content: memoryview) -> bytes:
     if len(pixels) != (width * _MODE_BITS[mode] + 7) // 8 * height or not len(pixels):
         raise ValueError(f"{width} x {height} pixels of mode {mode!r} do not match {len(pixels)} bytes")
     buffer = io.BytesIO()
-    Image.frombytes("L" if mode == "P" else mode, (width, height), bytes(pixels)).save(
-        buffer, "PNG", compress_level=_PNG_LEVEL
-    )
+    image = Image.frombytes("L" if mode == "P" else mode, (width, height), bytes(pixels))
+    image.save(buffer, "PNG", compress_level=_PNG_LEVEL)
     return buffer.getvalue()
 
 
@@ -188,16 +185,9 @@ def _pieces(content: memoryview, offset: int) -> list[memoryview]:
     return [content[begin:stop] for begin, stop in zip([start, *stops[:-1].tolist()], stops.tolist(), strict=False)]
 
 
-def _images(content: memoryview) -> list[bytes]:
-    return [bytes(piece) for piece in _pieces(content, 4)]
-
-
-def _raw_images(content: memoryview) -> list[bytes]:
-    return [_raw_image(piece) for piece in _pieces(content, 4)]
-
-
-def _image_array(content: memoryview) -> list[bytes]:
-    return [bytes(piece) for piece in _pieces(content, 0)]
+def _images(content: memoryview, offset: int = 4) -> list[bytes]:
+    # MosaicML's "list" has four bytes before the count, its "jpeg_array" has none.
+    return list(map(bytes, _pieces(content, offset)))
 
 
 _BLOBS: Final = pa.list_(pa.large_binary())
@@ -211,9 +201,9 @@ _SIMPLE: Final[dict[str, tuple[pa.DataType, Callable[[memoryview], Any]]]] = {
     "jpeg": (pa.large_binary(), bytes),
     "png": (pa.large_binary(), bytes),
     "pil": (pa.large_binary(), _raw_image),
-    "jpeg_array": (_BLOBS, _image_array),
-    "jpegarray": (_BLOBS, _image_array),
+    "jpeg_array": (_BLOBS, lambda content: _images(content, 0)),
+    "jpegarray": (_BLOBS, lambda content: _images(content, 0)),
     "list[jpeg]": (_BLOBS, _images),
     "list[png]": (_BLOBS, _images),
-    "list[pil]": (_BLOBS, _raw_images),
+    "list[pil]": (_BLOBS, lambda content: list(map(_raw_image, _pieces(content, 4)))),
 }

@@ -32,13 +32,9 @@ class MdsFile:
 
 @dataclass(frozen=True)
 class MdsShard:
-    """One shard of an index.
+    """One shard of an index: its uncompressed and its compressed file, of which one may be absent on disk.
 
-    Attributes:
-        raw: the uncompressed file.
-        compressed: the compressed file; None without one.
-        num_samples: number of samples in the shard.
-        columns: in the order of the values.
+    The columns are in the order of the values of a sample.
     """
 
     raw: MdsFile

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -14,11 +13,10 @@ from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFou
 from datasvc.repository.objects.objects import Digest
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher
+from datasvc.shards.sources.common.columns import ColumnMap, to_batches
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.tensors import SHAPE
 from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
@@ -28,14 +26,13 @@ from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_
 _FIRST_SAMPLES: Final = 64
 
 
-@dataclass(frozen=True)
-class MdsSource(StreamedSource):
+@dataclass(frozen=True, kw_only=True)
+class MdsSource(FileSource):
     """A listed MDS data set: a folder with an index, or with a folder and an index for each split.
 
+    Each shard is a part. Without a column that holds it, the key of a sample is `SHARD#ROW`.
+
     Attributes:
-        url: URL of the folder.
-        schema: `key` (SHARD#ROW unless a column holds it), and the columns.
-        parts: one for each shard.
         columns: columns of the shards, in the order of their values.
         names: names in the schema by decoded names, without the column of the keys.
         key: decoded name of the column that holds the keys; None: keys are made of shard and row.
@@ -43,14 +40,9 @@ class MdsSource(StreamedSource):
 
     kind: ClassVar[str] = "mds"
 
-    url: str
-    schema: pa.Schema
-    parts: list[SourcePart]
     columns: tuple[MdsColumn, ...]
     names: dict[str, str]
     key: str | None
-    classes: tuple[str, ...] = ()
-    ignored: Counter[str] = field(default_factory=Counter)
 
     @property
     def keys_are_places(self) -> bool:
@@ -59,13 +51,10 @@ class MdsSource(StreamedSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> MdsSource:
-        """List the source.
+        """List the source by its index. Raise as `FileSource.list`.
 
-        Raises:
-            NotFoundError: there is no index, a shard that it lists is missing, or there are no samples.
-            ConfigError: a column holds pickles, an encoding or compression is unknown, or shards differ in columns.
-            CorruptDataError: the index is not JSON, or none of the first samples can be read.
-            UnavailableError: the store does not respond.
+        NotFoundError also means that a shard of the index is missing; ConfigError, that a column holds pickles or has
+        an unknown encoding.
         """
         options = options or SourceOptions()
         root = url.rstrip("/").removesuffix(f"/{INDEX_FILE}")
@@ -79,14 +68,13 @@ class MdsSource(StreamedSource):
                 f"cannot ingest {redact_url(url)}: its shards have different columns; ingest them as separate "
                 "data sets"
             )
-        parts = [_part(folder, shard, files, options.split, root) for folder, shard in shards]
+        parts = [_part(folder, shard, files, options, root) for folder, shard in shards]
         if not sum(part.num_samples or 0 for part in parts):
             raise NotFoundError(f"cannot ingest {redact_url(url)}: its index lists no samples")
         (common_columns,) = columns
-        schema, names, key = _choose_columns(
-            common_columns, _first_sample(reader, parts, common_columns), options.key
-        )
-        return cls(root, schema, parts, common_columns, names, key)
+        first = _first_sample(reader, parts, common_columns)
+        schema, names, key = _choose_columns(common_columns, first, options.key)
+        return cls(url=root, schema=schema, parts=parts, columns=common_columns, names=names, key=key)
 
     def fingerprint(self) -> Digest:
         """Return a digest of the listing and of the mapping of columns."""
@@ -101,42 +89,32 @@ class MdsSource(StreamedSource):
         if problem:
             yield BadSample(part.split, part.name, problem)
             return
-        batcher = SampleBatcher(self.schema, part.split)
-        for name, content in read_samples(reader, part):
-            try:
-                if isinstance(content, BadSampleError):
-                    raise content
-                sample = self._sample(name, decode_sample(content, self.columns))
-            except BadSampleError as error:
-                yield BadSample(part.split, name, str(error))
-            else:
-                yield from batcher.add(sample)
-        yield from batcher.flush()
+        yield from to_batches(self.schema, part, read_samples(reader, part), self._sample)
 
-    def _sample(self, name: str, decoded: dict[str, Any]) -> dict[str, Any]:
+    def _sample(self, name: str, content: bytes) -> dict[str, Any]:
+        decoded = decode_sample(content, self.columns)
         key = name if self.key is None else str(decoded[self.key])
         return {KEY: key, **{final: decoded[raw] for raw, final in self.names.items()}}
 
 
 def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> list[tuple[str, MdsShard]]:
-    """Return folder and description of each shard; an index at the top includes all folders below."""
-    indexes = (
-        [INDEX_FILE] if INDEX_FILE in files else sorted(name for name in files if name.endswith(f"/{INDEX_FILE}"))
-    )
+    """Return folder and description of each shard."""
+    # An index at the top includes the shards of all folders below.
+    below = sorted(name for name in files if name.endswith(f"/{INDEX_FILE}"))
+    indexes = [INDEX_FILE] if INDEX_FILE in files else below
     if not indexes:
         raise NotFoundError(f"cannot ingest {redact_url(url)}: it has no {INDEX_FILE}")
     shards = []
     for name in indexes:
         path = files[name].path
-        shards += [
-            (name[: -len(INDEX_FILE)], shard) for shard in parse_index(reader.read(path), reader.location(path))
-        ]
+        listed = parse_index(reader.read(path), reader.location(path))
+        shards += [(name.removesuffix(INDEX_FILE), shard) for shard in listed]
     if not shards:
         raise NotFoundError(f"cannot ingest {redact_url(url)}: its index lists no shards")
     return shards
 
 
-def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str | None, url: str) -> SourcePart:
+def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: SourceOptions, url: str) -> SourcePart:
     # The uncompressed file is preferred; a data set may hold only one of the two.
     chosen = next((file for file in (shard.raw, shard.compressed) if file and folder + file.name in files), None)
     if chosen is None:
@@ -152,7 +130,7 @@ def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], split: str
     file = files[folder + chosen.name]
     where = {"path": file.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
     name = folder + shard.raw.name
-    return SourcePart((split or split_of(name)).lower(), name, file.size_bytes, shard.num_samples, file.stamp, where)
+    return SourcePart(options.split_of(name), name, file.size_bytes, shard.num_samples, file.stamp, where)
 
 
 def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
@@ -191,12 +169,11 @@ def _choose_columns(
     ]
     chosen = ColumnMap(pa.schema(fields), pa.table(dict(zip(names, arrays, strict=True))), key=key)
     kept = [field for field in fields if field.name != chosen.key]
-    schema = pa.schema(
-        [chosen.schema.field(0)]
-        + [
-            final.with_metadata(raw.metadata) if SHAPE in (raw.metadata or {}) else final
-            for raw, final in zip(kept, list(chosen.schema)[1:], strict=True)
-        ]
-    )
-    finals = {raw.name: final for raw, final in zip(kept, schema.names[1:], strict=True)}
-    return schema, finals, chosen.key
+    key_field, *final_fields = chosen.schema
+    # `ColumnMap` drops the metadata of fields, which hold the shapes of tensors.
+    final_fields = [
+        final.with_metadata(raw.metadata) if SHAPE in (raw.metadata or {}) else final
+        for raw, final in zip(kept, final_fields, strict=True)
+    ]
+    final_names = {raw.name: final.name for raw, final in zip(kept, final_fields, strict=True)}
+    return pa.schema([key_field, *final_fields]), final_names, chosen.key

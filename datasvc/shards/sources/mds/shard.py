@@ -8,7 +8,6 @@ variants (xxh64, ...) are not.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
@@ -16,13 +15,12 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
-import zstandard
 
 from datasvc.errors import BadSampleError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import FileReader, decompress
-from datasvc.shards.sources.common.length_framing import read_up_to, skip
+from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import SourcePart
+from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, decompress, read_up_to, skip
 from datasvc.shards.sources.common.tensors import MAX_SAMPLE_BYTES
 from datasvc.shards.sources.mds.encodings import MdsColumn
 
@@ -81,7 +79,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
                 yield f"{part.name}#{row}", _read_sample(stream, size_bytes)
             row = num_samples
             _check_end(stream, part.where["raw_bytes"])
-        except (_UnreadableRestError, EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        except (_UnreadableRestError, *DECOMPRESSION_ERRORS) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
             # One entry for all that cannot be read; keyed by the shard if not even the first sample was reached.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
@@ -113,6 +111,7 @@ def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDA
 
 
 def _check_end(stream: BinaryIO, raw_bytes: int) -> None:
+    # This read also makes a compressed stream verify its checksum, which is at its end.
     if stream.read(1):
         raise _UnreadableRestError(f"it is longer than the {raw_bytes} bytes in the index")
 
@@ -129,8 +128,6 @@ def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
 
 def _open(reader: FileReader, path: str, compression: str | None) -> BinaryIO:
     stream = reader.open(path)  # decompresses .gz and .zst by the name
-    if compression == "zstd" and not path.endswith(".zst"):
-        return decompress(stream, "zstd")
-    if compression == "gz" and not path.endswith(".gz"):
-        return decompress(stream, "gzip")
-    return stream
+    if compression is None or path.endswith((".gz", ".zst")):
+        return stream
+    return decompress(stream, "gzip" if compression == "gz" else compression)

@@ -1,8 +1,7 @@
 """Open LMDB files safely: a damaged or truncated file is an error, never a crash.
 
-LMDB maps files into memory, and the process is killed (SIGBUS) if a file is shorter than it declares, so the size is
-checked on each opening. A database is open only while one batch is read: one process may open it only once, parts are
-read in parallel, and mapped pages count as memory of the worker.
+A database is open only while one batch is read: one process may open it only once, parts are read in parallel, and
+mapped pages count as memory of the worker.
 """
 
 from __future__ import annotations
@@ -28,15 +27,8 @@ _open_once = threading.Lock()
 def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:
     """Return copies of up to `count` keys and values, from the first key that is not below `start`.
 
-    Args:
-        path: path of the data file.
-        start: lower bound of the keys.
-        count: maximum number of pairs; fewer are returned once the values reach `BATCH_BYTES`.
-        skip_first: whether to leave out the key `start` itself.
-
-    Raises:
-        ConfigError: see `open_lmdb`.
-        CorruptDataError: see `open_lmdb`.
+    Fewer are returned once the values reach `BATCH_BYTES`. With `skip_first`, the key `start` itself is left out.
+    Raise as `open_lmdb`.
     """
     pairs: list[tuple[bytes, bytes]] = []
     size_bytes = 0
@@ -77,6 +69,7 @@ def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
 
 
 def _check_size(env: lmdb.Environment, path: str) -> None:
+    # LMDB maps the file into memory, and the kernel kills a process (SIGBUS) that reads beyond the end of the file.
     expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     actual = os.path.getsize(path)
     if actual < expected:

@@ -7,7 +7,7 @@ As in example.proto: Example {Features features = 1}, Features {map<string, Feat
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -26,12 +26,7 @@ _USUAL_NAMES: Final = {"image/encoded": "image", "image/class/label": "label"}
 
 @dataclass(frozen=True)
 class Feature:
-    """One feature of one example.
-
-    Attributes:
-        kind: type of its values.
-        values: a list of bytes, `float32[n]` or `int64[n]`.
-    """
+    """One feature of one example: its values are a list of bytes, `float32[n]` or `int64[n]`."""
 
     kind: FeatureKind
     values: Sequence[bytes] | npt.NDArray[Any]
@@ -90,12 +85,19 @@ class FeatureColumn:
             return None
         if feature.kind != self.kind:
             raise BadSampleError(f"feature {name!r} holds {feature.kind}; the first samples have {self.kind}")
-        values: Any = [_text(name, value) for value in feature.values] if self.is_text else feature.values
+        values: Any = feature.values
+        if self.is_text:
+            try:
+                values = [value.decode() for value in values]
+            except UnicodeDecodeError as error:
+                raise BadSampleError(
+                    f"feature {name!r} is not UTF-8, but it is in the first samples: {error}"
+                ) from error
         if self.is_list:
             return values
         if len(values) > 1:
             raise BadSampleError(f"feature {name!r} has {len(values)} values; the first samples have one")
-        return values[0] if len(values) else None
+        return values[0] if values else None
 
 
 def choose_columns(
@@ -123,9 +125,9 @@ def choose_columns(
     first = pa.table(arrays)
     columns = ColumnMap(first.schema, first, key=renamed.get(key, key) if key is not None else None)
     final_names = iter(columns.schema.names[1:])  # in the order of the raw columns, without the key
-    targets = {name: None if renamed[name] == columns.key else next(final_names) for name in names}
     chosen = {
-        name: FeatureColumn(targets[name], shape.kind, shape.is_list, shape.is_text) for name, shape in shapes.items()
+        name: replace(shape, column=None if renamed[name] == columns.key else next(final_names))
+        for name, shape in shapes.items()
     }
     return chosen, columns.schema
 
@@ -160,15 +162,8 @@ def _is_text(value: bytes) -> bool:
         return False
 
 
-def _text(name: str, value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise BadSampleError(f"feature {name!r} is not UTF-8, but it is in the first samples: {error}") from error
-
-
 def _messages(message: bytes | memoryview, message_type: str) -> Iterator[tuple[int, memoryview]]:
-    """Yield number and content of the fields of a message that consists of messages and strings."""
+    """Yield number and content of the fields of a message that has only messages, strings and bytes."""
     for number, _, value in read_fields(message):
         if not isinstance(value, memoryview):
             raise BadSampleError(f"not a valid {message_type}: field {number} is a number")
@@ -177,7 +172,7 @@ def _messages(message: bytes | memoryview, message_type: str) -> Iterator[tuple[
 
 def _name(raw: memoryview) -> str:
     try:
-        return bytes(raw).decode()
+        return str(raw, "utf-8")
     except UnicodeDecodeError as error:
         raise BadSampleError(f"the name of a feature is not UTF-8: {bytes(raw)!r}") from error
 

@@ -7,14 +7,10 @@ the rest of the file is one bad sample.
 
 from __future__ import annotations
 
-import gzip
-import io
 import re
 import struct
-import zlib
-from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, BinaryIO, ClassVar, Final, cast
 
@@ -25,12 +21,11 @@ from datasvc.repository.objects.objects import Digest
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.columns import SampleBatcher
-from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
-from datasvc.shards.sources.common.length_framing import read_up_to, skip
+from datasvc.shards.sources.common.columns import to_batches
+from datasvc.shards.sources.common.files import FileReader, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart, file_part
+from datasvc.shards.sources.common.streams import COMPRESSIONS, DECOMPRESSION_ERRORS, decompress, read_up_to, skip
 from datasvc.shards.sources.common.tensors import MAX_SAMPLE_BYTES
 from datasvc.shards.sources.records.tf_example import (
     Feature,
@@ -51,39 +46,23 @@ _MASK: Final = 0xA282EAD8
 # Bounds of the samples of each split that determine the columns.
 _FIRST_SAMPLES: Final = 64
 _FIRST_BYTES: Final = 16 << 20
-_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib's own header detection
-_STEP_BYTES: Final = 1 << 18
 
 
-@dataclass(frozen=True)
-class TfRecordSource(StreamedSource):
-    """Listed TFRecord files.
+@dataclass(frozen=True, kw_only=True)
+class TfRecordSource(FileSource):
+    """Listed TFRecord files, each of which is a part. The key is `FILE#ROW` unless a feature holds it.
 
     Attributes:
-        url: URL of the source.
-        schema: `key` (FILE#ROW unless a feature holds it), and a column for each feature of the first samples.
-        parts: one for each file.
         features: column of each feature.
     """
 
     kind: ClassVar[str] = "tfrecord"
 
-    url: str
-    schema: pa.Schema
-    parts: list[SourcePart]
     features: dict[str, FeatureColumn]
-    classes: tuple[str, ...] = ()
-    ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> TfRecordSource:
-        """List the source; the first samples of each split determine the columns.
-
-        Raises:
-            NotFoundError: no file has the name of a TFRecord, or all are empty.
-            ConfigError: the files hold no `tf.Example`; or see `tf_example.choose_columns`.
-            UnavailableError: the store does not respond.
-        """
+        """List the source; the first samples of each split determine the columns. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)
@@ -93,10 +72,10 @@ class TfRecordSource(StreamedSource):
                 f"cannot ingest {redact_url(url)}: none of its {len(listed)} files has the name of a TFRecord, "
                 "such as train.tfrecord or train-00000-of-00010"
             )
-        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
-        parts = [_part(file, (options.split or split_of(file.name)).lower()) for file in files]
+        parts = [file_part(file, options) for file in files]
         features, schema = choose_columns(_first_examples(reader, parts, url), options.key)
-        return cls(url, schema, parts, features, ignored=ignored)
+        ignored = count_extensions(set(listed) - set(files))
+        return cls(url=url, schema=schema, parts=parts, ignored=ignored, features=features)
 
     def fingerprint(self) -> Digest:
         """Return a digest of the listing and of the columns of the features."""
@@ -104,19 +83,10 @@ class TfRecordSource(StreamedSource):
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one file; see `StreamedSource.read`."""
-        batcher = SampleBatcher(self.schema, part.split)
-        for name, message in _read_messages(FileReader(self.url), part):
-            try:
-                if isinstance(message, BadSampleError):
-                    raise message
-                sample = self._sample(name, parse_example(message))
-            except BadSampleError as error:
-                yield BadSample(part.split, name, str(error))
-            else:
-                yield from batcher.add(sample)
-        yield from batcher.flush()
+        return to_batches(self.schema, part, _read_messages(FileReader(self.url), part), self._sample)
 
-    def _sample(self, name: str, example: dict[str, Feature]) -> dict[str, Any]:
+    def _sample(self, name: str, message: bytes) -> dict[str, Any]:
+        example = parse_example(message)
         unknown = sorted(example.keys() - self.features.keys())
         if unknown:
             raise BadSampleError(f"it has features that the first samples do not have: {unknown[:10]}")
@@ -138,10 +108,6 @@ def masked_crc(content: bytes) -> int:
 
     crc = int(google_crc32c.value(content))
     return (((crc >> 15) | (crc << 17)) + _MASK) & 0xFFFFFFFF
-
-
-def _part(file: SourceFile, split: str) -> SourcePart:
-    return SourcePart(split, file.name, file.size_bytes, None, file.stamp, {"path": file.path})
 
 
 def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
@@ -195,7 +161,7 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
                     return
                 length = _check_header(header)
                 yield name, _read_message(stream, length)
-            except (_FramingLostError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            except (_FramingLostError, *DECOMPRESSION_ERRORS) as error:
                 yield name, BadSampleError(f"the rest of the file cannot be read: {error}")
                 return
             row += 1
@@ -231,43 +197,10 @@ def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
 
 def _open(reader: FileReader, path: str) -> BinaryIO:
     """Open a file; decompress it if it does not start with a length and its checksum."""
-    if path.lower().endswith(".gz"):
-        return reader.open(path)  # decompresses it by its name
-    head = reader.read_range(path, 0, _HEADER.size)
+    stream = reader.open(path)
+    if path.lower().endswith(tuple(COMPRESSIONS)):
+        return stream  # `open` decompresses it by its name
+    # TensorFlow compresses with "GZIP" or "ZLIB" whatever the name of the file, so the first bytes decide.
+    head = cast("Any", stream).peek(_HEADER.size)[: _HEADER.size]
     is_plain = len(head) == _HEADER.size and masked_crc(head[:8]) == _HEADER.unpack(head)[1]
-    if is_plain or head[:1] not in (b"\x1f", b"\x78"):
-        return reader.open(path)
-    return cast("BinaryIO", io.BufferedReader(_Inflated(reader.open(path)), _STEP_BYTES))
-
-
-class _Inflated(io.RawIOBase):
-    """A stream that TensorFlow compressed with "GZIP" or "ZLIB", whatever the name of the file."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-        self._compressed = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        buffer = memoryview(target).cast("B")
-        while True:
-            if self._inflater.eof:  # a gzip file may have several members
-                self._compressed = self._inflater.unused_data or self._stream.read(_STEP_BYTES)
-                if not self._compressed:
-                    return 0
-                self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-            self._compressed = self._compressed or self._stream.read(_STEP_BYTES)
-            if not self._compressed:
-                raise EOFError("the compressed stream is truncated")
-            piece = self._inflater.decompress(self._compressed, len(buffer))
-            self._compressed = self._inflater.unconsumed_tail
-            if piece:
-                buffer[: len(piece)] = piece
-                return len(piece)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+    return stream if is_plain or head[:1] not in (b"\x1f", b"\x78") else decompress(stream, "gzip")

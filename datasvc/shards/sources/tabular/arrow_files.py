@@ -1,7 +1,6 @@
 """Source of Arrow IPC files and streams, and of Feather version 2 files, which are IPC files.
 
-Local files are mapped into memory, so that a record batch of any size is read slice by slice. Pages that were read
-are released while reading: otherwise they count as memory of the process.
+Local files are mapped into memory, so that a record batch of any size is read slice by slice.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.seekable import open_seekable
-from datasvc.shards.sources.common.source import BadSample, SourcePart
+from datasvc.shards.sources.common.source import BadSample, SourcePart, file_part
 from datasvc.shards.sources.common.tables import (
     RawBatch,
     TableSource,
@@ -33,18 +32,19 @@ from datasvc.shards.sources.common.tables import (
     reason_of,
     row_keys,
     split_by_size,
-    table_split,
 )
 from datasvc.shards.sources.tabular.features import features_of_files, image_columns, label_column
 
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
 _MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
+# Pages of a mapped file count as memory of the process, so they are released after this many bytes.
 _RELEASE_BYTES: Final = 16 << 20
+# Samples in which image columns are detected.
 _FIRST_SAMPLES: Final = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ArrowSource(TableSource):
     """Listed Arrow files. Without a key column, the key of a sample is `FILE#ROW`."""
 
@@ -52,13 +52,7 @@ class ArrowSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ArrowSource:
-        """List the source: read the schema of every file.
-
-        Raises:
-            NotFoundError: there are no files, or no samples in them.
-            ConfigError: a file is not an Arrow file, or the files differ in their columns; or see `ColumnMap`.
-            UnavailableError: the store does not respond.
-        """
+        """List the source by the schemas of its files. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS)
         return cls.of_files(url, files, ignored, options)
@@ -72,35 +66,21 @@ class ArrowSource(TableSource):
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
     ) -> ArrowSource:
-        """Return the source of files that are listed already. Raise as `list`.
+        """Return the source of listed `files`, with the numbers of `ignored` files by extension. Raise as `list`.
 
-        Args:
-            url: URL of the source.
-            files: files to read.
-            ignored: number of other files by extension.
-            options: how to read it.
-            features: Hugging Face features by column; None: taken from the files.
+        `features` are Hugging Face features by column; None: taken from the files.
         """
         reader = FileReader(url)
         schemas = map_files(reader, files, lambda file: (file.name, _read_schema(reader, file)))
         raw = join_schemas(schemas)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
-        parts = [
-            SourcePart(
-                table_split(file, options),
-                file.name,
-                file.size_bytes,
-                stamp=file.stamp,
-                where={"path": file.path, "name": file.name},
-            )
-            for file in files
-        ]
+        parts = [file_part(file, options, name=file.name) for file in files]
         first = _first_samples(reader, parts)
         if first is None:
             raise no_samples_error(url, files)
         columns = ColumnMap(raw, first, key=options.key, images=image_columns(features, raw), label=label)
-        return cls(url, columns.schema, classes, parts, columns, ignored)
+        return cls(url=url, schema=columns.schema, classes=classes, parts=parts, columns=columns, ignored=ignored)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
@@ -108,12 +88,7 @@ class ArrowSource(TableSource):
 
 
 def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of an Arrow file.
-
-    Raises:
-        NotFoundError: the file no longer exists.
-        UnavailableError: the store does not respond.
-    """
+    """Yield the raw samples of an Arrow file. Raise as `StreamedSource.read`."""
     name, row = part.where["name"], 0
     try:
         with _open_batches(reader, part.where["path"]) as (batches, release_pages):

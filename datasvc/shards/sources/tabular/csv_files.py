@@ -1,7 +1,7 @@
 """Source of CSV and TSV files with a header line.
 
-The types come from the first block of the first file that has a row, and hold for all files. Arrow reads the values
-as bytes and they are converted here, because Arrow's own conversion stops at the first bad value of a file.
+The types come from the first block of the first file that has a row, and hold for all files. Arrow reads all values
+as bytes, and this module converts them, because Arrow's own conversion stops at the first bad value of a file.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import ClassVar, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
 
 from datasvc.errors import ConfigError
-from datasvc.shards.sources.common.column_types import check_unique
-from datasvc.shards.sources.common.columns import ColumnMap
+from datasvc.shards.sources.common.column_types import check_same_names, check_unique
+from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, SourcePart
+from datasvc.shards.sources.common.source import BadSample, SourcePart, file_part
 from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,
     TableSource,
-    is_compressed,
     list_tables,
     map_files,
     no_samples_error,
     numbered_keys,
     reason_of,
-    table_split,
 )
 from datasvc.shards.sources.tabular.csv_rows import (
     BLOCKS_BYTES,
@@ -40,13 +40,15 @@ from datasvc.shards.sources.tabular.csv_rows import (
     open_csv,
     read_rows,
 )
-from datasvc.shards.sources.tabular.csv_values import parse_column
 
 EXTENSIONS: Final = frozenset({".csv", ".tsv"})
 _HEADER_BYTES: Final = 1 << 18
+# Values that Arrow's type inference treats as missing; in text columns they are kept as text.
+_NULLS: Final = pa.array(sorted(pyarrow.csv.ConvertOptions().null_values), pa.string())
+_TIME_OF_DAY: Final = pa.scalar("1970-01-01 ", pa.string())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CsvSource(TableSource):
     """Listed CSV files. Without a key column, the key of a sample is `FILE#ROW`; row 0 follows the header.
 
@@ -62,15 +64,8 @@ class CsvSource(TableSource):
     def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvSource:
         """List the source: read every header, and the first block of each file until one has a row.
 
-        Args:
-            url: URL of the source.
-            options: how to read it.
-            texts: columns that hold text even if all their values look like numbers.
-
-        Raises:
-            NotFoundError: there are no files, or no samples in them.
-            ConfigError: the files differ in their columns, or a header is not UTF-8; or see `ColumnMap`.
-            UnavailableError: the store does not respond.
+        Columns called as one of `texts` hold text even if all their values look like numbers. Raise as
+        `FileSource.list`.
         """
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS, compressed=True)
@@ -78,14 +73,18 @@ class CsvSource(TableSource):
         headers = map_files(reader, files, lambda file: _read_header(reader, file))
         # A file without a header line has no samples and no columns.
         filled = [(file, header) for file, header in zip(files, headers, strict=True) if header]
-        _check_headers(filled)
+        for file, header in filled[1:]:
+            check_same_names(filled[0][0].name, filled[0][1], file.name, header)
         # Keys are text: as numbers they would lose leading zeros.
         raw = _infer(reader, [file for file, _ in filled], [*texts, options.key or "key"])
         if raw is None:
             raise no_samples_error(url, files)
         columns = ColumnMap(raw, key=options.key)
-        parts = [_part(file, header, table_split(file, options)) for file, header in filled]
-        return cls(url, columns.schema, (), parts, columns, ignored, raw)
+        parts = [
+            file_part(file, options, name=file.name, delimiter=_delimiter(file), header=[*header])
+            for file, header in filled
+        ]
+        return cls(url=url, schema=columns.schema, parts=parts, columns=columns, ignored=ignored, raw=raw)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
@@ -103,7 +102,7 @@ class CsvSource(TableSource):
         batch = rows.batch.rename_columns(_column_names(part.where["header"]))
         columns = []
         for field in self.raw:
-            column, misfits = parse_column(batch.column(field.name), field.type)
+            column, misfits = _parse_column(batch.column(field.name), field.type)
             columns.append(column)
             for index, reason in misfits:
                 reasons.setdefault(int(rows.numbers[index]), f"column {field.name!r}: {reason}")
@@ -119,9 +118,31 @@ class CsvSource(TableSource):
             yield RawBatch(batch.filter(pa.array(good)), numbered_keys(name, rows.numbers[good]))
 
 
-def _part(file: SourceFile, header: Sequence[str], split: str) -> SourcePart:
-    where = {"path": file.path, "name": file.name, "delimiter": _delimiter(file), "header": [*header]}
-    return SourcePart(split, file.name, file.size_bytes, stamp=file.stamp, where=where)
+def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
+    """Return `values` as `data_type`, null where one does not convert, with the index and reason of each of those."""
+    parsed, misfits = [], []
+    errors = (pa.ArrowException, UnicodeDecodeError)
+    for index, piece in bisect_errors(len(values), lambda start, stop: _parse(values[start:stop], data_type), errors):
+        if isinstance(piece, Exception):
+            misfits.append((index, f"{values[index].as_py()!r:.100} is not a valid {data_type}: {piece}"))
+            parsed.append(pa.nulls(1, data_type))
+        else:
+            parsed.append(piece)
+    # Without a misfit there is one piece, which needs no copy.
+    return parsed[0] if len(parsed) == 1 else pa.concat_arrays([pa.nulls(0, data_type), *parsed]), misfits
+
+
+def _parse(values: pa.Array, data_type: pa.DataType) -> pa.Array:
+    texts = values.cast(pa.string())
+    if pa.types.is_string(data_type):
+        return texts
+    texts = pc.ascii_trim_whitespace(texts)
+    texts = pc.if_else(pc.is_in(texts, value_set=_NULLS), pa.scalar(None, pa.string()), texts)
+    if pa.types.is_time(data_type):
+        # Arrow casts no text to a time of day, but to a timestamp.
+        moments = pc.binary_join_element_wise(_TIME_OF_DAY, texts, "").cast(pa.timestamp(data_type.unit))
+        return moments.cast(data_type)
+    return texts.cast(data_type)
 
 
 def _delimiter(file: SourceFile) -> str:
@@ -129,7 +150,8 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
-    stop = None if is_compressed(file) else min(file.size_bytes, _HEADER_BYTES)
+    # Of a remote file, only the start is requested; a compressed file has no known length.
+    stop = None if file.is_compressed else min(file.size_bytes, _HEADER_BYTES)
     try:
         with reader.open(file.path, stop=stop) as stream:
             header = header_of(stream.read(_HEADER_BYTES), _delimiter(file))
@@ -147,18 +169,6 @@ def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
 def _column_names(header: Sequence[str]) -> list[str]:
     """Return a name for each column; an empty name, as pandas writes for its index, becomes `column_N`."""
     return [name or f"column_{number}" for number, name in enumerate(header)]
-
-
-def _check_headers(filled: Sequence[tuple[SourceFile, Sequence[str]]]) -> None:
-    for file, header in filled[1:]:
-        first, expected = filled[0]
-        missing = sorted(set(expected) - set(header))
-        extra = sorted(set(header) - set(expected))
-        if missing or extra:
-            raise ConfigError(
-                f"the columns of {file.name} differ from those of {first.name}: {missing} are missing and {extra} "
-                "are extra; give all files the same header, or ingest them separately"
-            )
 
 
 def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]) -> pa.Schema | None:

@@ -1,4 +1,8 @@
-"""Read the rows of a CSV file as columns of bytes, with row numbers, and the rows with a wrong number of columns."""
+"""Read the rows of a CSV file as columns of bytes, with their row numbers.
+
+Arrow skips rows with a wrong number of columns and returns no row numbers. This module finds the number of each row,
+so that a message names it and a key stays the same when an earlier row is repaired.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +62,14 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
         delimiter: character between values.
 
     Raises:
-        pa.ArrowException: a row is longer than the largest block, or the file is not CSV.
+        pa.ArrowException, OSError, DECOMPRESSION_ERRORS: the file cannot be read, or a row is longer than a block.
         ConfigError: the header has changed.
-        OSError, EOFError, zlib.error, zstandard.ZstdError: the file cannot be read or decompressed.
     """
     first = 0
     for block_bytes in BLOCKS_BYTES:
         try:
             for rows in _read_blocks(open_file, names, delimiter, block_bytes):
+                # With a larger block, the file is read again from its start.
                 if rows.stop > first:
                     yield rows.since(first)
                     first = rows.stop

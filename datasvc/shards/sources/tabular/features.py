@@ -1,4 +1,7 @@
-"""Read the Hugging Face features of columns from the metadata of a schema or from `dataset_info.json`."""
+"""Read Hugging Face features, which declare image columns and class names.
+
+They are in the metadata of a schema, or in `dataset_info.json`. They are hints: what does not parse is ignored.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +73,8 @@ def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | 
 
 
 def _classes(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {
-        name: _class_names(feature.get("names"))
-        for name, feature in features.items()
-        if _kind(feature) == "ClassLabel"
-    }
+    class_labels = {name: feature for name, feature in features.items() if _kind(feature) == "ClassLabel"}
+    return {name: _class_names(feature.get("names")) for name, feature in class_labels.items()}
 
 
 def _kind(feature: Any) -> str | None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import posixpath
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.storage import redact_url
-from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.splits import split_of
@@ -32,7 +31,7 @@ _HUB_NAME: Final = re.compile(r"([\w.]+)-\d{5,}-of-\d{5,}(?:-[0-9a-f]+)?\.parque
 _ROW_GROUPS: Final = "row_groups"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HuggingFaceSource(TableSource):
     """A listed folder. Without a key column, the key of a sample is `FILE#ROW`."""
 
@@ -40,14 +39,7 @@ class HuggingFaceSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> HuggingFaceSource:
-        """List the source.
-
-        Raises:
-            NotFoundError: the folder has neither layout, a file that it lists is missing, or there are no samples.
-            ConfigError: a description does not parse, or splits differ in columns or class names; or see
-                `ColumnMap`.
-            UnavailableError: the store does not respond.
-        """
+        """List the source by its descriptions, or by the names of its Parquet files. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         files = {file.name: file for file in list_files(url)}
@@ -62,20 +54,21 @@ class HuggingFaceSource(TableSource):
                 f"cannot ingest {redact_url(url)} as Hugging Face data: expected {_STATE}, {_DICT} or Parquet files, "
                 f"found {sorted(files)[:10]}"
             )
-        ignored = Counter(
-            file.extension or "(none)"
-            for name, file in files.items()
-            if name not in data and posixpath.basename(name) not in _DESCRIPTIONS
+        ignored = count_extensions(
+            file for name, file in files.items() if name not in data and posixpath.basename(name) not in _DESCRIPTIONS
         )
-        listed = [file for _, file in data.values()]
-        table: TableSource = (
-            ArrowSource.of_files(url, listed, ignored, options, features)
-            if saved
-            else ParquetSource.of_files(url, listed, ignored, options, features)
-        )
+        reader_class: type[ArrowSource | ParquetSource] = ArrowSource if saved else ParquetSource
+        table = reader_class.of_files(url, [file for _, file in data.values()], ignored, options, features)
         # The reader derived splits from file names; here the descriptions define them.
         parts = [replace(part, split=data[part.where["name"]][0]) for part in table.parts]
-        return cls(url, table.schema, table.classes, parts, table.columns, table.ignored)
+        return cls(
+            url=url,
+            schema=table.schema,
+            classes=table.classes,
+            parts=parts,
+            columns=table.columns,
+            ignored=table.ignored,
+        )
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.shards.sources.common.column_types import sample_type
-from datasvc.shards.sources.common.columns import ColumnMap
+from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, LineBlock, read_line_blocks
 from datasvc.shards.sources.common.options import SourceOptions
@@ -25,12 +25,10 @@ from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,
     TableSource,
-    is_compressed,
     list_tables,
     no_samples_error,
     numbered_keys,
     reason_of,
-    table_split,
 )
 from datasvc.shards.sources.tabular.json_types import infer_json_types, join_json_schemas, parse_json
 
@@ -38,7 +36,7 @@ EXTENSIONS: Final = frozenset({".jsonl", ".ndjson", ".json"})
 RANGE_BYTES: Final = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JsonLinesSource(TableSource):
     """Listed JSON lines. The key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
 
@@ -52,20 +50,13 @@ class JsonLinesSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> JsonLinesSource:
-        """List the source: read the first lines of each split.
-
-        Raises:
-            NotFoundError: there are no files, or no samples in them.
-            ConfigError: a file holds an array, none of the first lines is an object, or a column has several types;
-                or see `ColumnMap`.
-            UnavailableError: the store does not respond.
-        """
+        """List the source by the first lines of each split. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS, compressed=True)
         reader = FileReader(url)
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
-            splits.setdefault(table_split(file, options), []).append(file)
+            splits.setdefault(options.split_of(file.name), []).append(file)
         inferred = [_infer(reader, split_files) for split_files in splits.values()]
         schemas = [name_and_schema for name_and_schema in inferred if name_and_schema is not None]
         if not schemas:
@@ -73,8 +64,8 @@ class JsonLinesSource(TableSource):
         joined = join_json_schemas(schemas)
         raw = pa.schema([field.with_type(sample_type(field.type)) for field in joined])
         columns = ColumnMap(raw, key=options.key)
-        parts = [part for file in files for part in _plan_parts(file, table_split(file, options))]
-        return cls(url, columns.schema, (), parts, columns, ignored, raw)
+        parts = [part for file in files for part in _plan_parts(file, options.split_of(file.name))]
+        return cls(url=url, schema=columns.schema, parts=parts, columns=columns, ignored=ignored, raw=raw)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
@@ -102,43 +93,33 @@ class JsonLinesSource(TableSource):
         if not filled:
             return
         numbers = _numbers(part, block, lines)[filled]
-        # The whole block first: bad lines are rare, and parsing them one by one is slow.
-        batch = parse_json(block.content, self.raw, num_lines=len(filled))
-        if isinstance(batch, pa.RecordBatch):
-            yield RawBatch(batch, numbered_keys(name, numbers))
-        else:
-            yield from self._parse_lines(part, [lines[index] for index in filled], numbers)
+        filled_lines = [lines[index] for index in filled]
 
-    def _parse_lines(self, part: SourcePart, lines: Sequence[bytes], numbers: Any) -> Iterator[RawBatch | BadSample]:
-        """Parse lines; find those that do not parse by bisection."""
-        name = part.where["name"]
-        batch = parse_json(b"\n".join(lines), self.raw, num_lines=len(lines))
-        if isinstance(batch, pa.RecordBatch):
-            yield RawBatch(batch, numbered_keys(name, numbers))
-        elif len(lines) == 1:
-            yield BadSample(part.split, f"{name}#{numbers[0]}", self._reason(lines[0], batch))
-        else:
-            middle = len(lines) // 2
-            yield from self._parse_lines(part, lines[:middle], numbers[:middle])
-            yield from self._parse_lines(part, lines[middle:], numbers[middle:])
+        def parse(start: int, stop: int) -> pa.RecordBatch:
+            return parse_json(b"\n".join(filled_lines[start:stop]), self.raw, num_lines=stop - start)
 
-    def _reason(self, line: bytes, arrow_reason: str) -> str:
+        for index, batch in bisect_errors(len(filled), parse, (ValueError,)):
+            if isinstance(batch, Exception):
+                yield BadSample(part.split, f"{name}#{numbers[index]}", self._reason(filled_lines[index], batch))
+            else:
+                yield RawBatch(batch, numbered_keys(name, numbers[index : index + batch.num_rows]))
+
+    def _reason(self, line: bytes, error: Exception) -> str:
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
-            return f"the line is not a JSON object: {arrow_reason}"
+            return f"the line is not a JSON object: {error}"
         if not isinstance(parsed, dict):
             return "the line is not a JSON object"
         unknown = sorted(parsed.keys() - set(self.raw.names))
         if unknown:
             return f"has unknown columns {unknown[:10]}, which the first lines do not have"
-        return f"does not fit the columns of the first lines: {arrow_reason}"
+        return f"does not fit the columns of the first lines: {error}"
 
 
 def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
     # A compressed file cannot be read from the middle: it is one part.
-    compressed = is_compressed(file)
-    length = file.size_bytes if compressed else RANGE_BYTES
+    length = file.size_bytes if file.is_compressed else RANGE_BYTES
     parts = []
     for start in range(0, file.size_bytes, length):
         stop = start + length
@@ -147,7 +128,7 @@ def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
             "name": file.name,
             "start": start,
             "stop": stop if stop < file.size_bytes else None,
-            "lines": compressed,
+            "lines": file.is_compressed,
         }
         size_bytes = min(length, file.size_bytes - start)
         name = file.name if size_bytes == file.size_bytes else f"{file.name}#{start}"

@@ -1,4 +1,4 @@
-"""Infer the types of the columns of JSON objects from some of them, and parse objects by these types."""
+"""Infer the types of JSON columns from the first objects, and parse the other objects by these types."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from datasvc.errors import ConfigError
+from datasvc.shards.sources.common.columns import bisect_errors
 
 # Arrow's parser recurses once per level while it infers types, and crashes at a few thousand levels.
 _MAX_DEPTH: Final = 64
@@ -19,27 +20,29 @@ _TEXT: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _ARROW_DETAIL: Final = "JSON parse error: "
 
 
-def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch | str:
-    """Return objects, one per line, as a batch; or the reason as text if that fails.
+def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch:
+    """Return objects, one per line, as a batch.
 
     Args:
         content: lines; they may include blank ones.
         schema: columns of the objects; None: inferred.
         num_lines: number of lines that are not blank.
+
+    Raises:
+        ValueError: a line does not parse or has several objects; the message is the reason.
     """
     options = pj.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
-    block_bytes = len(content) + 1  # one block, so that the result is one batch
+    # One block, so that the result is one batch.
+    read_options = pj.ReadOptions(use_threads=False, block_size=len(content) + 1)
     try:
-        table = pj.read_json(
-            io.BytesIO(content), pj.ReadOptions(use_threads=False, block_size=block_bytes), options
-        ).combine_chunks()
+        table = pj.read_json(io.BytesIO(content), read_options, options).combine_chunks()
     # A name of a field that is not UTF-8 fails only when it is used.
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        return str(error).removeprefix(_ARROW_DETAIL)
+        raise ValueError(str(error).removeprefix(_ARROW_DETAIL)) from error
     if table.num_rows != num_lines:
-        return f"{num_lines} lines hold {table.num_rows} objects"
+        raise ValueError(f"{num_lines} lines hold {table.num_rows} objects")
     return table.to_batches()[0]
 
 
@@ -54,31 +57,30 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
     lines = [line for line in content.split(b"\n") if line and not line.isspace()]
     # Lines nested too deeply would crash Arrow's parser.
     flat = [line for line in lines if _depth(line) <= _MAX_DEPTH]
-    batch = parse_json(b"\n".join(flat), None, num_lines=len(flat)) if flat else "nested too deeply"
-    if isinstance(batch, pa.RecordBatch):
-        schema = _json_schema(batch.schema)
-    else:
-        # Some line does not parse: infer from those that do.
-        batches = [parse_json(line, None, num_lines=1) for line in flat]
-        schemas = [_json_schema(parsed.schema) for parsed in batches if isinstance(parsed, pa.RecordBatch)]
-        if not schemas:
-            raise ConfigError(
-                f"no line at the start of {name} is a JSON object ({batch}); expected one object per line"
-            )
-        schema = join_json_schemas((name, schema_of_line) for schema_of_line in schemas)
+
+    def infer(start: int, stop: int) -> pa.Schema:
+        return _json_schema(parse_json(b"\n".join(flat[start:stop]), None, num_lines=stop - start).schema)
+
+    schemas, problem = [], "nested too deeply"
+    for _, inferred in bisect_errors(len(flat), infer, (ValueError,)):
+        if isinstance(inferred, Exception):
+            problem = str(inferred)
+        else:
+            schemas.append((name, inferred))
+    if not schemas:
+        raise ConfigError(
+            f"no line at the start of {name} is a JSON object ({problem}); expected one object per line"
+        )
+    schema = join_json_schemas(schemas)
     if not schema.names:
         raise ConfigError(f"the objects at the start of {name} have no fields; expected at least one")
     return schema
 
 
 def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return the union of the columns; a column of integers and floats is float.
+    """Return the union of the columns of files, given as pairs of a name and a schema.
 
-    Args:
-        schemas: pairs of a file's name and its columns.
-
-    Raises:
-        ConfigError: a column has two types.
+    A column of integers and floats is float. Other differences of types raise ConfigError.
     """
     joined, first = pa.schema([]), ""
     for name, schema in schemas:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +26,6 @@ from datasvc.shards.sources.common.tables import (
     no_samples_error,
     reason_of,
     row_keys,
-    table_split,
 )
 from datasvc.shards.sources.tabular.features import features_of_files, image_columns, label_column
 from datasvc.shards.sources.tabular.partitions import Partitions
@@ -38,7 +37,7 @@ _BUFFER_BYTES: Final = 64 << 10
 _PROBED_SAMPLES: Final = 32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParquetSource(TableSource):
     """Listed Parquet files. Without a key column, the key of a sample is `FILE#ROW`.
 
@@ -52,13 +51,7 @@ class ParquetSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ParquetSource:
-        """List the source: read the footer of every file.
-
-        Raises:
-            NotFoundError: there are no files, or no samples in them.
-            ConfigError: a file is not a Parquet file, or the files differ in their columns; or see `ColumnMap`.
-            UnavailableError: the store does not respond.
-        """
+        """List the source by the footers of its files. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS)
         return cls.of_files(url, files, ignored, options)
@@ -72,15 +65,7 @@ class ParquetSource(TableSource):
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
     ) -> ParquetSource:
-        """Return the source of files that are listed already. Raise as `list`.
-
-        Args:
-            url: URL of the source.
-            files: files to read.
-            ignored: number of other files by extension.
-            options: how to read it.
-            features: Hugging Face features by column; None: taken from the files.
-        """
+        """Return the source of listed `files`; arguments and errors as of `ArrowSource.of_files`."""
         reader = FileReader(url)
         footers = map_files(reader, files, lambda file: read_footer(reader, file))
         filled = [(file, footer) for file, footer in zip(files, footers, strict=True) if footer.num_samples]
@@ -93,13 +78,20 @@ class ParquetSource(TableSource):
         raw = pa.schema([*raw, *partitions.schema], metadata=raw.metadata)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
-        parts = [part for file, footer in filled for part in plan_parts(file, footer, table_split(file, options))]
+        parts = [part for file, footer in filled for part in plan_parts(file, footer, options.split_of(file.name))]
         first = next(read_parquet(reader, parts[0]))
         # If it cannot be read, the ingest reports the reason; listing does not fail.
         first_samples = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
         columns = ColumnMap(raw, first_samples, key=options.key, images=image_columns(features, raw), label=label)
-        ignored_or_empty = ignored + Counter({EMPTY: len(files) - len(filled)})
-        return cls(url, columns.schema, classes or partitions.classes, parts, columns, ignored_or_empty, partitions)
+        return cls(
+            url=url,
+            schema=columns.schema,
+            classes=classes or partitions.classes,
+            parts=parts,
+            columns=columns,
+            ignored=ignored + Counter({EMPTY: len(files) - len(filled)}),
+            partitions=partitions,
+        )
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
@@ -110,14 +102,8 @@ class ParquetSource(TableSource):
                 yield RawBatch(self.partitions.add(raw.batch, part.where["name"]), raw.keys)
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """A row group according to the footer.
-
-    Attributes:
-        num_samples: number of rows.
-        decoded_bytes: approximate size after decompression.
-    """
+class RowGroup(NamedTuple):
+    """Number of rows of a row group, and their approximate size after decompression, according to the footer."""
 
     num_samples: int
     decoded_bytes: int
@@ -125,12 +111,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Footer:
-    """Columns and row groups of a Parquet file.
-
-    Attributes:
-        schema: raw columns.
-        row_groups: in the order of the file.
-    """
+    """Raw columns of a Parquet file, and its row groups in the order of the file."""
 
     schema: pa.Schema
     row_groups: tuple[RowGroup, ...]
@@ -186,13 +167,7 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
 
 
 def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of a part from `plan_parts`.
-
-    Raises:
-        ConfigError: the row groups of the file have changed since it was listed.
-        NotFoundError: the file no longer exists.
-        UnavailableError: the store does not respond.
-    """
+    """Yield the raw samples of a part from `plan_parts`. Raise as `StreamedSource.read`."""
     name, row = part.where["name"], part.where["row"]
     stop = row + (part.num_samples or 0)
     try:

@@ -1,4 +1,4 @@
-"""Read Hive partition columns from folder names: `label=cat/part-0.parquet`."""
+"""Read the partition columns that Hive and Spark write as folder names: `label=cat/part-0.parquet`."""
 
 from __future__ import annotations
 
@@ -48,24 +48,18 @@ class Partitions:
                     f"the folders of {name} have the partition columns {list(columns_of_file)}, those of {first} "
                     f"{columns}; ingest them as two sources, or move the files"
                 )
-        label = next((column for column in _LABELS if column in columns), None)
-        self._label = label
-        self.classes: tuple[str, ...] = ()
-        if label is not None:
-            names_of_label = {str(by_column[label]) for by_column in values.values() if by_column[label] is not None}
-            self.classes = tuple(sorted(names_of_label))
+        self._label = next((column for column in _LABELS if column in columns), None)
+        class_names = {by_column[self._label] for by_column in values.values()} if self._label else set()
+        self.classes: tuple[str, ...] = tuple(sorted(name for name in class_names if name is not None))
         self.schema = pa.schema(
-            [(LABEL, pa.int32()) if column == label else (column, pa.string()) for column in columns]
+            [(LABEL, pa.int32()) if column == self._label else (column, pa.string()) for column in columns]
         )
 
     def add(self, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
         """Return `batch` of the file `name` with its partition columns appended."""
-        for column, value in partition_of(name).items():
-            if column == self._label:
-                number = None if value is None else self.classes.index(value)
-                batch = _append(batch, LABEL, pa.array([number] * batch.num_rows, pa.int32()))
-            else:
-                batch = _append(batch, column, pa.array([value] * batch.num_rows, pa.string()))
+        for field, (column, text) in zip(self.schema, partition_of(name).items(), strict=True):
+            value = self.classes.index(text) if column == self._label and text is not None else text
+            batch = batch.append_column(field, pa.array([value] * batch.num_rows, field.type))
         return batch
 
     def check_new(self, raw: pa.Schema) -> None:
@@ -75,9 +69,3 @@ class Partitions:
             raise ConfigError(
                 f"the columns {duplicates} are both in the files and in folder names; remove one of them"
             )
-
-
-def _append(batch: pa.RecordBatch, name: str, column: pa.Array) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(
-        [*batch.columns, column], schema=batch.schema.append(pa.field(name, column.type))
-    )

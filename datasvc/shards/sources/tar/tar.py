@@ -1,23 +1,21 @@
 """Read tars as streams: one member at a time, in bounded memory; a damaged or truncated tar is always an error.
 
-The standard library is not used: its reader ends without an error if a header is damaged or the tar is truncated at a
-header, so that the remaining samples would be lost silently. Links and devices are never followed.
+The reader of the standard library ends without an error if a header is damaged or the tar is truncated at a header,
+so the remaining samples would be lost without a message. Therefore it is not used. Links and devices are never
+followed.
 """
 
 from __future__ import annotations
 
-import gzip
 import io
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, TypeVar, cast
 
-import zstandard
-
 from datasvc.errors import CorruptDataError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import FileReader, decompress
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, decompress, read_up_to
 from datasvc.shards.sources.tar import tar_header
 from datasvc.shards.sources.tar.tar_header import BLOCK_BYTES, padded
 
@@ -25,10 +23,9 @@ MAX_MEMBER_BYTES: Final = 1 << 30
 
 _T = TypeVar("_T")
 _ZEROS: Final = bytes(BLOCK_BYTES)
-_PIECE_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 4 << 20
 _MIN_SEEK_BYTES: Final = 1 << 16  # a shorter distance is read, not skipped by a seek
 _MAX_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
-_DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError)
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -156,6 +153,7 @@ class TarReader:
                 raise self._broken(self._position, "ends within a member: it is truncated")
 
     def _skip_sparse_map(self, header: bytes) -> None:
+        # The header and each further block of the map say whether another block follows.
         is_continued = header[482]
         while is_continued:
             is_continued = self._read_exactly(BLOCK_BYTES)[504]
@@ -169,25 +167,22 @@ class TarReader:
         return self._read_exactly(length)
 
     def _read_exactly(self, length: int) -> bytes:
-        start, pieces, remaining_bytes = self._position, [], length
-        while remaining_bytes:
-            # Read piecewise, so that a false size cannot allocate more than the stream holds.
-            piece = self._take(min(remaining_bytes, _PIECE_BYTES))
-            if not piece:
-                raise self._broken(start, f"ends within a member of {length} bytes: it is truncated")
-            pieces.append(piece)
-            remaining_bytes -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        # A false size cannot allocate more than the stream holds: `read_up_to` reads piecewise.
+        content = self._take(length)
+        if len(content) < length:
+            start = self._position - len(content)
+            raise self._broken(start, f"ends within a member of {length} bytes: it is truncated")
+        return content
 
     def _take(self, length: int) -> bytes:
-        piece = self._guarded(self._stream.read, length)
+        piece = self._guarded(read_up_to, self._stream, length)
         self._position += len(piece)
         return piece
 
-    def _guarded(self, call: Callable[..., _T], *arguments: int) -> _T:
+    def _guarded(self, call: Callable[..., _T], *arguments: Any) -> _T:
         try:
             return call(*arguments)
-        except _DECOMPRESSION_ERRORS as error:
+        except DECOMPRESSION_ERRORS as error:
             raise self._broken(self._position, f"cannot be decompressed: {error}") from error
         except OSError:
             with map_exceptions("read", self._location):
@@ -206,17 +201,14 @@ class TarReader:
 def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
     """Open the tar at `path`, or in its bytes `start` to `stop`, as a stream that the caller closes.
 
-    It is decompressed according to its first bytes, whatever its name: "x.tgz" and misnamed tars.
-
-    Raises:
-        NotFoundError: see `FileReader.open`.
-        UnavailableError: see `FileReader.open`.
+    It is decompressed according to its first bytes, whatever its name: "x.tgz" and misnamed tars. Raise as
+    `FileReader.open`.
     """
     stream = reader.open(path, start=start, stop=stop)
     with map_exceptions("read", reader.location(path)):
         try:
             first = cast("Any", stream).peek(4)[:4]
-        except _DECOMPRESSION_ERRORS:
+        except DECOMPRESSION_ERRORS:
             return stream  # the first read raises the error with its offset
     if first.startswith(_GZIP_MAGIC):
         return decompress(stream, "gzip")

@@ -11,7 +11,6 @@ same key in several tars; a data set does not, so the ingest reports the second 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -21,11 +20,10 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.columns import SampleBatcher
-from datasvc.shards.sources.common.files import FileReader, list_files
+from datasvc.shards.sources.common.columns import to_batches
+from datasvc.shards.sources.common.files import FileReader, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart, file_part
 from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
 from datasvc.shards.sources.tar.webdataset_fields import KEY_FIELD, choose_columns, field_value
 
@@ -35,37 +33,23 @@ _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
 _META: Final = re.compile(r"__[^/]*__(/|$)")
 
 
-@dataclass(frozen=True)
-class WebDatasetSource(StreamedSource):
+@dataclass(frozen=True, kw_only=True)
+class WebDatasetSource(FileSource):
     """Listed tars, each of which is a part.
 
     Attributes:
-        url: a tar, a folder of tars, a `*` pattern or brace notation.
-        parts: ordered by name.
-        schema: columns of the samples.
         columns: column of each field.
-        classes: empty: WebDataset has no class names.
-        ignored: number of files left out, by extension.
     """
 
     kind: ClassVar[str] = "webdataset"
 
-    url: str
-    parts: list[SourcePart]
-    schema: pa.Schema
     columns: dict[str, str]
-    classes: tuple[str, ...] = ()
-    ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> WebDatasetSource:
-        """List the tars, and read the first samples of each split, which determine the columns.
+        """List the tars; the first samples of each split determine the columns. Raise as `FileSource.list`.
 
-        Raises:
-            NotFoundError: there is no tar, or no tar of a split holds a sample.
-            ConfigError: see `list_files`.
-            CorruptDataError: a split has no readable sample, and one of its tars is damaged.
-            UnavailableError: the store does not respond.
+        CorruptDataError is raised only if a split has no readable sample; `read` reports other damaged tars.
         """
         options = options or SourceOptions()
         files = list_files(url)
@@ -75,17 +59,7 @@ class WebDatasetSource(StreamedSource):
                 f"cannot ingest {redact_url(url)}: no tar among its {len(files)} files; expected .tar, "
                 ".tar.gz, .tgz or .tar.zst"
             )
-        ignored = Counter(file.extension or "(none)" for file in files if file.extension not in _TAR_EXTENSIONS)
-        parts = [
-            SourcePart(
-                options.split or split_of(file.name),
-                file.name,
-                file.size_bytes,
-                stamp=file.stamp,
-                where={"path": file.path},
-            )
-            for file in tars
-        ]
+        parts = [file_part(file, options) for file in tars]
         reader = FileReader(url)
         first = [
             fields
@@ -93,33 +67,20 @@ class WebDatasetSource(StreamedSource):
             for fields in _first_fields(reader, [part for part in parts if part.split == split])
         ]
         columns, schema = choose_columns(first)
-        return cls(url, parts, schema, columns, (), ignored)
+        ignored = count_extensions(set(files) - set(tars))
+        return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns)
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one tar; see `StreamedSource.read`."""
         reader = FileReader(self.url)
-        batcher = SampleBatcher(self.schema, part.split)
         with open_tar(reader, part.where["path"]) as stream:
             groups = group_by_key(TarReader(stream, reader.location(part.where["path"])))
-            try:
-                for group in groups:
-                    try:
-                        sample = self._sample(group)
-                    except BadSampleError as error:
-                        yield BadSample(part.split, group.key, str(error))
-                    else:
-                        yield from batcher.add(sample)
-            except CorruptDataError as error:
-                yield from batcher.flush()
-                yield BadSample(part.split, part.name, str(error))
-                return
-        yield from batcher.flush()
+            yield from to_batches(self.schema, part, ((group.key, group) for group in groups), self._sample)
 
-    def _sample(self, group: Group) -> dict[str, Any]:
-        """Return the columns of a group. Raise BadSampleError."""
+    def _sample(self, key: str, group: Group) -> dict[str, Any]:
         if group.problem is not None:
             raise BadSampleError(group.problem)
-        sample: dict[str, Any] = {KEY: group.key}
+        sample: dict[str, Any] = {KEY: key}
         for name, content in group.contents.items():
             if name == KEY_FIELD:
                 sample[KEY] = field_value(name, content)

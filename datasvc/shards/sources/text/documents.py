@@ -6,25 +6,20 @@ yield each line exactly once.
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import zstandard
-
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import COMPRESSIONS, FileReader, SourceFile
-from datasvc.shards.sources.common.length_framing import read_up_to
+from datasvc.shards.sources.common.files import FileReader, SourceFile, extension_of
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, read_line_blocks
+from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, read_up_to
 
 TEXT, LINES = ".txt", (".jsonl", ".ndjson")
 # A tokenizer encodes a whole document in memory and needs some hundred bytes per token.
 MAX_DOCUMENT_BYTES: Final = LINE_BYTES
-_Failure = (EOFError, gzip.BadGzipFile, zstandard.ZstdError)
 
 
 @dataclass(frozen=True)
@@ -46,12 +41,7 @@ class DocumentRange:
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
-
-    Attributes:
-        name: FILE, or FILE@OFFSET of its line.
-        text: content of the document.
-    """
+    """One text, called FILE, or FILE@OFFSET by the offset of its line."""
 
     name: str
     text: str
@@ -66,7 +56,7 @@ def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list
     sizes: list[int] = []
     stamps: list[list[str]] = []
     for file in files:
-        is_divisible = file.extension in LINES and os.path.splitext(file.name)[1].lower() not in COMPRESSIONS
+        is_divisible = file.extension in LINES and not file.is_compressed
         step = part_bytes if is_divisible else max(file.size_bytes, 1)
         for start in range(0, max(file.size_bytes, 1), step):
             stop = min(start + step, file.size_bytes)
@@ -98,18 +88,10 @@ def read_documents(
 ) -> Iterator[Document | tuple[str, BadSampleError]]:
     """Yield the documents of a piece in order, and name and error of each that cannot be read.
 
-    Args:
-        reader: reader of the source.
-        piece: file or range to read.
-        column: column of JSON lines that holds the text.
-
-    Raises:
-        NotFoundError: the file no longer exists.
-        UnavailableError: the store does not respond.
+    The text of JSON lines is in `column`. Raise NotFoundError or UnavailableError.
     """
-    is_text = os.path.splitext(piece.name.lower().removesuffix(".gz").removesuffix(".zst"))[1] == TEXT
     with map_exceptions("read", reader.location(piece.path)):
-        if is_text:
+        if extension_of(piece.name) == TEXT:
             yield _read_text(reader, piece)
             return
         for name, line in _read_lines(reader, piece):
@@ -128,7 +110,7 @@ def _read_text(reader: FileReader, piece: DocumentRange) -> Document | tuple[str
         if len(content) > MAX_DOCUMENT_BYTES:
             return piece.name, _too_large()
         return Document(piece.name, content.decode())
-    except _Failure as error:
+    except DECOMPRESSION_ERRORS as error:
         return piece.name, BadSampleError(f"does not decompress: {error}")
     except UnicodeDecodeError as error:
         return piece.name, BadSampleError(f"is not UTF-8: {error}")
@@ -148,7 +130,7 @@ def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str,
                     if line.strip():
                         yield f"{piece.name}@{offset}", line
                     offset += len(line) + 1
-        except _Failure as error:
+        except DECOMPRESSION_ERRORS as error:
             yield f"{piece.name}@{offset}", BadSampleError(f"the rest of the file does not decompress: {error}")
 
 
@@ -163,7 +145,7 @@ def _text_of(line: bytes, column: str) -> str:
     if not isinstance(text, str):
         raise BadSampleError(f"has no text in {column!r}: its columns are {sorted(values)[:10]}")
     try:
-        text.encode()
+        text.encode()  # JSON may escape half of a surrogate pair, which is not Unicode
     except UnicodeEncodeError as error:
         raise BadSampleError(f"is not Unicode text: {error}") from error
     return text

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -23,10 +22,9 @@ from datasvc.extras import how_to_install
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import split_of
+from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.text.documents import (
     LINES,
     TEXT,
@@ -54,14 +52,11 @@ _KEY_BYTES: Final = 40
 _MAX_BLOCK_TOKENS: Final = 1 << 24
 
 
-@dataclass(frozen=True)
-class TokenSource(StreamedSource):
-    """Listed text files, read as token blocks.
+@dataclass(frozen=True, kw_only=True)
+class TokenSource(FileSource):
+    """Listed text files, read as token blocks with the key `PART#BLOCK`. A part is files, or a range of lines.
 
     Attributes:
-        url: URL of the source.
-        schema: `key` (PART#BLOCK), `tokens`, `length` and `document_starts`.
-        parts: groups of files, or ranges of lines.
         tokenizer_url: URL of `tokenizer.json`.
         tokenizer_digest: digest of its content.
         block_tokens: tokens per block.
@@ -70,25 +65,16 @@ class TokenSource(StreamedSource):
 
     kind: ClassVar[str] = "tokens"
 
-    url: str
-    schema: pa.Schema
-    parts: list[SourcePart]
     tokenizer_url: str
     tokenizer_digest: Digest
     block_tokens: int
     text: str
-    classes: tuple[str, ...] = ()
-    ignored: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> TokenSource:
-        """List the source.
+        """List the source, and load the tokenizer. Raise as `FileSource.list`.
 
-        Raises:
-            NotFoundError: there are no files, no text in them, or no tokenizer.
-            ConfigError: no tokenizer is set or it is not a valid one; `block_tokens` is out of range; or the first
-                JSON line has no column `text`.
-            UnavailableError: the store does not respond.
+        NotFoundError also means that there is no tokenizer; ConfigError, that none is set or that it is not valid.
         """
         options = options or SourceOptions()
         if options.tokenizer is None:
@@ -106,17 +92,25 @@ class TokenSource(StreamedSource):
         first_lines = next((file for file in files if file.extension in LINES), None)
         if first_lines is not None:
             check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
-        ignored = Counter(file.extension or "(none)" for file in set(listed) - set(files))
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
-            splits.setdefault((options.split or split_of(file.name)).lower(), []).append(file)
+            splits.setdefault(options.split_of(file.name), []).append(file)
         parts = [
             _part(split, *group)
             for split, split_files in splits.items()
             for group in plan_pieces(split_files, _PART_BYTES)
         ]
         schema = _schema(load_tokenizer(content, redact_url(options.tokenizer)), digest, options.block_tokens)
-        return cls(url, schema, parts, options.tokenizer, digest, options.block_tokens, options.text, ignored=ignored)
+        return cls(
+            url=url,
+            schema=schema,
+            parts=parts,
+            ignored=count_extensions(set(listed) - set(files)),
+            tokenizer_url=options.tokenizer,
+            tokenizer_digest=digest,
+            block_tokens=options.block_tokens,
+            text=options.text,
+        )
 
     def fingerprint(self) -> Digest:
         """Return a digest of the listing, the tokenizer and the options that change the blocks."""
@@ -184,12 +178,8 @@ class TokenSource(StreamedSource):
 def load_tokenizer(content: bytes, location: str) -> Tokenizer:
     """Load a tokenizer from the content of a `tokenizer.json`, without its truncation and padding.
 
-    Args:
-        content: content of the file.
-        location: URL of the file for messages.
-
-    Raises:
-        ConfigError: `content` is not a tokenizer, or the package `tokenizers` is missing.
+    Raise ConfigError, with the `location` of the file, if it is not a tokenizer or the package `tokenizers` is
+    missing.
     """
     # Worker processes give the parallelism; the tokenizer's own threads can deadlock after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
