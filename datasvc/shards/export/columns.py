@@ -1,4 +1,4 @@
-"""Classify the columns of samples for export formats: labels, images, text, lists, JSON."""
+"""Classify the columns of samples for export formats: labels, images, text, lists, JSON; and refuse the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Destination of an export: a local folder or any fsspec URL, in which each file is complete or absent."""
+"""Destination of an export: a local folder or any fsspec URL.
+
+Each file in it is complete or absent, so an interrupted export can continue after the last complete file.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +33,7 @@ class Destination:
     def __init__(self, url: str) -> None:
         self.storage = Storage(url)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the destination is on a file system of this machine."""
-        return self.storage.is_local
-
-    @property
-    def is_in_memory(self) -> bool:
-        """Whether the destination is in the memory of this process, where worker processes cannot write."""
-        return self.storage.url.startswith("memory:")
+        self.is_local = self.storage.is_local
 
     @property
     def location(self) -> str:
@@ -81,7 +76,7 @@ class Destination:
             with map_exceptions("write", str(local_file)), local_file.open("xb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # a full disk may be reported only here
             self.storage.adopt(name, local_file)
 
     def sweep(self) -> None:

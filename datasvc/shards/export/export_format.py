@@ -1,4 +1,4 @@
-"""Interface of an export format; each format implements it in a module of its own."""
+"""Interface of an export format, such as Parquet; each format implements it in a module of its own."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The files that were written for a unit, or to join a split.
-
-    Attributes:
-        num_samples: number of samples in them.
-        num_files: number of files.
-        size_bytes: total size of the files.
-        about: JSON values that `ExportFormat.join` of the same format reads.
-    """
+    """Numbers of the files that were written for a unit, or to join a split; `join` of the format reads `about`."""
 
     num_samples: int
     num_files: int
@@ -58,12 +51,7 @@ class ExportFormat(ABC):
         """
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the files that join the units of a split, after all units are written.
-
-        Args:
-            split: split to join.
-            written: results of `write`, in the order of the units.
-            destination: folder of the export.
+        """Write the files that join the units of a split; `written` are the results of `write` in their order.
 
         Raises:
             ConfigError: the format cannot hold the units together.

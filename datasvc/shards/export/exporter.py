@@ -1,4 +1,4 @@
-"""Export data-set versions to other formats: the units are planned here and written by one worker per shard.
+"""Export data-set versions to other formats: plan the units of a split, write each in one worker, and join them.
 
 The files depend only on the version and the format, not on the number of workers or interruptions.
 """
@@ -124,7 +124,8 @@ def _write_units(
         else:
             progress.advance(unit.stored_bytes)
     # Other processes cannot write into the memory of this one.
-    in_processes = workers > 1 and len(missing) > 1 and not destination.is_in_memory
+    is_in_memory = destination.storage.url.startswith("memory:")
+    in_processes = workers > 1 and len(missing) > 1 and not is_in_memory
     done = (
         write_in_processes(missing, export_format, destination, min(workers, len(missing)))
         if in_processes
@@ -143,9 +144,13 @@ def _join(
     records: ExportRecords,
 ) -> WrittenFiles:
     """Join the units of a split; return the totals of the split."""
-    of_units = [records.written(split.name, unit.number) for unit in units if unit.split is split]
-    parts = [written for written in of_units if written is not None]
-    assert len(parts) == len(of_units)
+    # From the records, not from this run: an earlier run may have written some units.
+    parts = []
+    for unit in units:
+        if unit.split is split:
+            written = records.written(split.name, unit.number)
+            assert written is not None
+            parts.append(written)
     all_files = [*parts, export_format.join(split, parts, destination)]
     return WrittenFiles(
         sum(files.num_samples for files in all_files),

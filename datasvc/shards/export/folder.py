@@ -1,7 +1,7 @@
 """Export format of image folders: unchanged images as `SPLIT/CLASS/KEY.jpg`, other columns in `SPLIT/metadata.jsonl`.
 
-The metadata have the layout of Hugging Face's image folder: `file_name` and columns. They are written if a sample has
-more than its image and label, or a file name that differs from its key.
+The metadata file has the layout of Hugging Face's image folder: `file_name` and columns. It is written if a sample
+has more than its image and label, or a file name that differs from its key.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ class FolderExport(ExportFormat):
             ConfigError: two samples have the same file name.
             UnavailableError: a store failed, or the disk is full.
         """
+        # After all units: two samples of different shards may have the same file name.
         _check_unique(split, len(written), destination)
         if all(files.about["is_plain"] for files in written):
             return WrittenFiles(0, 0, 0)

@@ -87,6 +87,7 @@ class MdsExport(ExportFormat):
         samples = [sample for batch in batches for sample in _encode_batch(batch, columns)]
         sizes = [sum(len(piece) for piece in sample) for sample in samples]
         start = 4 + 4 * (len(samples) + 1) + len(header)
+        # Summed as int64: a uint32 would wrap around, and a file that is too large would not be noticed.
         offsets = start + np.cumsum([0, *sizes], dtype=np.int64)
         name = f"shard.{unit.number:05d}.mds"
         if offsets[-1] > _MAX_FILE_BYTES:
@@ -152,6 +153,7 @@ def _encode_batch(batch: pa.RecordBatch, columns: list[_ColumnEncoding]) -> list
     """Return the pieces of each sample; blobs are views."""
     keys = batch.column(KEY).to_pylist()
     encoded = [_encode_column(batch.column(column.field.name), column, keys) for column in columns]
+    # A sample starts with the sizes of its values of variable size, in the order of the columns.
     varying = [values for values, column in zip(encoded, columns, strict=True) if column.size_bytes is None]
     sizes = np.array([[len(value) for value in values] for values in varying], _SIZE).T
     heads = [row.tobytes() for row in np.ascontiguousarray(sizes)]

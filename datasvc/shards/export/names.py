@@ -1,4 +1,4 @@
-"""Derive file names from keys: every key gives a name below the destination, and different keys give different names.
+"""Derive file names from keys: each key gives a name below the destination, and different keys give different names.
 
 Characters that are special in a file system, a URL or a shell are percent-encoded, byte by byte of their UTF-8. A `%`
 without two hexadecimal digits marks what cannot be encoded: an empty part, or a name that was shortened.
@@ -71,5 +71,5 @@ def _cut(name: str, limit_bytes: int) -> str:
         return name
     # The digest keeps shortened names different.
     kept = raw[:_KEPT_BYTES].decode(errors="ignore").replace("/", "%2F")
-    # Remove an incomplete escape at the end: it would look like a mark.
+    # Remove an incomplete escape at the end: it would look like the mark of a shortened name.
     return f"{re.sub('%[0-9A-F]?$', '', kept)}%~{blake3(raw).hexdigest(16)}"

@@ -1,4 +1,4 @@
-"""Records of an unfinished export in the destination itself, so that the same export continues after a kill.
+"""Records of an unfinished export in the destination itself, by which the same export continues after a kill.
 
 The folder `.datasvc-export` marks a destination as unfinished. It holds the plan of the export, and a record for each
 complete unit. `datasvc-export.json` is written last: a destination that has it is complete.
@@ -58,6 +58,7 @@ class ExportRecords:
     def record(self, split: str, number: int, written: WrittenFiles) -> None:
         """Record that a unit is written and durable. Raise UnavailableError."""
         path = unit_path(split, number)
+        # The files of the unit are durable before this record names them complete.
         self._destination.put(path, _encode(asdict(written)))
         self._recorded.add(path.rpartition("/")[2])
 

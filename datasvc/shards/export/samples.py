@@ -59,7 +59,7 @@ class ExportUnit:
                     yield _with_schema(remaining, schema)
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the samples that are not deleted in order: blobs as views of the shard, others as Python values."""
+        """Yield the samples that are not deleted, in order, as `samples_of`."""
         for batch in self.batches():
             yield from samples_of(batch)
 
@@ -76,6 +76,7 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 def _live_rows(split: Split, number: int) -> Integers | None:
     """Return the stored rows that are not deleted, ascending; None if none is deleted."""
+    # None spares the copy of all batches of a shard without deletions.
     if not split.table.deleted_per_shard[number]:
         return None
     return np.sort(split.stored_rows(number, np.arange(split.table.samples_per_shard[number])))

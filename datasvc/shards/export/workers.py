@@ -1,4 +1,4 @@
-"""Write the units of an export in worker processes."""
+"""Write the units of an export in worker processes: encoding is bound by the CPU."""
 
 from __future__ import annotations
 

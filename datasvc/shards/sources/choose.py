@@ -1,4 +1,4 @@
-"""Choose the source class of a URL: by `--format`, else by the names of its files."""
+"""Choose the source class for a URL: by `--format`, else by the names of its files, without opening them."""
 
 from __future__ import annotations
 

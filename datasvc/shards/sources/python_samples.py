@@ -1,4 +1,4 @@
-"""Source of samples from a Python iterable of dicts."""
+"""Source of samples from a Python iterable of dicts, for data that is made or fetched by a program."""
 
 from __future__ import annotations
 

@@ -12,9 +12,8 @@ from tfrecord.writer import TFRecordWriter
 
 from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
-from datasvc.shards.export.protobuf import packed_varints, varint
 from datasvc.shards.format.schema import shard_schema
-from datasvc.shards.sources.common.protobuf import read_packed_varints
+from datasvc.shards.sources.common.protobuf import packed_varints, read_packed_varints, varint
 from tests.shards.export.contents import (
     KEY_FIELD,
     exported,

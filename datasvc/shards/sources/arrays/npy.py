@@ -1,4 +1,4 @@
-"""Read numpy arrays in `.npy` files and in `.npz` archives, never by unpickling."""
+"""Read numpy arrays in `.npy` files and in `.npz` archives, never by unpickling, which could run code."""
 
 from __future__ import annotations
 

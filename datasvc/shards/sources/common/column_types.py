@@ -26,6 +26,7 @@ _BINARY: Final = (
 def sample_type(raw: pa.DataType) -> pa.DataType:
     """Return the type in samples of a column whose raw type is `raw`."""
     raw = _decoded(raw)
+    # One type for all bytes at the top level: readers return its values as zero-copy views.
     if is_binary(raw) or is_file(raw):
         return pa.large_binary()
     if pa.types.is_list_view(raw) or pa.types.is_large_list_view(raw):
@@ -136,6 +137,7 @@ def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa
     check_same_names(first, joined.names, name, schema.names)
     fields = []
     for field in joined:
+        # By name: another order of the columns is no difference.
         other = schema.field(field.name)
         data_type = _join_types(field.type, other.type)
         if data_type is None:
@@ -156,6 +158,7 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     # Within a kind only: an integer as a float may lose precision.
     for kind in (pa.types.is_integer, pa.types.is_floating):
         if kind(one) and kind(other):
+            # pyarrow offers the wider of two types only for schemas.
             schemas = [pa.schema([("", data_type)]) for data_type in (one, other)]
             return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     if pa.types.is_list(_decoded(one)) and pa.types.is_list(_decoded(other)):

@@ -109,6 +109,7 @@ class ColumnMap:
         columns = [self._keys(batch, keys)]
         for name, field in self._fields.items():
             column = _convert(batch, name, field.type)
+            # Arrow stores nulls in a column that is declared to have none, so they are refused here.
             if column.null_count and not field.nullable:
                 raise ConfigError(f"column {name!r} is null; expected a value in each sample")
             columns.append(column)
@@ -124,7 +125,7 @@ class ColumnMap:
 
 
 class SampleBatcher:
-    """Collects samples given as dicts into batches of a schema; a sample that does not fit becomes a `BadSample`.
+    """Collects samples given as dicts into batches; a sample that does not fit the schema becomes a `BadSample`.
 
     Args:
         schema: of the batches.
@@ -144,6 +145,7 @@ class SampleBatcher:
             yield BadSample(self._split, str(sample.get(KEY)), f"has unknown columns {sorted(unknown)}")
             return
         size_bytes = sum(map(_size_of, sample.values()))
+        # Before the sample is added: a batch exceeds the limit only if a single sample does.
         if self._size_bytes + size_bytes > BATCH_BYTES or len(self._samples) >= BATCH_SAMPLES:
             yield from self.flush()
         self._samples.append(sample)
@@ -305,6 +307,7 @@ def _size_of(value: Any) -> int:
     if isinstance(value, (bytes, str)):
         return len(value)
     if isinstance(value, (list, tuple)):
+        # The first value tells whether all are numbers, which need no loop.
         return 8 * len(value) if value and isinstance(value[0], (int, float)) else sum(map(_size_of, value))
     if isinstance(value, dict):
         return sum(map(_size_of, value.values()))

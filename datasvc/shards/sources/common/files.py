@@ -187,6 +187,7 @@ class _ReadAheadFile(io.RawIOBase):
             if not self._in_progress:
                 return 0
             self._block = memoryview(self._in_progress.popleft().result())
+            # One request replaces the completed one, so that memory stays bounded.
             self._request()
         buffer = memoryview(target).cast("B")
         count = min(len(buffer), len(self._block))
@@ -209,7 +210,7 @@ class _ReadAheadFile(io.RawIOBase):
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
-        # Before the patterns: a question mark may start the query of a web address.
+        # Tested before patterns: a question mark may start the query of a web address.
         if file_system.isfile(root):
             base, infos = root.rpartition("/")[0], {root: file_system.info(root)}
         elif any(sign in root for sign in "*?["):

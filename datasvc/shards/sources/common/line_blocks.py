@@ -1,4 +1,7 @@
-"""Split a stream into blocks of whole lines of bounded size, each with its offset and line number."""
+"""Split a stream into blocks of whole lines of bounded size, each with its offset and line number.
+
+Workers read ranges of one file side by side, so the ranges must meet: each line belongs to exactly one of them.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,7 @@ class _Lines:
         self._unconsumed = b""
         while block := self._stream.read(BLOCK_BYTES):
             cut = block.rfind(_NEWLINE) + 1
+            # Only the first line can be longer than the blocks that were read so far.
             first_line_bytes = size_bytes + (block.find(_NEWLINE) if cut else len(block))
             if first_line_bytes > LINE_BYTES:
                 self.offset += size_bytes

@@ -59,15 +59,17 @@ def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
         BadSampleError: a number is truncated or too long.
     """
     raw = np.frombuffer(packed, np.uint8)
-    (ends,) = np.nonzero(raw < 0x80)
-    if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
-        raise BadSampleError("the last number of a list is truncated")
     if not len(raw):
         return np.empty(0, np.int64)
+    # The highest bit of a byte says that the number continues in the next byte.
+    (ends,) = np.nonzero(raw < 0x80)
+    if not len(ends) or ends[-1] != len(raw) - 1:
+        raise BadSampleError("the last number of a list is truncated")
     starts = np.concatenate([[0], ends[:-1] + 1])
     sizes = ends - starts + 1
     if sizes.max() > _MAX_VARINT_BYTES:
         raise BadSampleError(f"a number takes {sizes.max()} bytes; expected at most {_MAX_VARINT_BYTES}")
+    # A byte holds seven bits, the lowest first: shift each byte by its index in its number, and add the bytes.
     shifts = 7 * (np.arange(len(raw)) - np.repeat(starts, sizes))
     parts = (raw & 0x7F).astype(np.uint64) << shifts.astype(np.uint64)
     return np.add.reduceat(parts, starts).view(np.int64)
@@ -92,6 +94,7 @@ def varint(number: int) -> bytes:
 
 def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
     """Return the concatenated varints of `int64[n]`."""
+    # A row of ten groups of seven bits for each number, of which those up to the last that is not zero are kept.
     index = np.arange(_MAX_VARINT_BYTES, dtype=np.uint64)
     groups = (numbers.view(np.uint64)[:, None] >> (index * np.uint64(7))) & np.uint64(0x7F)
     last = np.where(groups.any(axis=1), 9 - np.argmax(groups[:, ::-1] != 0, axis=1), 0)[:, None]

@@ -30,7 +30,7 @@ def open_seekable(reader: FileReader, path: str) -> Iterator[pa.NativeFile]:
         if reader.is_local:
             opened = pa.OSFile(path)
         else:
-            # Some blocks are kept, since Arrow reads several columns in turn, each at its own offset.
+            # Several blocks are kept, since Arrow reads several columns in turn, each at its own offset.
             remote = reader.file_system.open(
                 path,
                 "rb",

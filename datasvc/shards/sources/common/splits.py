@@ -1,4 +1,4 @@
-"""Derive the split of a source's file from its folder or its name."""
+"""Derive the split of a file, such as "train" or "val", from the names of its folders or its own name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 SPLIT_NAMES: Final = frozenset({"train", "val", "valid", "validation", "test"})
 DEFAULT_SPLIT: Final = "train"
 HELD_OUT_SPLIT: Final = "val"
-_PREFIX: Final = re.compile(rf"(.*[-_.])?({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.\d].*)?")
+_PREFIX: Final = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.\d].*)?")
 
 
 def split_of(name: str) -> str:

@@ -74,19 +74,15 @@ class TableSource(FileSource):
             if isinstance(raw, BadSample):
                 yield raw
             else:
-                yield from to_samples(self.columns, raw, part)
+                yield from _to_samples(self.columns, raw, part)
 
     @abstractmethod
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns. Raise as `StreamedSource.read`."""
 
 
-def to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-    """Yield raw samples as batches within the size limits of a source, and a `BadSample` for each that fails.
-
-    Raises:
-        ConfigError: a column of the source is missing in the part.
-    """
+def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
+    """Yield raw samples as batches within the size limits of a source. Raise ConfigError for a missing column."""
     missing = [name for name in columns.raw_names if name not in raw.batch.schema.names]
     if missing:
         raise ConfigError(f"{part.name} has changed: the columns {missing} are missing now; list the source again")
@@ -129,7 +125,7 @@ def list_tables(
 ) -> tuple[list[SourceFile], Counter[str]]:
     """Return the files of a table source that are not empty, and the number of other files by extension.
 
-    A single file is taken whatever its extension.
+    A file that `url` itself names is taken whatever its extension.
 
     Args:
         url: URL of the source.
@@ -142,10 +138,9 @@ def list_tables(
         UnavailableError: the store does not respond.
     """
     files = list_files(url)
-    # A file that the user names is read, whatever it is called.
     is_single_file = len(files) == 1 and files[0].path == resolve_url(url)[1]
     tables = [file for file in files if is_single_file or _is_table(file, extensions)]
-    ignored = count_extensions(file for file in files if file not in tables)
+    ignored = count_extensions(set(files) - set(tables))
     if not tables:
         raise NotFoundError(
             f"cannot ingest {redact_url(url)}: none of its {len(files)} files has a name like "
@@ -153,10 +148,9 @@ def list_tables(
         )
     _check_names(tables, compressed=compressed)
     filled = [file for file in tables if file.size_bytes]
-    ignored.update({EMPTY: len(tables) - len(filled)} if len(filled) < len(tables) else {})
     if not filled:
         raise no_samples_error(url, tables)
-    return filled, ignored
+    return filled, ignored + Counter({EMPTY: len(tables) - len(filled)})  # `+` drops a count of zero
 
 
 def no_samples_error(url: str, files: Sequence[SourceFile]) -> NotFoundError:

@@ -66,6 +66,7 @@ class ImageFolderSource(ListedSource):
             _check_splits(folders, url)
         roles = {folder: _role(folder, options.split) for folder in sorted(folders)}
         classes = _classes(roles, folders, url)
+        # One order of classes for all splits, so that a label means the same class in each of them.
         labels = {name: number for number, name in enumerate(classes)}
         splits: dict[str, list[ImageFile]] = {}
         for folder, (split, class_name, start) in roles.items():

@@ -1,4 +1,4 @@
-"""Read a manifest as a table, and find its columns of files, labels, splits and keys."""
+"""Read the manifest of an image folder as a table, and find its columns of files, labels, splits and keys."""
 
 from __future__ import annotations
 

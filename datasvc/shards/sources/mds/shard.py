@@ -34,6 +34,7 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
     Raises:
         BadSampleError: its sizes do not match its length, or a value does not have the encoding of its column.
     """
+    # Only the sizes of values of variable size are stored, before all values.
     num_varying = sum(column.size_bytes is None for column in columns)
     start = 4 * num_varying
     if start > len(content):
@@ -91,6 +92,7 @@ class _UnreadableRestError(Exception):
 
 def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDArray[np.int64]:
     """Return the offsets of the samples and of the end, `int64[num_samples + 1]`; the stream is at the first one."""
+    # The index and the shard must agree, since the index gives the size of the offset table.
     head = read_up_to(stream, 4)
     stored_samples = int.from_bytes(head, "little")
     if len(head) < 4 or stored_samples != num_samples:

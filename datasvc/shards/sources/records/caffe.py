@@ -1,7 +1,7 @@
 """Parse Caffe's `Datum`: a protobuf message of one image or tensor and its label.
 
-Fields as in caffe.proto: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7. Pixels are planes
-(CHW) in the order blue, green, red.
+Fields as in caffe.proto: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7. Pixels are stored
+plane by plane (CHW), in the order blue, green, red.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def parse_datum(message: bytes | memoryview) -> Datum:
     data = b""
     floats: list[bytes] = []
     for number, wire_type, value in read_fields(message):
+        # Strict, although protobuf skips unknown fields: this is also how `is_datum` detects a Datum.
         if wire_type not in _WIRE_TYPES.get(number, ()):
             raise BadSampleError(f"not a Datum: it has a field {number} of wire type {wire_type}")
         if isinstance(value, int):
@@ -98,6 +99,7 @@ def datum_image(datum: Datum) -> bytes:
             f"not an image: shape {list(datum.shape)}, {len(datum.floats)} floats; expected 1 or 3 channels of bytes"
         )
     planes = np.frombuffer(datum.data, np.uint8).reshape(datum.shape)
+    # Pillow takes pixel by pixel, in the order red, green, blue.
     pixels = planes[0] if len(planes) == 1 else planes[::-1].transpose(1, 2, 0)
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, "PNG", compress_level=_PNG_LEVEL)

@@ -152,6 +152,7 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
         num_samples = int(statistics["entries"])
         if not num_samples:
             return [], []
+        # LMDB stores no sizes: assume that the pages are shared equally by the samples.
         pages = sum(statistics[name] for name in ("branch_pages", "leaf_pages", "overflow_pages"))
         sample_bytes = -(-pages * statistics["psize"] // num_samples)
         per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))

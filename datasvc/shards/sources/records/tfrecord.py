@@ -7,11 +7,12 @@ the rest of the file is one bad sample.
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Any, BinaryIO, ClassVar, Final, cast
 
 import pyarrow as pa
@@ -111,17 +112,17 @@ def masked_crc(content: bytes) -> int:
 
 
 def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
-    """Return the first samples of each split, from the first of its files that has any."""
+    """Return the first samples of each split, from the first of its files that has a sample."""
     examples: list[dict[str, Feature]] = []
     problem = "they are empty"
     for split in dict.fromkeys(part.split for part in parts):
-        examples_of_split: list[dict[str, Feature]] = []
         for part in parts:
-            if part.split != split or examples_of_split:
-                continue
-            examples_of_split, problem_of_part = _parse_first(reader, part)
-            problem = problem_of_part or problem
-            examples += examples_of_split
+            if part.split == split:
+                part_examples, part_problem = _parse_first(reader, part)
+                examples += part_examples
+                problem = part_problem or problem
+                if part_examples:
+                    break
     if not examples:
         error = NotFoundError if problem == "they are empty" else ConfigError
         raise error(f"cannot ingest {redact_url(url)}: no tf.Example in its {len(parts)} files: {problem}")
@@ -131,20 +132,20 @@ def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> li
 def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
     """Return the first samples of a file, and the last problem with one that does not parse."""
     examples, problem, size_bytes = [], "", 0
-    messages = _read_messages(reader, part)
-    for name, message in islice(messages, _FIRST_SAMPLES):
-        try:
-            if isinstance(message, BadSampleError):
-                raise message
-            examples.append(parse_example(message))
-            size_bytes += len(message)
-        except SequenceExampleError as error:
-            raise ConfigError(f"{name}: {error}") from error
-        except BadSampleError as error:
-            problem = f"{name}: {error}"
-        if size_bytes > _FIRST_BYTES:
-            break
-    messages.close()
+    # Closed here, since the loop may end before the messages do.
+    with closing(_read_messages(reader, part)) as messages:
+        for name, message in itertools.islice(messages, _FIRST_SAMPLES):
+            try:
+                if isinstance(message, BadSampleError):
+                    raise message
+                examples.append(parse_example(message))
+                size_bytes += len(message)
+            except SequenceExampleError as error:
+                raise ConfigError(f"{name}: {error}") from error
+            except BadSampleError as error:
+                problem = f"{name}: {error}"
+            if size_bytes > _FIRST_BYTES:
+                break
     return examples, problem
 
 
@@ -152,8 +153,7 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
     """Yield name and content of each message of a file, or the problem with it."""
     path = part.where["path"]
     with map_exceptions("read", reader.location(path)), _open(reader, path) as stream:
-        row = 0
-        while True:
+        for row in itertools.count():
             name = f"{part.name}#{row}"
             try:
                 header = read_up_to(stream, _HEADER.size)
@@ -164,7 +164,6 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
             except (_FramingLostError, *DECOMPRESSION_ERRORS) as error:
                 yield name, BadSampleError(f"the rest of the file cannot be read: {error}")
                 return
-            row += 1
 
 
 class _FramingLostError(Exception):

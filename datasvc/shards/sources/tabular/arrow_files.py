@@ -94,7 +94,7 @@ def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadS
         with _open_batches(reader, part.where["path"]) as (batches, release_pages):
             mapped_bytes = 0
             for batch in batches:
-                batch.validate()
+                batch.validate()  # a damaged batch fails here, not in a slice of it
                 for piece in split_by_size(batch):
                     yield RawBatch(piece, row_keys(name, row, piece.num_rows))
                     row += piece.num_rows
@@ -145,6 +145,7 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
     """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far."""
     if reader.is_local:
         with map_exceptions("open", path), open(path, "rb") as file:
+            # An empty file cannot be mapped.
             if not os.fstat(file.fileno()).st_size:
                 raise pa.ArrowInvalid("it is empty")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -164,7 +164,8 @@ def _read_blocks(
                 f"its header has changed since it was listed, to {opened.schema.names}; list the source again"
             )
         for batch in opened:
-            # Arrow does not return row numbers: the rows that it skipped are counted in between.
+            # Arrow does not return row numbers. The rows of this batch are those that it did not skip, in order; a
+            # skipped row after the last of them may belong to the next batch.
             candidates = np.arange(start, start + batch.num_rows + len(skipped))
             numbers = candidates[~np.isin(candidates, [number for number, _ in skipped])][: batch.num_rows]
             start = int(numbers[-1]) + 1 if len(numbers) else start

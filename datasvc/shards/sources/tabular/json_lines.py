@@ -72,6 +72,7 @@ class JsonLinesSource(TableSource):
         reader, where = FileReader(self.url), part.where
         last_block = None
         try:
+            # From one byte before: it tells whether a line starts at the first byte of the range.
             with reader.open(where["path"], start=max(where["start"] - 1, 0)) as stream:
                 for block in read_line_blocks(stream, start=where["start"], stop=where["stop"]):
                     last_block = block

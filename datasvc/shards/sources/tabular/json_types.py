@@ -55,7 +55,7 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
         ConfigError: no line is an object, or the values of a column have several types.
     """
     lines = [line for line in content.split(b"\n") if line and not line.isspace()]
-    # Lines nested too deeply would crash Arrow's parser.
+    # A line that is nested too deeply would crash Arrow's parser.
     flat = [line for line in lines if _depth(line) <= _MAX_DEPTH]
 
     def infer(start: int, stop: int) -> pa.Schema:
@@ -115,6 +115,7 @@ def _depth(line: bytes) -> int:
     """Return the nesting depth of a line; 0 if it has too few brackets to exceed `_MAX_DEPTH`."""
     if line.count(b"[") + line.count(b"{") <= _MAX_DEPTH:
         return 0
+    # Brackets within strings do not nest, so strings are removed first.
     signs = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
     steps = np.isin(signs, [0x5B, 0x7B]).astype(np.int64) - np.isin(signs, [0x5D, 0x7D])
     return int(np.cumsum(steps).max(initial=0))

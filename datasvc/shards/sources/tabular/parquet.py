@@ -151,6 +151,7 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
             free_bytes = PART_BYTES
         runs[-1].append(number)
         free_bytes -= group.decoded_bytes
+    # The size of a part is its share of the file, in proportion to the decoded bytes.
     total_bytes = sum(group.decoded_bytes for group in footer.row_groups)
     parts, row = [], 0
     for run in runs:
@@ -172,7 +173,8 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
     stop = row + (part.num_samples or 0)
     try:
         for batch in _batches(reader, part):
-            counted = batch.slice(0, max(stop - row, 0))  # rows beyond the footer's count would repeat keys
+            # Rows beyond the footer's count would repeat keys of the next part.
+            counted = batch.slice(0, max(stop - row, 0))
             if counted.num_rows:
                 yield RawBatch(counted, row_keys(name, row, counted.num_rows))
             row += batch.num_rows

@@ -77,6 +77,7 @@ class TarReader:
         return self._read_exactly(member.size_bytes)
 
     def _next_member(self) -> TarMember | None:
+        # Extension headers describe the member that follows them, so they are collected up to its own header.
         pax, long_name = dict(self._defaults), None
         while (header := self._read_header()) is not None:
             kind = tar_header.kind_of(header)
@@ -92,13 +93,14 @@ class TarReader:
             elif kind == tar_header.LONG_LINK:
                 self._read_extension(size_bytes)
             else:
+                # The size in a pax header overrides that in the member's own header.
                 if pax.get(b"size"):
                     size_bytes = self._parsed(tar_header.pax_size, pax[b"size"])
                 name = pax.get(b"path") or long_name or tar_header.short_name(header)
                 member = self._member(header, name, size_bytes, pax)
                 if member is not None:
                     return member
-                pax, long_name = dict(self._defaults), None
+                pax, long_name = dict(self._defaults), None  # they described a folder
         return None
 
     def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:

@@ -43,11 +43,13 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     """
     count = Counter(name for fields in samples for name in fields if name != KEY_FIELD)
     images = _main_images(samples, [name for name in count if _last(name) in _IMAGES])
+    # A field must not get the name of a column that loaders read as something else.
     taken = {KEY, *((IMAGE, WIDTH, HEIGHT) if images else ()), *((LABEL,) if _INTEGER in count else ())}
     columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in count}
     columns |= dict.fromkeys(images, IMAGE) | ({_INTEGER: LABEL} if _INTEGER in count else {})
     fields = {KEY: pa.field(KEY, pa.string(), nullable=False)}
     for name, column in columns.items():
+        # Several image fields may be the one column `image`; no sample has two of them.
         num_without = len(samples) - (sum(count[image] for image in images) if column == IMAGE else count[name])
         nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples) if column == IMAGE else num_without > 0
         fields[column] = _field(name, column, nullable=nullable)

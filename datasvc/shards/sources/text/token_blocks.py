@@ -1,6 +1,7 @@
-"""Pack documents into token blocks: documents are concatenated and divided at full blocks, to avoid padding.
+"""Pack documents into token blocks of one length, for language models: a block has no padding but at the end.
 
-No token is lost or repeated: the real tokens of all blocks in order are the concatenated documents.
+Documents are concatenated and divided at full blocks. No token is lost or repeated: the tokens of all blocks in
+order, without the padding, are the concatenated documents.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class BlockPacker:
         assert 1 <= num_blocks <= self.num_full
         num_taken = num_blocks * self._block_tokens
         tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
+        # The tokens after the taken blocks stay, as one document that has no start of its own.
         num_starts = int(np.searchsorted(self._starts, num_taken))
         blocks = self._to_blocks(tokens[:num_taken], np.array(self._starts[:num_starts], np.int64))
         self._documents = [tokens[num_taken:]]
@@ -82,6 +84,7 @@ class BlockPacker:
 
     def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
         num_blocks = len(tokens) // self._block_tokens
+        # Starts are grouped by block: count them, and let the sums be the offsets of the groups.
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
         return Blocks(
             tokens=tokens.reshape(num_blocks, self._block_tokens),

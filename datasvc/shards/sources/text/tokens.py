@@ -124,9 +124,10 @@ class TokenSource(FileSource):
         end = end_of_text(tokenizer)
         token_type = self.schema.field(TOKENS).type.value_type
         packer = BlockPacker(self.block_tokens, token_type.to_pandas_dtype(), end or 0)
+        # Blocks per batch, by an upper bound of a block's size.
         block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
         step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
-        number = 0
+        number = 0  # of the next block, for its key
         for tokens in self._encoded(tokenizer, end, reader, part):
             if isinstance(tokens, BadSample):
                 yield tokens

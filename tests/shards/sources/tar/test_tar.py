@@ -316,7 +316,7 @@ def test_a_compressed_tar_that_is_cut_or_damaged_anywhere_is_an_error(name, tmp_
 def test_closing_a_compressed_stream_closes_the_file_below_it(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(tar_of([("a", b"")])))
     stream = FileReader(str(tmp_path)).open(str(tmp_path / "a.tar.gz"))
-    below = stream._compressed
+    below = stream.raw._wrapped
     stream.close()
     assert below.closed
 

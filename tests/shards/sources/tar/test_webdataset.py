@@ -5,6 +5,7 @@ import json
 import posixpath
 import re
 import tarfile
+from dataclasses import replace
 
 import fsspec
 import pyarrow as pa
@@ -184,7 +185,7 @@ def test_one_image_may_have_another_type_in_each_sample_but_not_two(tmp_path):
     put(tmp_path / "1.tar", tar_of(files))
     source = WebDatasetSource.list(str(tmp_path / "0.tar"))
     (part,) = WebDatasetSource.list(str(tmp_path / "1.tar")).parts
-    samples, bad = read(WebDatasetSource(str(tmp_path), [part], source.schema, source.columns))
+    samples, bad = read(replace(source, url=str(tmp_path), parts=[part]))
     assert [(sample["key"], sample["image"]) for sample in samples] == [("1", b"j"), ("2", b"p"), ("4", b"t")]
     assert [found.key for found in bad] == ["3"]
     assert "'jpg', 'webp'" in bad[0].reason
