@@ -1,4 +1,4 @@
-"""Write the units of an export in worker processes: encoding is bound by the CPU."""
+"""Write the units of an export in worker processes, each process one unit at a time."""
 
 from __future__ import annotations
 
