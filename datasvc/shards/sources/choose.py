@@ -37,29 +37,19 @@ _CLASSES: Final = {
 }
 FORMATS: Final = tuple(_CLASSES)
 _CHOOSE_FORMAT: Final = f"choose it with --format: {', '.join(FORMATS)}"
-_BY_EXTENSION: Final = {
-    ".tar": "webdataset",
-    ".tgz": "webdataset",
-    ".parquet": "parquet",
-    ".pq": "parquet",
-    ".arrow": "arrow",
-    ".arrows": "arrow",
-    ".feather": "arrow",
-    ".ipc": "arrow",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".jsonl": "json-lines",
-    ".ndjson": "json-lines",
-    ".json": "json-lines",
-    ".mdb": "lmdb",
-    ".lmdb": "lmdb",
-    ".tfrecord": "tfrecord",
-    ".tfrecords": "tfrecord",
-    ".npy": "numpy",
-    ".npz": "numpy",
-    ".txt": "tokens",
-    **dict.fromkeys(IMAGES, "image-folder"),
+_EXTENSIONS: Final = {
+    "webdataset": (".tar", ".tgz"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
+    "csv": (".csv", ".tsv"),
+    "json-lines": (".jsonl", ".ndjson", ".json"),
+    "lmdb": (".mdb", ".lmdb"),
+    "tfrecord": (".tfrecord", ".tfrecords"),
+    "numpy": (".npy", ".npz"),
+    "tokens": (".txt",),
+    "image-folder": tuple(IMAGES),
 }
+_BY_EXTENSION: Final = {extension: kind for kind, extensions in _EXTENSIONS.items() for extension in extensions}
 # Files that identify the format of the folder that contains them.
 _BY_NAME: Final = {
     "dataset_dict.json": "huggingface",

@@ -1,5 +1,6 @@
 """What tests ask of a source that was listed."""
 
+import json
 from pathlib import Path
 
 import fsspec
@@ -27,3 +28,8 @@ def to_memory(folder: Path, url: str) -> str:
         if path.is_file():
             file_system.pipe_file(f"{root}/{path.relative_to(folder)}", path.read_bytes())
     return url
+
+
+def shape_of(field):
+    """Return the shape of a sample's tensor as it is stored; `()` for a column of single values."""
+    return tuple(json.loads((field.metadata or {}).get(b"datasvc.shape", "[]")))

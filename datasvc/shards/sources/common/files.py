@@ -12,6 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import pyarrow as pa
@@ -22,7 +23,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.repository import MARKER
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url, resolve_url
-from datasvc.shards.sources.common.streams import BUFFER_BYTES, COMPRESSIONS, decompress
+from datasvc.shards.sources.common.streams import BUFFER_BYTES, COMPRESSIONS, WrappingStream, decompress
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
@@ -30,6 +31,7 @@ _MAX_EXPANDED = 1_000_000
 # A remote stream requests blocks of this size, this many at the same time, which bounds its memory.
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 4
+_BLOCKS_KEPT = 8
 
 
 class SourceFile(NamedTuple):
@@ -161,6 +163,28 @@ class FileReader:
                 raw.seek(start)
         return decompress(raw, compression) if compression else cast("BinaryIO", raw)
 
+    @contextmanager
+    def open_seekable(self, path: str) -> Iterator[pa.NativeFile]:
+        """Open a file for random access by Arrow, not decompressed. Raise as `open`.
+
+        For a remote file, blocks are cached and the next one is read ahead.
+        """
+        with map_exceptions("open", self.location(path)):
+            if self.is_local:
+                opened = pa.OSFile(path)
+            else:
+                # Several blocks are kept, since Arrow reads several columns in turn, each at its own offset.
+                remote = self.file_system.open(
+                    path,
+                    "rb",
+                    block_size=_BLOCK_BYTES,
+                    cache_type="background",
+                    cache_options={"maxblocks": _BLOCKS_KEPT},
+                )
+                opened = pa.PythonFile(_ErrorMappingFile(remote, self.location(path)), mode="r")
+        with opened:
+            yield opened
+
     def location(self, path: str) -> str:
         """Return a path as shown in messages, without credentials."""
         return path if self.is_local else redact_url(str(self.file_system.unstrip_protocol(path)))
@@ -205,6 +229,27 @@ class _ReadAheadFile(io.RawIOBase):
         if offset is not None:
             length = min(_BLOCK_BYTES, self._stop - offset)
             self._in_progress.append(self._pool.submit(self._reader.read_range, self._path, offset, length))
+
+
+class _ErrorMappingFile(WrappingStream):
+    """An open remote file whose errors are mapped to those of datasvc."""
+
+    def __init__(self, file: Any, location: str) -> None:
+        super().__init__(file)
+        self._location = location
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        with map_exceptions("read", self._location):
+            return bytes(self._wrapped.read(size))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._wrapped.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._wrapped.tell())
 
 
 def _list_one(url: str) -> list[SourceFile]:

@@ -54,12 +54,6 @@ def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(native.reshape(-1)), type=field.type)
 
 
-def shape_of(field: pa.Field) -> tuple[int, ...]:
-    """Return the shape of one sample of a column; `()` for a scalar column."""
-    raw = (field.metadata or {}).get(SHAPE)
-    return () if raw is None else tuple(json.loads(raw))
-
-
 def _value_type(name: str, dtype: np.dtype[Any]) -> pa.DataType:
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ConfigError(f"{name!r} holds values of type {dtype}; expected bool, integers or floats")

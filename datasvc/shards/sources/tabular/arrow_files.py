@@ -21,7 +21,6 @@ from datasvc.shards.sources.common.column_types import checked_names, join_schem
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.seekable import open_seekable
 from datasvc.shards.sources.common.source import BadSample, SourcePart, file_part
 from datasvc.shards.sources.common.tables import (
     RawBatch,
@@ -155,7 +154,7 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
         yield open_reader(content), lambda: mapped.madvise(mmap.MADV_DONTNEED)
         return
     if _is_file(reader.read_range(path, 0, len(_MAGIC))):
-        with open_seekable(reader, path) as opened:
+        with reader.open_seekable(path) as opened:
             yield pa.ipc.open_file(opened), _release_nothing
     else:
         with reader.open(path) as stream:

@@ -15,7 +15,6 @@ from datasvc.shards.sources.common.column_types import checked_names, join_schem
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.seekable import open_seekable
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     EMPTY,
@@ -131,7 +130,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
         UnavailableError: the store does not respond.
     """
     try:
-        with open_seekable(reader, file.path) as opened, pq.ParquetFile(opened, pre_buffer=False) as parquet:
+        with reader.open_seekable(file.path) as opened, pq.ParquetFile(opened, pre_buffer=False) as parquet:
             metadata = parquet.metadata
             groups = tuple(_row_group(metadata.row_group(number)) for number in range(metadata.num_row_groups))
             return Footer(checked_names(parquet.schema_arrow), groups)
@@ -187,7 +186,7 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
 
 def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
     groups = list(range(*part.where["row_groups"]))
-    with open_seekable(reader, part.where["path"]) as opened:
+    with reader.open_seekable(part.where["path"]) as opened:
         metadata = pq.read_metadata(opened)
         if groups[-1] >= metadata.num_row_groups:
             raise ConfigError(f"{part.name} has changed since it was listed; list the source again")

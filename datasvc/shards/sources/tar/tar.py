@@ -68,8 +68,7 @@ class TarReader:
         self._defaults: dict[bytes, bytes] = {}
 
     def __iter__(self) -> Iterator[TarMember]:
-        while (member := self._next_member()) is not None:
-            yield member
+        return iter(self._next_member, None)
 
     def read(self, member: TarMember) -> bytes:
         """Return the content of the member that the iteration yielded last, once. Raise as the class."""

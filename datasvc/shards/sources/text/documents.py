@@ -39,14 +39,6 @@ class DocumentRange:
     stop: int | None = None
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text, called FILE, or FILE@OFFSET by the offset of its line."""
-
-    name: str
-    text: str
-
-
 def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list[DocumentRange], int, str]]:
     """Divide and group files into parts of about `part_bytes`; return pieces, size and stamp of each part.
 
@@ -85,31 +77,27 @@ def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
 
 def read_documents(
     reader: FileReader, piece: DocumentRange, column: str
-) -> Iterator[Document | tuple[str, BadSampleError]]:
-    """Yield the documents of a piece in order, and name and error of each that cannot be read.
+) -> Iterator[tuple[str, str | BadSampleError]]:
+    """Yield name and text of each document of a piece in order, or name and error of one that cannot be read.
 
-    The text of JSON lines is in `column`. Raise NotFoundError or UnavailableError.
+    The name is FILE, or FILE@OFFSET by the offset of its line. The text of JSON lines is in `column`. Raise
+    NotFoundError or UnavailableError.
     """
     with map_exceptions("read", reader.location(piece.path)):
         if extension_of(piece.name) == TEXT:
             yield _read_text(reader, piece)
             return
         for name, line in _read_lines(reader, piece):
-            try:
-                if isinstance(line, BadSampleError):
-                    raise line
-                yield Document(name, _text_of(line, column))
-            except BadSampleError as error:
-                yield name, error
+            yield name, line if isinstance(line, BadSampleError) else _text_of(line, column)
 
 
-def _read_text(reader: FileReader, piece: DocumentRange) -> Document | tuple[str, BadSampleError]:
+def _read_text(reader: FileReader, piece: DocumentRange) -> tuple[str, str | BadSampleError]:
     try:
         with reader.open(piece.path) as stream:
             content = read_up_to(stream, MAX_DOCUMENT_BYTES + 1)
         if len(content) > MAX_DOCUMENT_BYTES:
             return piece.name, _too_large()
-        return Document(piece.name, content.decode())
+        return piece.name, content.decode()
     except DECOMPRESSION_ERRORS as error:
         return piece.name, BadSampleError(f"does not decompress: {error}")
     except UnicodeDecodeError as error:
@@ -134,20 +122,20 @@ def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str,
             yield f"{piece.name}@{offset}", BadSampleError(f"the rest of the file does not decompress: {error}")
 
 
-def _text_of(line: bytes, column: str) -> str:
+def _text_of(line: bytes, column: str) -> str | BadSampleError:
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadSampleError(f"is not JSON: {error}") from error
+        return BadSampleError(f"is not JSON: {error}")
     if not isinstance(values, dict):
-        raise BadSampleError(f"is a JSON {type(values).__name__}; expected an object with {column!r}")
+        return BadSampleError(f"is a JSON {type(values).__name__}; expected an object with {column!r}")
     text = values.get(column)
     if not isinstance(text, str):
-        raise BadSampleError(f"has no text in {column!r}: its columns are {sorted(values)[:10]}")
+        return BadSampleError(f"has no text in {column!r}: its columns are {sorted(values)[:10]}")
     try:
         text.encode()  # JSON may escape half of a surrogate pair, which is not Unicode
     except UnicodeEncodeError as error:
-        raise BadSampleError(f"is not Unicode text: {error}") from error
+        return BadSampleError(f"is not Unicode text: {error}")
     return text
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, NotFoundError
+from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.extras import how_to_install
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.storage import redact_url, resolve_url
@@ -28,7 +28,6 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 from datasvc.shards.sources.text.documents import (
     LINES,
     TEXT,
-    Document,
     DocumentRange,
     check_column,
     plan_pieces,
@@ -148,15 +147,15 @@ class TokenSource(FileSource):
         self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: SourcePart
     ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
         """Yield the tokens of each document, with the end-of-text token."""
-        documents: list[Document] = []
+        documents: list[tuple[str, str]] = []
         size = 0
         for piece in part.where["pieces"]:
-            for document in read_documents(reader, DocumentRange(**piece), self.text):
-                if isinstance(document, tuple):
-                    yield BadSample(part.split, document[0], str(document[1]))
+            for name, text in read_documents(reader, DocumentRange(**piece), self.text):
+                if isinstance(text, BadSampleError):
+                    yield BadSample(part.split, name, str(text))
                     continue
-                documents.append(document)
-                size += len(document.text)
+                documents.append((name, text))
+                size += len(text)
                 if size >= _BATCH_TEXT or len(documents) >= _BATCH_DOCUMENTS:
                     yield from _encode(tokenizer, end, documents, part.split)
                     documents, size = [], 0
@@ -225,15 +224,15 @@ def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schem
 
 
 def _encode(
-    tokenizer: Tokenizer, end: int | None, documents: list[Document], split: str
+    tokenizer: Tokenizer, end: int | None, documents: list[tuple[str, str]], split: str
 ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
     tail = np.array([] if end is None else [end], np.uint32)
-    encodings = tokenizer.encode_batch_fast([document.text for document in documents], add_special_tokens=False)
-    for document, encoding in zip(documents, encodings, strict=True):
+    encodings = tokenizer.encode_batch_fast([text for _, text in documents], add_special_tokens=False)
+    for (name, _), encoding in zip(documents, encodings, strict=True):
         if encoding.ids:
             yield np.concatenate([np.array(encoding.ids, np.uint32), tail])
         else:
-            yield BadSample(split, document.name, "is empty: it has no tokens")
+            yield BadSample(split, name, "is empty: it has no tokens")
 
 
 def _read_url(url: str) -> bytes:

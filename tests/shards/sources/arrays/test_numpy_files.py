@@ -13,7 +13,6 @@ from hypothesis.extra import numpy as arrays
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.arrays.numpy_files import NumpySource
-from datasvc.shards.sources.common.tensors import shape_of
 from tests.shards.sources import reading
 from tests.shards.sources.source_laws import StreamedSourceLaws
 
@@ -27,7 +26,7 @@ def read_all(source):
 
 def tensors(table, source, name="x"):
     """Return a column as the array that it was."""
-    shape = shape_of(source.schema.field(name))
+    shape = reading.shape_of(source.schema.field(name))
     column = table.column(name).combine_chunks()
     return np.asarray(column.flatten() if shape else column).reshape(table.num_rows, *shape)
 
@@ -67,7 +66,7 @@ def test_arrays_of_a_folder_are_the_columns_of_its_split(tmp_path):
     assert table.column("key").to_pylist()[:2] == ["train/x.npy#0", "train/x.npy#1"]
     assert table.column("key").to_pylist()[-1] == "val/x.npy#9"
     assert source.schema.field("x").type == pa.list_(pa.uint8(), 8 * 6 * 3)
-    assert shape_of(source.schema.field("x")) == (8, 6, 3)
+    assert reading.shape_of(source.schema.field("x")) == (8, 6, 3)
     assert source.schema.field("label").type == pa.int32()
 
 

@@ -26,7 +26,6 @@ from PIL import Image
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
 from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources import SourceOptions
-from datasvc.shards.sources.common.tensors import shape_of
 from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.mds import MdsSource
 from tests.fuzzing import counts_refusals
@@ -184,7 +183,7 @@ def test_every_encoding_of_the_real_writer_is_read(tmp_path, mosaicml):
         assert got["ja"] == wanted["ja"]
         assert [Image.open(io.BytesIO(each)).format for each in got["lj"]] == ["JPEG"] * len(wanted["lj"])
         assert all(np.array_equal(Image.open(io.BytesIO(each)), red) for each in got["lp"])
-    assert shape_of(source.schema.field("fixed")) == (2, 3)
+    assert reading.shape_of(source.schema.field("fixed")) == (2, 3)
     types_found = {name: source.schema.field(name).type for name in (*scalars, "typed", "free", "one")}
     assert types_found == {
         **{name: pa.from_numpy_dtype(np.dtype(name)) for name in scalars},

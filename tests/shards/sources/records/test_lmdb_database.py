@@ -15,7 +15,6 @@ from PIL import Image
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
 from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources import SourceOptions
-from datasvc.shards.sources.common.tensors import shape_of
 from datasvc.shards.sources.records.caffe import is_datum, parse_datum
 from datasvc.shards.sources.records.lmdb_database import LmdbSource
 from datasvc.shards.sources.records.lmdb_file import read_pairs
@@ -116,7 +115,7 @@ def test_floats_are_a_tensor_with_its_shape(tmp_path, packed):
     source = LmdbSource.list(write(tmp_path / "db", {b"a": good, b"b": other, b"c": good}))
     samples, bad = read_all(source)
     assert samples == [{"key": key, "data": values.tolist(), "label": 1} for key in ("a", "c")]
-    assert shape_of(source.schema.field("data")) == (2, 3, 4)
+    assert reading.shape_of(source.schema.field("data")) == (2, 3, 4)
     assert [(each.key, each.reason) for each in bad] == [
         ("b", "it is float32[2, 4, 3]; expected fixed_size_list<item: float>[24] like the first")
     ]

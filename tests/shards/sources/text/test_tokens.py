@@ -16,7 +16,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.files import FileReader, list_files
-from datasvc.shards.sources.text.documents import Document, DocumentRange, plan_pieces, read_documents
+from datasvc.shards.sources.text.documents import DocumentRange, plan_pieces, read_documents
 from datasvc.shards.sources.text.token_blocks import BlockPacker
 from datasvc.shards.sources.text.tokens import TOKENIZER, TokenSource, end_of_text
 from tests.shards.sources import reading
@@ -241,6 +241,20 @@ def test_bad_documents_are_named_and_the_others_kept(tmp_path, tokenizer_url):
     ])  # fmt: skip
 
 
+@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "gz"), (zstandard.compress, "zst")])
+def test_a_damaged_compressed_file_is_bad_and_the_others_are_kept(tmp_path, tokenizer_url, pack, name):
+    noise = " ".join(str(number * number) for number in range(20_000))
+    for kind, content in (("txt", noise), ("jsonl", json.dumps({"text": noise}))):
+        packed = bytearray(pack(content.encode()))
+        packed[len(packed) // 2 : len(packed) // 2 + 40] = b"!" * 40
+        (tmp_path / f"a.{kind}.{name}").write_bytes(packed)
+    (tmp_path / "b.txt").write_text("the cat")
+    source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=8))
+    batches, bad = read_all(source)
+    assert len(unpack(batches)) == 1
+    assert sorted(each.key.partition("@")[0] for each in bad) == [f"a.jsonl.{name}", f"a.txt.{name}"]
+
+
 def test_a_document_that_is_absurdly_large_is_left_out_with_advice(tmp_path, tokenizer_url, monkeypatch):
     monkeypatch.setattr("datasvc.shards.sources.text.documents.MAX_DOCUMENT_BYTES", 100)
     (tmp_path / "a.txt").write_text("cat " * 26)
@@ -316,9 +330,8 @@ def test_ranges_of_a_file_have_each_line_once(tmp_path_factory, texts, step):
     reader = FileReader(str(folder / "a.jsonl"))
     plan = plan_pieces(list_files(str(folder / "a.jsonl")), step)
     found = [each for pieces, _, _ in plan for piece in pieces for each in read_documents(reader, piece, "text")]
-    assert all(isinstance(each, Document) for each in found)
-    assert [each.text for each in found] == texts
-    assert len({each.name for each in found}) == len(found)
+    assert [text for _, text in found] == texts
+    assert len({name for name, _ in found}) == len(found)
 
 
 @example(lengths=[2, 1], block=2, step=2)  # a document starts where the taken blocks end
@@ -365,7 +378,7 @@ def test_a_piece_with_a_start_has_no_line_that_began_before_it(tmp_path):
     reader = FileReader(str(tmp_path / "a.jsonl"))
     path = str(tmp_path / "a.jsonl")
     names = [
-        [each.text for each in read_documents(reader, DocumentRange("a.jsonl", path, start), "text")]
+        [text for _, text in read_documents(reader, DocumentRange("a.jsonl", path, start), "text")]
         for start in (0, 1, line, line + 1)
     ]
     assert names == [["one", "two"], ["two"], ["two"], []]
