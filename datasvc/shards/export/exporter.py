@@ -82,8 +82,10 @@ def export(
             f"{format} is written to local folders only; {target.location} is not one: export into a local folder, "
             "and upload it afterwards"
         )
+    # All splits are checked before the first file is written.
     for chosen in splits:
         export_format.check(chosen)
+    # The digests of the tables identify the samples, so a continued export writes the same ones.
     tables = {chosen.name: chosen.digest for chosen in splits}
     plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
     with open_records(target, plan) as records:

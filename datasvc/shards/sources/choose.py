@@ -50,7 +50,7 @@ _EXTENSIONS: Final = {
     "image-folder": tuple(IMAGES),
 }
 _BY_EXTENSION: Final = {extension: kind for kind, extensions in _EXTENSIONS.items() for extension in extensions}
-# Files that identify the format of the folder that contains them.
+# Files that identify the format of a folder, whatever other files it contains.
 _BY_NAME: Final = {
     "dataset_dict.json": "huggingface",
     "state.json": "huggingface",

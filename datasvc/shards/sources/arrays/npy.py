@@ -26,6 +26,7 @@ _HEADER_BYTES: Final = 1 << 16
 # An archive over both limits is refused as a zip bomb: deflate reaches 1000:1 on zeros, real data does not.
 _MAX_RATIO: Final = 200
 _MAX_UNBOUND_BYTES: Final = 1 << 30
+# `zipfile` raises NotImplementedError for an unknown compression, RuntimeError for an encrypted member.
 _ZIP_ERRORS: Final = (
     zipfile.BadZipFile,
     zipfile.LargeZipFile,
@@ -163,7 +164,7 @@ def _parse_header(content: bytes, path: str, member: str | None, name: str) -> N
         else:
             raise ConfigError(f"{name} has the npy version {version}; datasvc reads 1.0 and 2.0: save it again")
     except (ValueError, SyntaxError, TypeError, tokenize.TokenError) as error:
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError):  # which is a ValueError too
             raise
         raise CorruptDataError(f"{name} is not a numpy array: {error}") from error
     _check_array(name, dtype, shape, is_fortran=is_fortran)

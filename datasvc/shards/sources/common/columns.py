@@ -74,7 +74,7 @@ class ColumnMap:
     ) -> None:
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
-        # An exported version contains them; they are measured again from the images.
+        # The width and height in an exported version are measured again from its images.
         measured = measured_columns(raw)
         given = [name for name in raw.names if name != self.key and name not in measured]
         fields = {name: _sample_field(raw.field(name), first, images) for name in given}

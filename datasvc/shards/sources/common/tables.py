@@ -97,6 +97,7 @@ def split_by_size(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield slices of `batch` of at most `BATCH_SAMPLES` samples and about `BATCH_BYTES` when decoded."""
     if not batch.num_rows:
         return
+    # Estimated before decoding: the values of a small dictionary may fill a large batch.
     sample_bytes = sum(map(_decoded_bytes, batch.columns)) / batch.num_rows
     num_samples = max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
     for start in range(0, batch.num_rows, num_samples):

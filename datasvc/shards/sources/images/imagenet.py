@@ -196,6 +196,7 @@ def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
 
 
 def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> SourcePart:
+    # A range of bytes of the training tar is a complete tar: nothing is extracted or copied.
     where = {"path": tar.path, "offset": member.offset, "length": member.size_bytes, "label": label}
     return SourcePart(split, f"{tar.name}/{member.name}", member.size_bytes, stamp=tar.stamp, where=where)
 

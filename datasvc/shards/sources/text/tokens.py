@@ -239,6 +239,7 @@ def _read_url(url: str) -> bytes:
     return FileReader(url).read(resolve_url(url)[1])
 
 
+# A worker reads many parts with the same tokenizer.
 @functools.lru_cache(maxsize=1)
 def _tokenizer(url: str, digest: Digest) -> Tokenizer:
     content = _read_url(url)

@@ -263,6 +263,22 @@ def test_compressed_shards_are_read(tmp_path, mosaicml, compression, scheme):
     assert texts(source) == ([sample["t"] for sample in samples], [])
 
 
+@pytest.mark.parametrize("compression", ["gz", "zstd"])
+def test_a_damaged_compressed_shard_is_bad_and_the_others_are_kept(tmp_path, mosaicml, compression):
+    rng = np.random.default_rng(0)
+    samples = [{"b": rng.bytes(300)} for _ in range(100)]
+    url = write(mosaicml, tmp_path / "z", {"b": "bytes"}, samples, compression=compression, size_limit=9000)
+    source = MdsSource.list(url)
+    path = tmp_path / "z" / f"shard.00001.mds.{compression}"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 40] = b"!" * 40
+    path.write_bytes(content)
+    table, bad = reading.read_all(source)
+    assert bad
+    assert all(each.key.startswith("shard.00001.mds") for each in bad)
+    assert table.num_rows >= 100 - source.parts[1].num_samples
+
+
 def test_other_compressions_are_refused_by_name(tmp_path):
     by_hand(tmp_path, compression="br:3", zip_data={"basename": "shard.00000.mds.br", "bytes": 5, "hashes": {}})
     (tmp_path / "shard.00000.mds").rename(tmp_path / "shard.00000.mds.br")

@@ -8,6 +8,7 @@ from itertools import pairwise
 import fsspec
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
