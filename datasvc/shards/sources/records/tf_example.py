@@ -85,19 +85,15 @@ class FeatureColumn:
             return None
         if feature.kind != self.kind:
             raise BadSampleError(f"feature {name!r} holds {feature.kind}; the first samples have {self.kind}")
-        values: Any = feature.values
-        if self.is_text:
-            try:
-                values = [value.decode() for value in values]
-            except UnicodeDecodeError as error:
-                raise BadSampleError(
-                    f"feature {name!r} is not UTF-8, but it is in the first samples: {error}"
-                ) from error
+        try:
+            values: Any = [value.decode() for value in feature.values] if self.is_text else feature.values
+        except UnicodeDecodeError as error:
+            raise BadSampleError(f"feature {name!r} is not UTF-8, but it is in the first samples: {error}") from error
         if self.is_list:
             return values
         if len(values) > 1:
             raise BadSampleError(f"feature {name!r} has {len(values)} values; the first samples have one")
-        return values[0] if values else None
+        return values[0] if len(values) else None
 
 
 def choose_columns(

@@ -263,13 +263,12 @@ def test_compressed_shards_are_read(tmp_path, mosaicml, compression, scheme):
     assert texts(source) == ([sample["t"] for sample in samples], [])
 
 
-@pytest.mark.parametrize("compression", ["gz", "zstd"])
-def test_a_damaged_compressed_shard_is_bad_and_the_others_are_kept(tmp_path, mosaicml, compression):
+def test_a_damaged_compressed_shard_is_bad_and_the_others_are_kept(tmp_path, mosaicml):
     rng = np.random.default_rng(0)
     samples = [{"b": rng.bytes(300)} for _ in range(100)]
-    url = write(mosaicml, tmp_path / "z", {"b": "bytes"}, samples, compression=compression, size_limit=9000)
+    url = write(mosaicml, tmp_path / "z", {"b": "bytes"}, samples, compression="gz", size_limit=9000)
     source = MdsSource.list(url)
-    path = tmp_path / "z" / f"shard.00001.mds.{compression}"
+    path = tmp_path / "z" / "shard.00001.mds.gz"
     content = bytearray(path.read_bytes())
     content[len(content) // 2 : len(content) // 2 + 40] = b"!" * 40
     path.write_bytes(content)
