@@ -14,9 +14,10 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
-from datasvc.shards.sources.common.files import COMPRESSIONS, expand_braces, is_marker
+from datasvc.shards.sources.common.files import expand_braces, is_marker
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
+from datasvc.shards.sources.common.streams import COMPRESSIONS
 
 # Imported on use: an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {

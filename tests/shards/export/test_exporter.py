@@ -268,5 +268,5 @@ def test_a_wrong_argument_is_refused_before_anything_is_made(repository, tmp_pat
 def test_a_summary_that_is_no_json_is_refused(repository, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "datasvc-export.json").write_text("{")
-    with pytest.raises(CorruptDataError, match="is not JSON"):
+    with pytest.raises(CorruptDataError, match="is not a JSON object"):
         exported(write_photos(repository), tmp_path / "out", "webdataset")

@@ -28,7 +28,7 @@ from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array, read_npy_header, read_npz_headers
 from datasvc.shards.sources.common.columns import bisect_errors
 from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.splits import SPLIT_NAMES
 from datasvc.shards.sources.common.streams import read_up_to
@@ -167,10 +167,10 @@ def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOpti
         base, extension = os.path.splitext(file.name)
         if extension.lower() == ".npz":
             for name, array in read_npz_headers(reader, file).items():
-                split = options.split_of(name if _split_words(name) else file.name)
+                split = split_of_file(name if _split_words(name) else file.name, options)
                 groups.setdefault((file.name, split), []).append((file, _column_name(name), array))
         else:
-            group = (os.path.dirname(file.name), options.split_of(file.name))
+            group = (os.path.dirname(file.name), split_of_file(file.name, options))
             name = _column_name(os.path.basename(base))
             groups.setdefault(group, []).append((file, name, read_npy_header(reader, file)))
     return [_table(split, listed) for (_, split), listed in groups.items()]

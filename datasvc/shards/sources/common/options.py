@@ -45,6 +45,7 @@ class SourceOptions:
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1")
 
-    def split_of(self, name: str) -> str:
-        """Return the split of the samples in the file `name`: the given one, else the one in its name."""
-        return self.split or split_of(name)
+
+def split_of_file(name: str, options: SourceOptions) -> str:
+    """Return the split of the samples in the file `name`: that of `options`, else the one in its name."""
+    return options.split or split_of(name)

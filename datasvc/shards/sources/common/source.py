@@ -21,7 +21,7 @@ import pyarrow as pa
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.sources.common.files import SourceFile
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
 # A batch of a source holds at most this many bytes, or one sample. Small, since many parts are read at the same time.
 BATCH_BYTES: Final = 1 << 20
@@ -202,7 +202,7 @@ class FileSource(StreamedSource):
 def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourcePart:
     """Return the part that is the whole of a file; `where` are further JSON values beside its path."""
     where = {"path": file.path, **where}
-    return SourcePart(options.split_of(file.name), file.name, file.size_bytes, stamp=file.stamp, where=where)
+    return SourcePart(split_of_file(file.name, options), file.name, file.size_bytes, stamp=file.stamp, where=where)
 
 
 def printable(text: str) -> str:

@@ -15,7 +15,7 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import ColumnMap, to_batches
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.tensors import SHAPE
 from datasvc.shards.sources.mds.encodings import MdsColumn
@@ -130,7 +130,7 @@ def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: S
     file = files[folder + chosen.name]
     where = {"path": file.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
     name = folder + shard.raw.name
-    return SourcePart(options.split_of(name), name, file.size_bytes, shard.num_samples, file.stamp, where)
+    return SourcePart(split_of_file(name, options), name, file.size_bytes, shard.num_samples, file.stamp, where)
 
 
 def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.common.columns import looks_like_image, to_batches
 from datasvc.shards.sources.common.files import FileReader, check_inside
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.tensors import tensor_field
 from datasvc.shards.sources.records.caffe import datum_image, datum_values, is_datum, parse_datum
@@ -60,7 +60,7 @@ class LmdbSource(FileSource):
                 "copy the database to this machine first"
             )
         paths = _find(reader.root)
-        splits = {name: options.split_of(name) for name in paths}
+        splits = {name: split_of_file(name, options) for name in paths}
         num_in_split = Counter(splits.values())
         schema: pa.Schema | None = None
         parts: list[SourcePart] = []

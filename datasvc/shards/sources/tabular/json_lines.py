@@ -19,7 +19,7 @@ from datasvc.shards.sources.common.column_types import sample_type
 from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
 from datasvc.shards.sources.common.files import FileReader, SourceFile
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, LineBlock, read_line_blocks
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     UNREADABLE,
@@ -56,7 +56,7 @@ class JsonLinesSource(TableSource):
         reader = FileReader(url)
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
-            splits.setdefault(options.split_of(file.name), []).append(file)
+            splits.setdefault(split_of_file(file.name, options), []).append(file)
         inferred = [_infer(reader, split_files) for split_files in splits.values()]
         schemas = [name_and_schema for name_and_schema in inferred if name_and_schema is not None]
         if not schemas:
@@ -64,7 +64,7 @@ class JsonLinesSource(TableSource):
         joined = join_json_schemas(schemas)
         raw = pa.schema([field.with_type(sample_type(field.type)) for field in joined])
         columns = ColumnMap(raw, key=options.key)
-        parts = [part for file in files for part in _plan_parts(file, options.split_of(file.name))]
+        parts = [part for file in files for part in _plan_parts(file, split_of_file(file.name, options))]
         return cls(url=url, schema=columns.schema, parts=parts, columns=columns, ignored=ignored, raw=raw)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:

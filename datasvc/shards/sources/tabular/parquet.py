@@ -14,7 +14,7 @@ from datasvc.errors import ConfigError
 from datasvc.shards.sources.common.column_types import checked_names, join_schemas
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.files import FileReader, SourceFile
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
     EMPTY,
@@ -77,7 +77,9 @@ class ParquetSource(TableSource):
         raw = pa.schema([*raw, *partitions.schema], metadata=raw.metadata)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
-        parts = [part for file, footer in filled for part in plan_parts(file, footer, options.split_of(file.name))]
+        parts = [
+            part for file, footer in filled for part in plan_parts(file, footer, split_of_file(file.name, options))
+        ]
         first = next(read_parquet(reader, parts[0]))
         # If it cannot be read, the ingest reports the reason; listing does not fail.
         first_samples = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None

@@ -23,7 +23,7 @@ from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.storage import redact_url, resolve_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.text.documents import (
     LINES,
@@ -93,7 +93,7 @@ class TokenSource(FileSource):
             check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
-            splits.setdefault(options.split_of(file.name), []).append(file)
+            splits.setdefault(split_of_file(file.name, options), []).append(file)
         parts = [
             _part(split, *group)
             for split, split_files in splits.items()
