@@ -97,6 +97,7 @@ class NumpySource(FileSource):
         key = _choose_key(tables[0], options.key)
         columns = tuple(name for name in names if name != key)
         schema = _schema(tables[0], columns)
+        # All samples of a source have the same columns.
         for table in tables:
             if list(table.arrays) != names or not _schema(table, columns).equals(schema, check_metadata=True):
                 raise ConfigError(

@@ -90,7 +90,7 @@ class ImageNetSource(FileSource):
             tar = TarReader(stream, f"{redact_url(self.url)}: {part.name}")
 
             def to_sample(key: str, member: TarMember) -> dict[str, Any]:
-                _check_image(member)
+                _check_image(member)  # before the read, so that a member that is too large is never held in memory
                 known_label = self._val_label(key) if label is None else label
                 return {KEY: key, IMAGE: tar.read(member), LABEL: known_label}
 

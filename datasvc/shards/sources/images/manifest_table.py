@@ -136,6 +136,7 @@ class ManifestTable:
                 "or integers"
             )
         class_names = [value or None for value in values]
+        # Only a CSV file has no types: integers beside names make a column of text.
         if self.is_csv:
             _check_unmixed(class_names, self)
         classes = sorted({name for name in class_names if name is not None})

@@ -84,7 +84,7 @@ class MdsSource(FileSource):
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one shard; see `StreamedSource.read`."""
         reader = FileReader(self.url)
-        # Before the samples: a shard with a wrong hash gives none at all.
+        # Verified before any sample is read, so that a shard with a wrong hash gives no sample.
         problem = check_hashes(reader, part)
         if problem:
             yield BadSample(part.split, part.name, problem)

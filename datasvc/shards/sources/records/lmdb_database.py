@@ -119,6 +119,7 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
             else:
                 reason = "its key is not UTF-8 (shown in hexadecimal), but the first key is"
                 yield part.where["prefix"] + key.hex(), BadSampleError(reason)
+        # The next read starts at the last key again and skips it: the database is closed in between.
         start, num_missing, is_read = pairs[-1][0], num_missing - len(pairs), True
 
 

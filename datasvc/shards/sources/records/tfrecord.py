@@ -161,6 +161,7 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
                     return
                 length = _check_header(header)
                 yield name, _read_message(stream, length)
+            # Without a trustworthy length, the start of the next message is unknown.
             except (_FramingLostError, *DECOMPRESSION_ERRORS) as error:
                 yield name, BadSampleError(f"the rest of the file cannot be read: {error}")
                 return

@@ -43,6 +43,7 @@ class HuggingFaceSource(TableSource):
         options = options or SourceOptions()
         reader = FileReader(url)
         files = {file.name: file for file in list_files(url)}
+        # The layout of `save_to_disk` is recognised by its descriptions; without them, Parquet files are used.
         saved = _saved_splits(reader, files, options)
         if saved:
             data = {file.name: (split, file) for split, _, split_files in saved for file in split_files}

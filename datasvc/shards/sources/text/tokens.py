@@ -91,6 +91,7 @@ class TokenSource(FileSource):
         first_lines = next((file for file in files if file.extension in LINES), None)
         if first_lines is not None:
             check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
+        # A part holds files of one split only, since its documents share blocks.
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault(split_of_file(file.name, options), []).append(file)
@@ -135,6 +136,7 @@ class TokenSource(FileSource):
             while packer.num_full >= step:
                 yield self._batch(part, number, packer.take(step))
                 number += step
+        # The last full blocks, and then the tokens that do not fill a block.
         while packer.num_full:
             step = min(step, packer.num_full)
             yield self._batch(part, number, packer.take(step))
