@@ -33,7 +33,7 @@ _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
 @dataclass(frozen=True)
 class AugmentConfig:
-    """What is cut out of each image, and how it is changed: at random in training, equally each time in evaluation.
+    """Crops, flips and colour changes of images: random in training; evaluation crops the centre.
 
     Attributes:
         scale: range of the window's area as a fraction of the image's, 0 < low <= high <= 1.
@@ -102,9 +102,7 @@ class ColourFactors:
     """Colour factors of a batch; a slice `factors[rows]` returns those of some of its images.
 
     Attributes:
-        brightness: `float64[batch]`, 1: no change.
-        contrast: `float64[batch]`, 1: no change.
-        saturation: `float64[batch]`, 1: no change.
+        brightness, contrast, saturation: `float64[batch]`, 1: no change.
         hue: `float64[batch]`, rotation as a fraction of the circle, 0: no change.
         sequence: `int8[batch, 4]`, order of the changes: 0 brightness, 1 contrast, 2 saturation, 3 hue.
     """
@@ -145,6 +143,7 @@ def plan_random_windows(
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
     image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
+    # All tries of all samples are drawn at once, and the first that fits is taken: no loop over samples.
     drawn = uniforms(key, positions, _FLIP + 1)
     draw = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
     area = image_w * image_h * _between(draw[:, _AREA], *config.scale)
@@ -160,15 +159,9 @@ def plan_random_windows(
 
 
 def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
-    """Draw the colour factors of each sample.
+    """Draw the colour factors of each sample; arguments as of `plan_random_windows`.
 
     The ranges and the random order of the four changes are those of torchvision's `ColorJitter`.
-
-    Args:
-        positions: positions of the samples in the epoch, `int64[batch]`.
-        seed: seed of the order.
-        epoch: epoch of the order.
-        config: spread of the factors.
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
 
@@ -186,18 +179,14 @@ def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentC
 
 
 def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Generator]:
-    """Return a random generator for each sample, for the user's transforms.
+    """Return a random generator for each sample, for the user's transforms; arguments as of `plan_random_windows`.
 
-    A generator depends on (seed, epoch, position) only, and its sequence does not overlap with another one: the
-    position is a part of the Philox counter (Salmon et al., SC 2011), so sequences are 2**128 blocks apart.
-
-    Args:
-        seed: seed of the order.
-        epoch: epoch of the order.
-        positions: positions of the samples in the epoch, `int64[n]`.
+    A generator depends on (seed, epoch, position) only.
     """
     key = derive_keys(seed, epoch, _TRANSFORMS, 2)
     counters = np.zeros((len(positions), 4), np.uint64)
+    # The position is a part of the Philox counter (Salmon et al., SC 2011), so that the sequences of two samples are
+    # 2**128 blocks apart and do not overlap.
     counters[:, 2] = positions
     return [np.random.Generator(np.random.Philox(key=key, counter=counter)) for counter in counters]
 

@@ -26,12 +26,7 @@ _THREAD_LOCAL: Final = threading.local()  # a changer per thread: new memory cos
 
 
 class _ColourChanger:
-    """Changes the colours of images, one after another, in scratch memory that fits into a core's cache.
-
-    Args:
-        height: height of all images in pixels.
-        width: width of all images in pixels.
-    """
+    """Changes the colours of images of one size in pixels, in scratch memory that fits into a core's cache."""
 
     def __init__(self, height: int, width: int) -> None:
         self.size = (height, width)

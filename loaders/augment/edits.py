@@ -1,4 +1,4 @@
-"""Changes of decoded images beside crop and flip: colours, then the user's transform."""
+"""Changes of decoded images after crop and flip: colours first, then the user's transform."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from datasvc.loaders.augment.transform import Image, Transform, apply_transform
 
 
 @dataclass(frozen=True)
-class Edits:
-    """An `Edit` of a batch.
+class Edit:
+    """Changes of the images of a batch.
 
     Attributes:
-        positions: positions of the samples in the epoch, `int64[n]`.
+        positions: `int64[n]`, positions of the samples in the epoch.
         epoch: epoch of the batch.
-        colours: colour factors of the images; None: colours do not change.
-        transform: the user's transform; None if there is none.
+        colours: colour factors of the images; None: colours do not change. Some backends apply them on a GPU.
+        transform: the user's transform, which runs on the CPU; None if there is none.
         random: random generator of each image, for the transform.
     """
 
@@ -32,7 +32,7 @@ class Edits:
     random: Sequence[np.random.Generator]
 
     def __call__(self, index: int, image: Image) -> None:
-        """Change image `index` of the batch, `uint8[size, size, 3]`, in place."""
+        """Change image `index` of the batch in place: `uint8[size, size, 3]`, upright, after the flip."""
         if self.colours is not None:
             augment_colour(image[None], self.colours[index : index + 1])
         if self.transform is not None:
@@ -47,19 +47,11 @@ class Edits:
 
 def plan_edit(
     positions: Integers, *, seed: int, epoch: int, colours: AugmentConfig | None, transform: Transform | None
-) -> Edits | None:
-    """Return the edits of a batch; None if there are none.
-
-    Args:
-        positions: positions of the samples in the epoch, `int64[n]`.
-        seed: seed of the order.
-        epoch: epoch of the order.
-        colours: distribution of colour changes; None: colours do not change.
-        transform: the user's transform, if any.
-    """
+) -> Edit | None:
+    """Return the edit of a batch with samples at `positions`, `int64[n]`; None if nothing changes."""
     if colours is None and transform is None:
         return None
-    return Edits(
+    return Edit(
         positions,
         epoch,
         None if colours is None else plan_colours(positions, seed=seed, epoch=epoch, config=colours),

@@ -26,7 +26,7 @@ def apply_transform(transform: Transform, image: Image, generator: np.random.Gen
     Args:
         transform: the user's transform.
         image: `uint8[height, width, 3]`, changed in place.
-        generator: generator of the image's position, from `datasvc.loaders.augment.augment.generators`.
+        generator: generator of the image's position, see `datasvc.loaders.augment.augment.generators`.
 
     Raises:
         ConfigError: the transform returns something else than an array of the image's shape and dtype.

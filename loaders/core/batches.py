@@ -1,4 +1,4 @@
-"""Batches of zero-copy sample views, from an access order, a rank and shards.
+"""Reads one rank's samples in the access order, as batches of zero-copy views of shards, for the loaders to decode.
 
 A shard is opened for the first batch that needs it, and released after the last such batch is handed over. So a
 loader never holds more shards of a cache than its order's window.
@@ -7,6 +7,7 @@ loader never holds more shards of a cache than its order's window.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -82,13 +83,9 @@ class SampleBatches:
     """One rank's endless stream of batches, epoch after epoch, from any cursor.
 
     Args:
-        samples: a split, or a mixture of several.
         store: shard store to read from; for a mixture, one store per split.
         config: parameters of the access order.
         batch_size: samples of this rank per step.
-        rank: data-parallel rank.
-        world_size: number of data-parallel ranks.
-        tail: treatment of the last samples that fill no global batch.
         blob: column with the encoded images; None: read no blobs.
         columns: further columns of fixed width to read.
 
@@ -125,8 +122,9 @@ class SampleBatches:
             if isinstance(samples, Mixture)
             else _SplitLocator(self._readers[0], config.lanes)
         )
-        self._batch_size = batch_size
-        self._rank, self._world_size, self._tail = rank, world_size, tail
+        self._locate_from = partial(
+            locate_epoch, self._locator, batch_size=batch_size, rank=rank, world_size=world_size, tail=tail
+        )
         self._blob = blob
         self._types = _common_types(list(self._readers.values()), columns)
         self._needs_values = blob is not None or bool(columns)
@@ -136,15 +134,7 @@ class SampleBatches:
         for number, split_cursor in self._locator.cursors(cursor).items():
             self._readers[number].advance(split_cursor)
         while True:
-            for located in locate_epoch(
-                self._locator,
-                cursor.epoch,
-                cursor.position,
-                batch_size=self._batch_size,
-                rank=self._rank,
-                world_size=self._world_size,
-                tail=self._tail,
-            ):
+            for located in self._locate_from(cursor.epoch, cursor.position):
                 yield self._read(cursor.epoch, located)
             cursor = Cursor(cursor.epoch + 1, 0)
 
@@ -165,7 +155,8 @@ class SampleBatches:
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
         step, positions, mask, locations, by_split = located
-        self._use_shards(Cursor(epoch, step.start), Cursor(epoch, step.next_position), located)
+        # Before the shards are opened: a shard that no reference was added to stays open until `close`.
+        self._use_shards(epoch, located)
         blobs: list[Any] = [] if self._blob is None else [None] * len(positions)
         columns = {name: np.empty(len(positions), kind) for name, kind in self._types.items()}
         parts: list[ShardPart] = []
@@ -186,9 +177,11 @@ class SampleBatches:
             epoch, step, positions, mask, locations.shards, locations.rows, blobs, columns, parts, locations.sources
         )
 
-    def _use_shards(self, start: Cursor, stop: Cursor, located: LocatedStep) -> None:
+    def _use_shards(self, epoch: int, located: LocatedStep) -> None:
         """Register a use of each shard that the batch needs with its reader."""
-        before, after = self._locator.cursors(start), self._locator.cursors(stop)
+        start = Cursor(epoch, located.step.start)
+        before = self._locator.cursors(start)
+        after = self._locator.cursors(Cursor(epoch, located.step.next_position))
         pads = located.step.stop > located.step.num_samples
         locations = located.locations
         for number, reader in self._readers.items():
@@ -220,7 +213,7 @@ class _SplitLocator:
 class _MixtureLocator:
     """A `SampleLocator` of a mixture: assigns positions to splits, each with an order and epochs of its own."""
 
-    # The splits' orders may have lanes; consecutive positions of the mixture have no fixed relation to them.
+    # Even if the splits' orders have lanes: consecutive positions of the mixture have no fixed relation to them.
     lanes = 1
 
     def __init__(self, order: MixOrder, readers: Mapping[int, SplitReader]) -> None:
@@ -231,7 +224,8 @@ class _MixtureLocator:
 
     def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
         """Return the cursor of each split's order at a cursor of the mixture."""
-        # Needed three times: at the end of a batch, at the start of the next one, and when the first one is retired.
+        # Cached, because each is needed three times: at the end of a batch, at the start of the next, and when the
+        # batch is retired.
         if cursor not in self._cached_cursors:
             if len(self._cached_cursors) >= _MAX_CACHED_CURSORS:
                 self._cached_cursors.clear()
@@ -242,6 +236,7 @@ class _MixtureLocator:
     def locate(self, epoch: int, positions: Integers) -> SampleLocations:
         places = self._order.locate(epoch, positions)
         shards, rows = np.empty_like(positions), np.empty_like(positions)
+        # One call per split and epoch, because each call has a high fixed cost.
         by_order = np.lexsort((places.epochs, places.sources))
         sources, epochs = places.sources[by_order], places.epochs[by_order]
         cuts = np.flatnonzero((np.diff(sources) != 0) | (np.diff(epochs) != 0)) + 1

@@ -1,4 +1,4 @@
-"""Reuse of batch memory after its last reference is gone; new memory costs several times as much as filling it."""
+"""Reuse of batch memory after its last reference is gone: new memory costs several times as much as to fill it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class BufferRing:
 
     def take(self) -> npt.NDArray[Any]:
         """Return an unused buffer with arbitrary values. Hand over views of it, which keep it in use."""
-        free = _find(self._buffers, _REFERENCES_OF_A_FREE_BUFFER)
-        if free is not None:
-            return free
+        if (unused := _find(self._buffers, _REFERENCES_OF_AN_UNUSED_BUFFER)) is not None:
+            return unused
         buffer = np.empty(self._shape, self._dtype)
         if len(self._buffers) < self._keep:
             self._buffers.append(buffer)
@@ -45,5 +44,5 @@ def _find(buffers: Sequence[npt.NDArray[Any]], num_references: int) -> npt.NDArr
     return None
 
 
-# One reference of the list, and those of the loop, whose number depends on the interpreter: so it is measured.
-_REFERENCES_OF_A_FREE_BUFFER = next(count for count in range(1, 9) if _find([np.empty(0)], count) is not None)
+# One reference of the list, and those of the loop. Their number depends on the interpreter, so it is measured.
+_REFERENCES_OF_AN_UNUSED_BUFFER = next(count for count in range(1, 9) if _find([np.empty(0)], count) is not None)

@@ -17,13 +17,7 @@ def follow_splits(
 ) -> list[PrefetchingShardStore]:
     """Return a prefetching shard store for each split, for one rank of a loader.
 
-    Args:
-        samples: a split, or a mixture.
-        order: access order of the loader.
-        cache: cache of the node.
-        ranks: data rank of this process.
-        global_batch: samples of a step over all ranks.
-        prefetch: batches in progress while the caller trains.
+    Args as for `Loader`; `global_batch` is the number of samples of a step over all ranks.
 
     Raises:
         CacheFullError: the cache's budget is below the windows that the order needs; the message has their size.
@@ -44,6 +38,7 @@ def follow_splits(
 
 
 def _check_windows(samples: Split | Mixture, order: OrderConfig, cache: Cache, run: int) -> None:
+    """Raise CacheFullError if the cache cannot hold the shards of any `run` consecutive positions."""
     tables = [split.table for split in splits_of(samples)]
     needed = 0
     for table, split_run in zip(tables, most_of(samples, run), strict=True):

@@ -1,4 +1,4 @@
-"""Data-parallel ranks: each gets a part of every global batch. Tensor- and pipeline-parallel peers have one rank."""
+"""Data-parallel ranks: each gets a part of every global batch; tensor- and pipeline-parallel peers share a rank."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Record of the samples that a rank handed over, one file per start or restart of the loader.
+"""Writer of the ledger: a record of the samples that a rank handed over, one file per start or restart of the loader.
 
 A new file begins with the first batch after the loader's creation or after `load_state_dict`; its header has the
 cursor. Invariant: a batch is in the file before the loader's cursor moves past it. So the ledger has every sample
-that a state counts as served, even if the process is killed or only one rank saves its state. Nothing is buffered,
-and the loader's state does not depend on the ledger.
+that a state counts as served, even if the process is killed or only one rank saves its state.
 
-A batch is one `pwrite` of 64 bytes over the last record: in steady state a rank serves one strided range of
-positions, which grows. `datasvc.ledger.file` defines the format; `datasvc.ledger.history` merges the files of ranks
-and restarts.
+A batch is one `pwrite` of 64 bytes over the last record: usually a rank serves one strided range of positions, which
+grows. `datasvc.ledger.file` defines the format; `datasvc.ledger.history` merges the files of ranks and restarts.
 """
 
 from __future__ import annotations
@@ -43,17 +41,11 @@ from datasvc.order import Tail
 
 @dataclass(frozen=True)
 class _WritePosition:
-    """Write position in a file.
-
-    Attributes:
-        num_records: number of records in the file.
-        slot: index of the record that may still grow; -1 if there is none.
-        growing: that record.
-    """
+    """Write position in a file: the number of its records, and the last record of served samples with its index."""
 
     num_records: int = 0
-    slot: int = -1
     growing: LedgerRecord | None = None
+    growing_index: int = -1
 
 
 class Ledger:
@@ -64,9 +56,7 @@ class Ledger:
         order: the loader's state without epoch and position.
         source: name of the data, such as "digits@1/train".
         num_samples: samples of an epoch.
-        ranks: data rank of this process.
         batch_size: samples of this rank per step.
-        tail: treatment of the last samples that fill no global batch.
 
     Raises:
         ConfigError: the folder is the ledger of other data or of another order.
@@ -86,9 +76,8 @@ class Ledger:
     ) -> None:
         self.folder = Path(folder)
         self._header_fields: dict[str, Any] = {
-            "order": json.loads(
-                json.dumps(order)
-            ),  # a JSON round trip, so that it equals the order in a stored header
+            # A JSON round trip, so that the order equals that of a stored header.
+            "order": json.loads(json.dumps(order)),
             "source": source,
             "num_samples": num_samples,
             "batch_size": batch_size,
@@ -100,7 +89,7 @@ class Ledger:
         self._file: int | None = None
         self._header_bytes = 0
         self._position = _WritePosition()
-        self._last: tuple[Cursor, _WritePosition] | None = None  # cursor of the last batch, position before it
+        self._last: tuple[Cursor, _WritePosition] | None = None  # cursor and write position before the last batch
         self._check_folder()
 
     def begin(self, epoch: int, position: int) -> None:
@@ -147,7 +136,7 @@ class Ledger:
         if self._file is not None:
             file, self._file = self._file, None
             try:
-                with suppress(OSError):  # everything is written; without the sync only a power cut can lose it
+                with suppress(OSError):  # all records are written; without the sync only a power cut can lose them
                     os.fsync(file)
             finally:
                 os.close(file)
@@ -155,25 +144,26 @@ class Ledger:
     def _grow(self, record: LedgerRecord) -> None:
         growing = self._position.growing
         if growing is None or growing.epoch != record.epoch or not record.strided.continues(growing.strided):
-            slot = self._position.num_records
-            self._put(slot, record.encode())
-            self._position = _WritePosition(slot + 1, slot, record)
+            index = self._position.num_records
+            self._put(index, record.encode())
+            self._position = _WritePosition(index + 1, record, index)
             return
         strided = dataclasses.replace(growing.strided, stop=record.strided.stop)
         longer = LedgerRecord(record.kind, record.epoch, strided, growing.count + record.count)
-        self._put(self._position.slot, longer.encode())
-        self._position = _WritePosition(self._position.num_records, self._position.slot, longer)
+        self._put(self._position.growing_index, longer.encode())
+        self._position = _WritePosition(self._position.num_records, longer, self._position.growing_index)
 
     def _append(self, records: Sequence[LedgerRecord]) -> None:
         if records:
-            self._put(self._position.num_records, b"".join(record.encode() for record in records))
-            position = self._position
-            self._position = _WritePosition(position.num_records + len(records), position.slot, position.growing)
+            num_records = self._position.num_records
+            self._put(num_records, b"".join(record.encode() for record in records))
+            self._position = dataclasses.replace(self._position, num_records=num_records + len(records))
 
-    def _put(self, slot: int, content: bytes) -> None:
+    def _put(self, index: int, content: bytes) -> None:
+        """Write records to the file, from the record with number `index` on."""
         assert self._file is not None
         try:
-            written = os.pwrite(self._file, content, self._header_bytes + slot * RECORD_BYTES)
+            written = os.pwrite(self._file, content, self._header_bytes + index * RECORD_BYTES)
             if written != len(content):
                 raise OSError(f"{written} of {len(content)} bytes written")  # noqa: TRY301
         except OSError as error:
@@ -209,7 +199,7 @@ class Ledger:
         try:
             header = read_header(files[-1][1])
         except CorruptDataError:
-            return  # `datasvc audit` reports damaged files
+            return  # not an error of this run: `datasvc audit` reports damaged files
         if header.order != self._header_fields["order"]:
             expected = self._header_fields
             raise ConfigError(

@@ -1,7 +1,8 @@
 """Base class of all loaders: access order, data rank, batches in progress, and the cursor of the run.
 
 Invariant: the cursor counts batches handed over, never prefetched ones. Each kind of loader has its own
-`BatchDecoder`, which converts samples to batches. It can be dropped at any moment, because the loader has the cursor.
+`BatchDecoder`, which converts samples to batches. A decoder can be dropped at any moment: a new one starts at the
+cursor.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 from datasvc.cache import Cache
@@ -53,19 +53,6 @@ class BatchDecoder(Protocol[B_co]):
 
     def close(self) -> None:
         """Stop, and release all resources."""
-
-
-class BatchSource(Protocol):
-    """Source of a loader's sample batches: shards."""
-
-    def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on without end."""
-
-    def retire(self, batch: SampleBatch) -> None:
-        """Record that `batch` and all earlier ones are handed over."""
-
-    def close(self) -> None:
-        """Release all resources; `stream` may be called again."""
 
 
 class Loader(ABC, Generic[B]):
@@ -123,7 +110,7 @@ class Loader(ABC, Generic[B]):
         self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
         self._prefetch = prefetch
-        self._check_lengths()
+        check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._last_whole = len(split) - self._global_batch + 1
         self._cached_stores = (
@@ -143,7 +130,7 @@ class Loader(ABC, Generic[B]):
             blob=blob,
             columns=tuple(columns),
         )
-        self._source: BatchSource = self._batches
+
         self._cursor = Cursor(0, 0)
         self._decoder: BatchDecoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
@@ -212,6 +199,7 @@ class Loader(ABC, Generic[B]):
             ConfigError: `state` is no loader state, or has a later format.
             StateMismatchError: the state belongs to another version, mixture or order; the message has both.
         """
+        # Checked before prefetched batches are dropped: after a refused state the loader continues as before.
         cursor = restore_state(state, self.split, self.order)
         with self._thread_guard:
             self._discard()
@@ -254,14 +242,16 @@ class Loader(ABC, Generic[B]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
     def _global_batch(self) -> int:
         return self.batch_size * self.ranks.world_size
+
+    def _deliver(self, decoded: B) -> B:
+        """Return a decoded batch in the form that the caller gets, such as in page-locked memory."""
+        return decoded
 
     def _bad_samples(self, finished: B) -> Collection[int]:  # noqa: ARG002 - for loaders whose samples may be bad
         """Return the indices in a batch of the samples that did not decode and were masked."""
@@ -292,13 +282,14 @@ class Loader(ABC, Generic[B]):
                 self._fill(max(1, self._prefetch))
                 assert self._decoder is not None
                 with self.profiler.stage(Stage.DECODE):
-                    finished = self._decoder.take()
+                    finished = self._deliver(self._decoder.take())
                 batch = self._in_progress.popleft()
                 timer.num_samples = len(batch.positions)
                 self._num_decoding -= timer.num_samples > 0
                 self._fill(self._prefetch)
-                self._source.retire(batch)
-                if self._ledger is not None:  # before the cursor moves, so that no state is ahead of the ledger
+                self._batches.retire(batch)
+                # Before the cursor moves, so that no state is ahead of the ledger.
+                if self._ledger is not None:
                     with self.profiler.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
             except BaseException:
@@ -313,7 +304,7 @@ class Loader(ABC, Generic[B]):
             with self.profiler.stage(Stage.START):
                 self._decoder = self._make_decoder()
         if self._stream is None:
-            self._stream = self._source.stream(self._cursor)
+            self._stream = self._batches.stream(self._cursor)
         while self._num_decoding < num_batches:
             with self.profiler.stage(Stage.READ):
                 batch = next(self._stream)
@@ -327,19 +318,10 @@ class Loader(ABC, Generic[B]):
         decoder, self._decoder, self._stream = self._decoder, None, None
         self._in_progress.clear()
         self._num_decoding = 0
+        # First the decoder, whose threads read from the shards.
         if decoder is not None:
             decoder.close()
-        self._source.close()
-
-    def _check_lengths(self) -> None:
-        world_size = self.ranks.world_size
-        if len(self.split) < world_size:
-            raise ConfigError(f"{self.split!r} has fewer samples than there are ranks: {world_size}; use fewer ranks")
-        if not len(self):
-            raise ConfigError(
-                f"{self.split!r} gives no full batch of {self.batch_size} x {world_size} ranks with "
-                "tail='drop'; use smaller batches, or tail='pad'"
-            )
+        self._batches.close()
 
 
 def choose_order(
@@ -364,6 +346,17 @@ def choose_order(
         )
     chosen = ("global" if training else None) if shuffle == "auto" else shuffle
     return OrderConfig(seed=seed or 0, shuffle=chosen)
+
+
+def check_num_steps(samples: Split | Mixture, *, batch_size: int, world_size: int, tail: Tail) -> None:
+    """Raise ConfigError if there are fewer samples than ranks, or an epoch has no step."""
+    if len(samples) < world_size:
+        raise ConfigError(f"{samples!r} has fewer samples than there are ranks: {world_size}; use fewer ranks")
+    if not count_steps(0, len(samples), batch_size * world_size, tail):
+        raise ConfigError(
+            f"{samples!r} gives no full batch of {batch_size} x {world_size} ranks with tail='drop'; use smaller "
+            "batches, or tail='pad'"
+        )
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -57,6 +57,7 @@ class LoaderCollector(Collector):
 def _stages(
     metric: str, text: str, totals: Mapping[str, Totals], times: Callable[[Totals], Mapping[Stage, float]]
 ) -> Metric:
+    """Return a counter with a value for each loader and stage; 0 for a stage that took no time."""
     family = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader", "stage"])
     for name, sums in totals.items():
         for stage in Stage:

@@ -14,12 +14,7 @@ from datasvc.shards import Shard, ShardRequest, ShardStore, Split
 
 
 class OpenShards:
-    """Open shards and their reference counts; the last `drop` of a shard releases it to the store.
-
-    Args:
-        split: the split that the shards belong to.
-        store: store that opens the shards.
-    """
+    """Open shards and their reference counts; the last `drop` of a shard releases it to the store."""
 
     def __init__(self, split: Split, store: ShardStore) -> None:
         self._table = split.table
@@ -67,7 +62,8 @@ class OpenShards:
             for shard, rows in rows_by_shard.items()
             if shard not in self._open
         }
-        early = self._store.open_early(list(closed.values())) if closed else {}
+        # Not added to `_open`: a shard that is opened early may have the rows of this batch only.
+        early = self._store.open_early(list(closed.values()))
         return {
             shard: early[closed[shard].info.digest]
             if shard in closed and closed[shard].info.digest in early
@@ -92,10 +88,6 @@ class WholeEpochUses:
     """References of one epoch of a global shuffle: every shard that it opens, until the epoch ends.
 
     A global shuffle may need any shard at any time. Only opened shards are counted, not millions of possible ones.
-
-    Args:
-        shards: open shards of the split.
-        num_samples: samples of the epoch.
     """
 
     def __init__(self, shards: OpenShards, num_samples: int) -> None:
@@ -130,7 +122,7 @@ class OrderedUses:
     Args:
         shards: open shards of the split.
         order: access order of the epoch.
-        start: first position of the epoch that is served.
+        start: first position of the epoch that is served; shards that only earlier positions need are left out.
     """
 
     def __init__(self, shards: OpenShards, order: AccessOrder, start: int) -> None:
@@ -148,7 +140,7 @@ class OrderedUses:
         windows = self._windows
         until = int(np.searchsorted(windows.first, stop, side="left"))
         new = slice(self._num_activated, until)
-        is_needed = windows.stop[new] > self._start  # a run that starts late in the epoch needs few of them
+        is_needed = windows.stop[new] > self._start
         ends, shards = windows.stop[new][is_needed].tolist(), windows.shards[new][is_needed].tolist()
         for end, shard in zip(ends, shards, strict=True):
             heapq.heappush(self._ends, (end, shard))

@@ -1,25 +1,19 @@
-"""Page-locked host memory, from which copies to a GPU run asynchronously.
+"""Page-locked host memory, from which copies to a GPU run asynchronously; used by the `pin` methods of loaders.
 
-torch's caching allocator provides it. It keeps freed memory, so only the first batches allocate, and it reuses memory
-only after all copies from it are done, even if the batch was dropped earlier.
+The memory comes from torch's caching allocator. The allocator keeps freed memory, so only the first batches allocate.
+It reuses memory only after all copies from it are done, even if the batch was dropped earlier.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
-
-    from datasvc.loaders.core.batch import Batch
-    from datasvc.loaders.core.batches import SampleBatch
-    from datasvc.loaders.core.loader import BatchDecoder
-
-B = TypeVar("B", bound="Batch[Any]")
 
 
 def can_pin() -> bool:
@@ -42,26 +36,3 @@ def empty_pinned(shape: Sequence[int], dtype: np.dtype[Any]) -> torch.Tensor:
     import torch
 
     return torch.empty(tuple(shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=can_pin())
-
-
-class PinnedDecoder(Generic[B]):
-    """A `BatchDecoder` whose batches are in page-locked memory; tensors in ordinary memory are copied.
-
-    Args:
-        inner: the decoder.
-    """
-
-    def __init__(self, inner: BatchDecoder[B]) -> None:
-        self._inner = inner
-
-    def feed(self, batch: SampleBatch) -> None:
-        """See `BatchDecoder`."""
-        self._inner.feed(batch)
-
-    def take(self) -> B:
-        """See `BatchDecoder`."""
-        return self._inner.take().pin_memory()
-
-    def close(self) -> None:
-        """See `BatchDecoder`."""
-        self._inner.close()

@@ -121,6 +121,7 @@ def _group_by_shard(
         locations: location of each sample.
         starts: `int64[steps]`, index of each step's first sample.
     """
+    # Sort all samples once and cut where step, split or shard changes: a loop over the samples takes far longer.
     groups: list[dict[int, list[tuple[int, Integers]]]] = [{} for _ in starts]
     by_shard = np.lexsort((locations.shards, locations.sources, steps))
     step_of, source_of, shard_of = steps[by_shard], locations.sources[by_shard], locations.shards[by_shard]

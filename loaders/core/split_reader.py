@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.loaders.core.mixture import check_column, name_of
 from datasvc.loaders.core.open_shards import OpenShards, OrderedUses, WholeEpochUses
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.shards import Shard, ShardStore, Split
@@ -42,8 +43,6 @@ class SplitReader:
     """Reads samples of a split, and keeps its shards open as long as its order needs them.
 
     Args:
-        split: the split.
-        store: shard store to read from.
         config: parameters of the access order.
         blob: column of blobs, if any.
         columns: further columns of fixed width.
@@ -67,7 +66,8 @@ class SplitReader:
         self._store = store
         self._config = config
         self._labels = labels
-        self._check_columns(blob, columns)
+        for column in columns if blob is None else (blob, *columns):
+            check_column(split, column)
         self._counts = split.table.samples_per_shard
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
@@ -132,7 +132,7 @@ class SplitReader:
         """Return a copy of a column of fixed width, `dtype[k]`. Raises ConfigError: it is null for a sample."""
         if not part.shard.is_valid(column, part.rows):
             raise ConfigError(
-                f"column {column!r} of {self.split.dataset}/{self.split.name} is null for samples of shard "
+                f"column {column!r} of {name_of(self.split)} is null for samples of shard "
                 f"{part.shard.name}: they were added without it; delete them, or request columns that every sample "
                 "has"
             )
@@ -143,8 +143,8 @@ class SplitReader:
         """Return the mixture's labels; negative labels stand for no class and are not changed."""
         if (labels >= len(mapping)).any():
             raise ConfigError(
-                f"{self.split.dataset}/{self.split.name} has the label {labels.max()} in shard {part.shard.name}, "
-                f"but only {len(mapping)} class names; ingest it with all class names"
+                f"{name_of(self.split)} has the label {labels.max()} in shard {part.shard.name}, but only "
+                f"{len(mapping)} class names; ingest it with all class names"
             )
         has_class = labels >= 0
         mapped: npt.NDArray[Any] = np.where(has_class, mapping[np.where(has_class, labels, 0)], labels)
@@ -152,20 +152,20 @@ class SplitReader:
 
     def dtype(self, column: str) -> npt.DTypeLike:
         """Return the dtype of a column of fixed width."""
-        kind: npt.DTypeLike = self.split.table.sample_schema.field(column).type.to_pandas_dtype()
-        return kind
+        dtype: npt.DTypeLike = self.split.table.sample_schema.field(column).type.to_pandas_dtype()
+        return dtype
 
     def describe(self, shard: int, row: int, opened: Shard) -> str:
         """Return the name of one sample for messages: split, shard and key.
 
         Args:
-            shard: index of its shard.
-            row: its row in the shard's file.
+            shard: index of the sample's shard.
+            row: the sample's row in the shard's file.
             opened: the shard, complete or with the sample's row at least; nothing is fetched.
         """
         key = opened.sample(row)["key"]
         digest = self.split.table.shard(shard).digest[:12]
-        return f"{self.split.dataset}/{self.split.name}: {key!r} (row {row} of shard {digest}...)"
+        return f"{name_of(self.split)}: {key!r} (row {row} of shard {digest}...)"
 
     def close(self) -> None:
         """Release all shards; a later read opens them again."""
@@ -188,11 +188,3 @@ class SplitReader:
                 else OrderedUses(self._shards, order, start)
             )
         self._uses[epoch].advance(len(self.split) if stop is None else stop)
-
-    def _check_columns(self, blob: str | None, columns: tuple[str, ...]) -> None:
-        names = self.split.table.sample_schema.names
-        for column in (blob, *columns):
-            if column is not None and column not in names:
-                raise ConfigError(
-                    f"{self.split.dataset}/{self.split.name} has no column {column!r}; its columns are {names}"
-                )

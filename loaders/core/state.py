@@ -1,4 +1,4 @@
-"""State of a loader as JSON values: `OrderState` for a split; this module defines the state for a mixture."""
+"""State of a loader as JSON values: that of a split is an `OrderState`; this module defines that of a mixture."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.augment.augment import ColourFactors, Windows
-from datasvc.loaders.decode.pixels import PixelFormat, Pixels
+from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.augment.edits import Edit
+from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.shards.format.mapped_file import Bytes
 
 if TYPE_CHECKING:
@@ -22,21 +23,6 @@ OnBad = Literal["raise", "mask"]
 Framework = Literal["torch", "numpy"]
 # Reads an encoded image: (index in the batch, buffer `uint8[size]`) -> the bytes, in that buffer or in other memory.
 Read = Callable[[int, Bytes], Bytes]
-
-
-class Edit(Protocol):
-    """Changes of the images of a batch in addition to crop and flip: colours first, then the user's transform."""
-
-    @property
-    def colours(self) -> ColourFactors | None:
-        """Colour factors of the batch, for backends that apply them on a GPU; None: colours do not change."""
-
-    @property
-    def transform(self) -> object | None:
-        """The user's transform, which runs on the CPU; None if there is none."""
-
-    def __call__(self, index: int, image: Pixels) -> None:
-        """Change image `index` of the batch in place: `uint8[size, size, 3]`, upright, after the flip."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +120,7 @@ class ImageBackend(Protocol):
         """Start decoding a batch.
 
         Args:
-            images: 0 to `batch_size` encoded images; the caller keeps and does not change them until `take`.
+            images: 0 to `batch_size` encoded images; the caller keeps them, unchanged, until `take`.
             windows: window of each image.
             edit: changes of the images, called from any thread after scaling and before normalisation.
             read: function that reads the bytes of an image into a buffer, called from any thread; None: use `images`.

@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.loaders.augment.augment import Windows
+from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.core.buffer_ring import BufferRing
 from datasvc.loaders.core.pinned import empty_pinned
-from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, Framework, Read
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Framework, Read
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 # Small tasks, several per thread and batch, so that all threads finish a batch at nearly the same time.
 _MAX_IMAGES_PER_TASK = 8
 _TASKS_PER_THREAD = 4
-# Slots in addition to those of batches in progress: the caller's batch, and the next one, which it takes meanwhile.
-_HELD_BY_CALLER = 2
+# The caller has up to two batches at once: it gets the next one before it drops the one that it has used.
+_BATCHES_OF_CALLER = 2
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,6 @@ class CpuBackend:
         config: settings of the backend.
         backend: "cpu" or "pillow", see `ImageWorker`.
         framework: selects the resizer, see `make_resizer`.
-        profiler: profiler of the loader.
 
     Raises:
         ConfigError: the decoder is not installed.
@@ -96,7 +96,7 @@ class CpuBackend:
             import torch  # noqa: F401 - before the threads start: parallel imports may get a module that is not complete
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
-        self._ring = BufferRing(config.shape, config.pixels.dtype, keep=config.prefetch + _HELD_BY_CALLER)
+        self._ring = BufferRing(config.shape, config.pixels.dtype, keep=config.prefetch + _BATCHES_OF_CALLER)
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
         self._thread_local = threading.local()
         self._stopped = threading.Event()
@@ -124,14 +124,10 @@ class CpuBackend:
         *,
         out: npt.NDArray[Any] | None = None,
     ) -> CpuRun:
-        """Start decoding a batch outside of the queue of `feed` and `take`.
+        """Start decoding a batch outside of the queue of `feed` and `take`; arguments as of `feed`.
 
-        Args:
-            images: see `feed`.
-            windows: see `feed`.
-            edit: see `feed`.
-            read: see `feed`.
-            out: output memory for a full batch, used only by this batch until `finish`; None: the backend's own.
+        `out` is output memory for a full batch, which only this batch uses until `finish`; None: memory of the
+        backend.
         """
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
@@ -167,27 +163,25 @@ class CpuBackend:
 
     def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
         """Decode some images of a batch; return the reasons of those that cannot be decoded, by index."""
+        bad: dict[int, str] = {}
         with self._profiler.stage(Stage.DECODE):
-            return self._decode_timed(work, indices)
-
-    def _decode_timed(self, work: _DecodeJob, indices: range) -> dict[int, str]:
-        worker, bad = self._worker(), {}
-        for index in indices:
-            if self._stopped.is_set():
-                raise CancelledError
-            image = work.images[index]
-            if work.read is not None:
-                image = work.read(index, worker.buffer(len(image)))
-            reason = worker.decode(
-                image,
-                work.starts[index],
-                work.shapes[index],
-                work.out[index],
-                flip=work.flips[index],
-                edit=None if work.edit is None else partial(work.edit, index),
-            )
-            if reason is not None:
-                bad[index] = reason
+            worker = self._worker()
+            for index in indices:
+                if self._stopped.is_set():
+                    raise CancelledError
+                image = work.images[index]
+                if work.read is not None:
+                    image = work.read(index, worker.buffer(len(image)))
+                reason = worker.decode(
+                    image,
+                    work.starts[index],
+                    work.shapes[index],
+                    work.out[index],
+                    flip=work.flips[index],
+                    edit=None if work.edit is None else partial(work.edit, index),
+                )
+                if reason is not None:
+                    bad[index] = reason
         return bad
 
     def _take_memory(self) -> npt.NDArray[Any] | torch.Tensor:
@@ -197,6 +191,7 @@ class CpuBackend:
         return empty_pinned(self._config.shape, self._config.pixels.dtype)
 
     def _deliver(self, images: npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
+        """Return images, those of bfloat16 as a tensor of that dtype: NumPy does not have it."""
         if self._config.pixels.output != "bfloat16":
             return images
         import torch
@@ -204,10 +199,10 @@ class CpuBackend:
         return torch.as_tensor(images).view(torch.bfloat16)
 
     def _worker(self) -> ImageWorker:
-        own = self._thread_local
-        if not hasattr(own, "worker"):
-            own.worker = ImageWorker(
+        """Return the worker of this thread; workers reuse their buffers, so threads cannot share one."""
+        if not hasattr(self._thread_local, "worker"):
+            self._thread_local.worker = ImageWorker(
                 self._config.pixels, self._config.size, backend=self._backend, framework=self._framework
             )
-        worker: ImageWorker = own.worker
+        worker: ImageWorker = self._thread_local.worker
         return worker

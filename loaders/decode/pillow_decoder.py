@@ -13,13 +13,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from datasvc.errors import BadSampleError
+from datasvc.loaders.decode.pixels import Pixels
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import open_image
 
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
-
-Pixels = npt.NDArray[np.uint8]
 
 
 def decode_window(
@@ -29,7 +28,6 @@ def decode_window(
     flip: bool,
     size: int,
     *,
-    image_size: tuple[int, int] | None = None,
     out: Pixels | None = None,
 ) -> Pixels:
     """Decode an image upright, crop a window, and scale it with Pillow's anti-aliased BILINEAR filter.
@@ -46,15 +44,14 @@ def decode_window(
         shape: height and width of the window, pixels.
         flip: whether to mirror the window horizontally.
         size: side of the output in pixels.
-        image_size: expected width and height of the upright image; None: any size.
         out: output array, `uint8[size, size, 3]`; None: a new array.
 
     Returns:
         `uint8[size, size, 3]`; `out` if it was given.
 
     Raises:
-        BadSampleError: the blob is not an image, is truncated or too large, has 32-bit pixels, has another size than
-            `image_size`, or is too small for the window; the message has the reason.
+        BadSampleError: the blob is not an image, is truncated or too large, has 32-bit pixels, or is too small for
+            the window; the message has the reason.
     """
     content = blob.data if isinstance(blob, np.ndarray) else blob
     (top, left), (height, width) = map(int, start), map(int, shape)
@@ -63,7 +60,7 @@ def decode_window(
         orientation = read_orientation(content, kind)
         upright_size = image.size[::-1] if swaps_sides(orientation) else image.size
         box = (left, top, left + width, top + height)
-        _check_sizes(upright_size, image_size, box)
+        _check_window(upright_size, box)  # before the image is decoded
         window = to_rgb(turn_upright(image, orientation).crop(box), kind)
         scaled = np.asarray(window.resize((size, size), Image.Resampling.BILINEAR))
     out = np.empty((size, size, 3), np.uint8) if out is None else out
@@ -97,14 +94,9 @@ def to_rgb(image: Image.Image, kind: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def _check_sizes(actual: tuple[int, int], expected: tuple[int, int] | None, box: tuple[int, int, int, int]) -> None:
-    """Raise BadSampleError, before decoding, if the image does not have the expected size or is too small."""
-    width, height = actual
-    if expected is not None and actual != tuple(expected):
-        raise BadSampleError(
-            f"is {width}x{height} pixels, {expected[0]}x{expected[1]} by its columns; ingest it again to correct them"
-        )
-    left, top, right, bottom = box
+def _check_window(image_size: tuple[int, int], box: tuple[int, int, int, int]) -> None:
+    """Raise BadSampleError if the window is not inside the image."""
+    (width, height), (left, top, right, bottom) = image_size, box
     if not (0 <= left < right <= width and 0 <= top < bottom <= height):
         raise BadSampleError(
             f"is {width}x{height} pixels, too small for its window {left}..{right} x {top}..{bottom}"

@@ -76,12 +76,7 @@ class PixelFormat:
 
 
 class PixelWriter:
-    """Converts images to a format, one at a time. It reuses its buffers, so each thread needs its own writer.
-
-    Args:
-        pixels: format of the images.
-        size: side of an image in pixels.
-    """
+    """Converts images to a format, one at a time. It reuses its buffers, so each thread needs its own writer."""
 
     def __init__(self, pixels: PixelFormat, size: int) -> None:
         self._planar = pixels.layout == "NCHW"
@@ -121,7 +116,8 @@ class PixelWriter:
         np.add(rows, self._row_shift, out=rows)
 
     def _write_halves(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
-        """Write 16-bit floats with a lookup table; rounding of float32 in NumPy takes four times as long."""
+        """Write images of 16-bit floats."""
+        # A lookup table of the 256 levels, because rounding of float32 in NumPy takes four times as long.
         np.copyto(self._planes, _to_planes(image, flip))
         halves = out if self._planar else self._halves
         for table, plane, target in zip(self._tables, self._planes, halves, strict=True):

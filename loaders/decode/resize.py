@@ -1,11 +1,11 @@
-"""Scale windows with the anti-aliased bilinear filter of Pillow or of torch, which is six times as fast.
+"""Scaling of decoded windows with the anti-aliased bilinear filter of torch or of Pillow.
 
-Their results differ by at most one level of 255.
+The results differ by at most one level of 255. Torch is six times as fast; Pillow serves callers without torch.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
@@ -14,53 +14,29 @@ from datasvc.loaders.decode.backend import Framework
 from datasvc.loaders.decode.pixels import Pixels
 
 
-class Resizer(Protocol):
-    """Scales windows, for use in one thread."""
+def make_resizer(framework: Framework, size: int) -> Callable[[Pixels], Pixels]:
+    """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to `uint8[size, size, 3]`.
 
-    def resize(self, window: Pixels) -> Pixels:
-        """Return `uint8[height, width, 3]` scaled to `uint8[size, size, 3]`, valid until the next call."""
-
-
-class TorchResizer:
-    """A `Resizer` with torch's anti-aliased kernel for bytes, which reads channels-last pixels and starts no threads.
-
-    Args:
-        size: side of the output in pixels.
+    Its result is valid until the next call. "torch" selects torch's kernel; "numpy" Pillow's, and torch is not
+    imported.
     """
-
-    def __init__(self, size: int) -> None:
-        import torch
-
-        self._size = [size, size]
-        self._scaled = torch.empty(1, size, size, 3, dtype=torch.uint8)
-        self._out = self._scaled.permute(0, 3, 1, 2)
-        self._from_numpy = torch.from_numpy
-        # The operator behind `interpolate(mode="bilinear", antialias=True)`; this form writes to existing memory.
-        self._scale = torch.ops.aten._upsample_bilinear2d_aa.out  # noqa: SLF001 - the operator's name
-
-    def resize(self, window: Pixels) -> Pixels:
-        """See `Resizer`."""
-        source = self._from_numpy(window).permute(2, 0, 1).unsqueeze(0)
-        self._scale(source, self._size, False, None, None, out=self._out)
-        scaled: Pixels = self._scaled[0].numpy()
-        return scaled
+    if framework == "torch":
+        return _make_torch_resizer(size)
+    return lambda window: np.asarray(Image.fromarray(window).resize((size, size), Image.Resampling.BILINEAR))
 
 
-class PillowResizer:
-    """A `Resizer` with Pillow, which does not import torch.
+def _make_torch_resizer(size: int) -> Callable[[Pixels], Pixels]:
+    """Return a resizer with torch's kernel for bytes, which reads channels-last pixels and starts no threads."""
+    import torch
 
-    Args:
-        size: side of the output in pixels.
-    """
+    # The operator behind `interpolate(mode="bilinear", antialias=True)`; this form writes to existing memory.
+    scale = torch.ops.aten._upsample_bilinear2d_aa.out  # noqa: SLF001 - the operator's name
+    scaled = torch.empty(1, size, size, 3, dtype=torch.uint8)
+    out, pixels = scaled.permute(0, 3, 1, 2), scaled[0].numpy()
 
-    def __init__(self, size: int) -> None:
-        self._size = (size, size)
+    def resize(window: Pixels) -> Pixels:
+        source = torch.from_numpy(window).permute(2, 0, 1).unsqueeze(0)
+        scale(source, [size, size], False, None, None, out=out)
+        return pixels
 
-    def resize(self, window: Pixels) -> Pixels:
-        """See `Resizer`."""
-        return np.asarray(Image.fromarray(window).resize(self._size, Image.Resampling.BILINEAR))
-
-
-def make_resizer(framework: Framework, size: int) -> Resizer:
-    """Return torch's resizer for "torch"; for "numpy", Pillow's, which does not import torch."""
-    return TorchResizer(size) if framework == "torch" else PillowResizer(size)
+    return resize

@@ -32,7 +32,7 @@ class ImageWorker:
     def __init__(self, pixels: PixelFormat, size: int, *, backend: Backend, framework: Framework) -> None:
         self._size = size
         self._crops = CropDecoder() if backend == "cpu" else None
-        self._resizer = make_resizer(framework, size)
+        self._resize = make_resizer(framework, size)
         self._writer = PixelWriter(pixels, size)
         self._encoded = np.empty(0, np.uint8)
         self._window, self._edited = np.empty((2, size, size, 3), np.uint8)
@@ -68,7 +68,7 @@ class ImageWorker:
         """
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:
-            image = self._resizer.resize(crop)
+            image = self._resize(crop)
         else:
             try:
                 image = decode_window(blob, start, shape, False, self._size, out=self._window)
@@ -76,6 +76,7 @@ class ImageWorker:
                 out[...] = 0
                 return str(error)
         if edit is not None:
+            # Flipped before the edit, because an edit gets the image in its final orientation.
             copy_pixels(image, self._edited, flip=flip)
             edit(self._edited)
             image, flip = self._edited, False

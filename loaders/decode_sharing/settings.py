@@ -55,8 +55,3 @@ class DecodeGroup:
     def common(self) -> dict[str, Any]:
         """The settings that all jobs of a group must have in common, JSON values by name."""
         return {"sharing_format": SHARING_FORMAT, "lag": self.lag, "patience": self.patience}
-
-
-def parse_decode_group(group: DecodeGroup | str) -> DecodeGroup:
-    """Return the group; a name alone stands for a group with default settings. Raises ConfigError."""
-    return DecodeGroup(group) if isinstance(group, str) else group

@@ -1,4 +1,4 @@
-"""Conversion of sample batches to image batches: plan crops, decode with a backend, mask or raise failures."""
+"""The `BatchDecoder` of `ImageLoader`: plans crops, decodes with a backend, and masks or raises failures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ class ImageDecoder:
         backend: decoder of the images.
         framework: array type of the batches.
         plan: crop and edits of each image.
-        describe: function that names a sample, given its batch and its index there.
+        describe: function that names a sample, given its batch and its index in the batch.
         numbers: further columns of `SampleBatch.columns` to deliver as arrays.
         lists: further columns to read from the shards and deliver as lists.
         on_bad: "raise" an error for samples that do not decode, or "mask" them.
         is_mixture: whether batches contain the source split of each sample.
         device: device of labels, mask and numbers, such as "cuda:1"; None: the CPU.
-        profiler: profiler of the loader.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class ImageDecoder:
         framework: Framework,
         plan: ImagePlan,
         describe: Callable[[SampleBatch, int], str],
-        numbers: Sequence[str] = (),
-        lists: Sequence[str] = (),
-        on_bad: OnBad = "raise",
-        is_mixture: bool = False,
-        device: str | None = None,
+        numbers: Sequence[str],
+        lists: Sequence[str],
+        on_bad: OnBad,
+        is_mixture: bool,
+        device: str | None,
         profiler: StepProfiler,
     ) -> None:
         self._backend = backend
@@ -96,7 +95,8 @@ class ImageDecoder:
     def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
         mask = batch.mask
         if bad:
-            mask = mask.copy()  # the ledger still needs the sample batch's mask, which tells padding from failures
+            # A copy: the ledger still needs the mask of the sample batch, in which only padding is False.
+            mask = mask.copy()
             mask[list(bad)] = False
         labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
         columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numbers}

@@ -18,7 +18,7 @@ from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_order
 from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
 from datasvc.loaders.core.other_columns import sort_columns
-from datasvc.loaders.core.pinned import PinnedDecoder, warn_without_gpu
+from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, parse_backend
@@ -28,7 +28,7 @@ from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Output, PixelFormat
-from datasvc.loaders.decode_sharing import DecodeGroup, Sharing, parse_decode_group
+from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.images.image_plan import ImagePlan
@@ -104,18 +104,17 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         check_sizes(size=size)
         pixels = PixelFormat(pixels) if isinstance(pixels, str) else pixels
         decode = DecodeConfig(decode) if isinstance(decode, str) else decode
+        group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
         augment = augment or AugmentConfig()
         order = choose_order(order, seed=seed, shuffle=shuffle, training=training)
         self._plan = ImagePlan(training, size, order.seed, augment)
         check_column(split, IMAGE, "images")
-        column_names = columns_of(split)
         self._numbers, self._lists = sort_columns(split, columns)
+        labels = [LABEL] if LABEL in columns_of(split) else []
         super().__init__(
             split,
             blob=IMAGE,
-            columns=tuple(
-                dict.fromkeys([WIDTH, HEIGHT, *([LABEL] if LABEL in column_names else []), *self._numbers])
-            ),
+            columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *labels, *self._numbers])),
             batch_size=batch_size,
             training=training,
             cache=cache,
@@ -139,20 +138,19 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         self._on_bad = decode.on_bad
         self._framework: Framework = "torch"
         self._is_pinned = False
+        missing = find_missing()
         candidates = plan_candidates(
             decode.backend,
             on_gpu=self._config.device_id is not None,
             has_transform=augment.transform is not None,
-            missing=find_missing(),
+            missing=missing,
         )
         self._choice = DecodeChoice(decode.backend, candidates, config=self._config, ranks=self.ranks)
         if decode.backend == "auto" and candidates[0] == "pillow":
-            _LOG.warning(
-                "images are decoded by Pillow, about half as fast as decode='cpu': %s", find_missing()["cpu"]
-            )
+            _LOG.warning("images are decoded by Pillow, about half as fast as decode='cpu': %s", missing["cpu"])
         self.num_bad = 0
         self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
-        if decode_group is not None:
+        if group is not None:
             if self._config.device_id is not None:
                 raise ConfigError(
                     f"device is {device!r}; a decode group decodes on the CPU only: give device='cpu', or leave out "
@@ -170,7 +168,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 "columns": tuple(columns),
                 "decode": decode,
             }
-            self.sharing = Sharing(self, parse_decode_group(decode_group), arguments)
+            self.sharing = Sharing(self, group, arguments)
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:
         """Yield the rest of the epoch; see `Loader`."""
@@ -215,7 +213,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # Several iterators may be in use in turn: prefetched batches of another kind are decoded again.
+            # Several iterators may be used in turn. Prefetched batches of another kind are decoded again.
             if (self._framework, self._is_pinned) != (framework, is_pinned):
                 with self._thread_guard:
                     self._discard()
@@ -233,23 +231,13 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             self.sharing.close()
 
     def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
-        decoder = self._make_unpinned()
-        return PinnedDecoder(decoder) if self._is_pinned else decoder
-
-    def _make_unpinned(self) -> BatchDecoder[ImageBatch[Any]]:
-        """Return a decoder whose batches are in ordinary memory; a CPU backend decodes images to pinned memory."""
-        # What is decoded for other jobs too is copied to pinned memory by each job that needs it there.
-        is_pinned = self._is_pinned and self.sharing is None
+        # A batch of a decode group is shared in ordinary memory; `_deliver` copies it for this job.
+        config = dataclasses.replace(self._config, is_pinned=self._is_pinned and self.sharing is None)
+        # The state of `Loader`, without the backend: ranks may differ in the backend before they have agreed.
+        question = super().state_dict() | {"batch_size": self.batch_size}
+        backend = self._choice.settle(self._draw_trial, question=question)
         decoder = ImageDecoder(
-            make_backend(
-                dataclasses.replace(self._config, is_pinned=is_pinned),
-                # The state of `Loader`, without the backend: ranks may differ in that before they have agreed.
-                self._choice.settle(
-                    self._draw_trial, question=super().state_dict() | {"batch_size": self.batch_size}
-                ),
-                framework=self._framework,
-                profiler=self.profiler,
-            ),
+            make_backend(config, backend, framework=self._framework, profiler=self.profiler),
             framework=self._framework,
             plan=self._plan,
             describe=self._batches.describe,
@@ -284,6 +272,10 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         super().load_state_dict(state)
         self._choice.restore(decode)
 
+    def _deliver(self, decoded: ImageBatch[Any]) -> ImageBatch[Any]:
+        # Only labels, mask and numbers are copied if the images were decoded to pinned memory.
+        return decoded.pin_memory() if self._is_pinned else decoded
+
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:
         return finished.bad
 
@@ -306,7 +298,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 if batch.blobs:
                     drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], self._plan.windows(batch)))
                     size_bytes += sum(map(len, drawn[-1].images))
-                self._batches.retire(batch)  # otherwise a cache too small for all these batches would wait forever
+                self._batches.retire(batch)  # otherwise a cache that cannot hold all these batches would wait forever
                 if size_bytes > _TRIAL_BYTES:
                     break
         finally:

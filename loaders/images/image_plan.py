@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig, Windows, plan_centre_windows, plan_random_windows
-from datasvc.loaders.augment.edits import plan_edit
+from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.core.batches import SampleBatch
-from datasvc.loaders.decode.backend import Edit
 from datasvc.shards.format.schema import HEIGHT, WIDTH
 
 # Ratio of the shorter side before the centre crop to the size of the crop, as usual for ImageNet.

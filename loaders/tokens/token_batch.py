@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from datasvc.keyed_random import Integers
@@ -56,22 +58,12 @@ class TokenBatch(Batch[A]):
 
 
 def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
-    """Return the batch with tensors that use the arrays' memory."""
+    """Return the batch with tensors that use the arrays' memory; `positions` stays an array."""
     import torch
 
-    def tensor(array: npt.NDArray[Any] | None) -> Any:
-        return None if array is None else torch.from_numpy(array)
-
-    return TokenBatch(
-        tensor(batch.tokens),
-        tensor(batch.length),
-        tensor(batch.mask),
-        batch.epoch,
-        batch.positions,
-        tensor(batch.labels),
-        tensor(batch.document_ids),
-        tensor(batch.position_ids),
-        tensor(batch.cu_seqlens),
-        batch.max_seqlen,
-        tensor(batch.sources),
-    )
+    tensors: dict[str, Any] = {
+        name: torch.from_numpy(value)
+        for name, value in vars(batch).items()
+        if isinstance(value, np.ndarray) and name != "positions"
+    }
+    return dataclasses.replace(batch, **tensors)

@@ -1,4 +1,4 @@
-"""Conversion of sample batches to token batches: gather blocks as int64, and compute labels and document ids."""
+"""The `BatchDecoder` of `TokenLoader`: copies blocks as int64, and computes labels and document ids."""
 
 from __future__ import annotations
 
@@ -36,17 +36,11 @@ _NUM_REUSED: Final = 4
 
 @dataclass(frozen=True)
 class _TokenShard:
-    """Properties of a shard that every batch needs, computed once.
-
-    Attributes:
-        blocks: the blocks of the shard.
-        has_all_blocks: whether no sample has null as block.
-        has_length: whether the shard has a column `length`.
-    """
+    """Properties of a shard that every batch needs, computed once."""
 
     blocks: StoredBlocks
-    has_all_blocks: bool
-    has_length: bool
+    has_all_blocks: bool  # whether no sample has null as block
+    has_length: bool  # whether the shard has a column `length`
 
 
 @dataclass(frozen=True)
@@ -82,14 +76,13 @@ class TokenConfig:
 
 
 class TokenDecoder:
-    """A `BatchDecoder` of token blocks. It works in `take`, because the work costs less than a switch of threads.
+    """A `BatchDecoder` of token blocks.
 
     Args:
         config: settings.
         batch_size: maximum number of samples in a batch.
         is_mixture: whether batches contain the source split of each sample.
-        describe: function that names a sample, given its batch and its index there.
-        finish: function that converts a batch of arrays to the batch that `take` returns.
+        describe: function that names a sample, given its batch and its index in the batch.
     """
 
     def __init__(
@@ -99,9 +92,8 @@ class TokenDecoder:
         batch_size: int,
         is_mixture: bool = False,
         describe: Callable[[SampleBatch, int], str],
-        finish: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]],
     ) -> None:
-        self._config, self._describe, self._finish = config, describe, finish
+        self._config, self._describe = config, describe
         self._is_mixture = is_mixture
         shape = (batch_size, config.block_tokens)
         self._tokens, self._labels, self._positions = (
@@ -116,8 +108,9 @@ class TokenDecoder:
         """See `BatchDecoder`."""
         self._in_progress.append(batch)
 
-    def take(self) -> TokenBatch[Any]:
+    def take(self) -> TokenBatch[npt.NDArray[Any]]:
         """See `BatchDecoder`."""
+        # The work is done here and not in threads, because it costs less than a switch of threads.
         batch = self._in_progress.popleft()
         tokens, length = self._gather(batch)
         config, count, block = self._config, len(tokens), tokens.shape[1]
@@ -134,7 +127,7 @@ class TokenDecoder:
             number_positions(segments, positions)
             bounds = np.append(segments, tokens.size).astype(np.int32)
             longest = int(segment_sizes(segments, tokens.size).max(initial=0))
-        arrays: TokenBatch[npt.NDArray[Any]] = TokenBatch(
+        return TokenBatch(
             tokens,
             length,
             batch.mask,
@@ -147,7 +140,6 @@ class TokenDecoder:
             longest,
             batch.sources if self._is_mixture else None,
         )
-        return self._finish(arrays)
 
     def close(self) -> None:
         """See `BatchDecoder`."""
@@ -177,7 +169,7 @@ class TokenDecoder:
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
         elif ragged is not None:
-            # Only ragged blocks: padding stored in a full block stays, whatever other blocks are in the batch.
+            # Only ragged blocks: padding that is stored in a full block stays as it is stored.
             _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
 
@@ -233,10 +225,11 @@ class TokenDecoder:
             self._check_tokenizer(shard)
             format_ = choose_format(shard.schema, config.column, config.block_tokens, config.dtype)
             blocks = StoredBlocks(shard.batches, format_)
-            if isinstance(shard, PartialShard):  # not cached: it gets more samples while it is fetched
-                return _TokenShard(blocks, has_all_blocks=False, has_length=LENGTH in shard.schema.names)
-            has_all_blocks = shard.is_valid(config.column, np.arange(shard.num_samples))
+            is_partial = isinstance(shard, PartialShard)
+            has_all_blocks = not is_partial and shard.is_valid(config.column, np.arange(shard.num_samples))
             token_shard = _TokenShard(blocks, has_all_blocks, LENGTH in shard.schema.names)
+            if is_partial:
+                return token_shard  # not cached: the shard gets more samples while it is fetched
             self._shards[shard] = token_shard
         if not token_shard.has_all_blocks:
             self._check_not_null(part, config.column)

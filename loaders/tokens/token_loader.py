@@ -112,7 +112,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             end=stored.end,
         )
         _check_config(self._config, splits)
-        self._deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
+        self._convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
         super().__init__(
             split,
             blob=None,
@@ -152,14 +152,15 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         warn_without_gpu()
         return self._serve(lambda batch: to_torch(batch).pin_memory())
 
-    def _serve(self, deliver: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
+    def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
         while True:
-            self._deliver = deliver
+            # Set for each batch, because several iterators may be used in turn.
+            self._convert = convert
             try:
                 batch = next(batches, None)
             finally:
-                self._deliver = to_torch
+                self._convert = to_torch
             if batch is None:
                 return
             yield batch
@@ -170,48 +171,41 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             batch_size=self.batch_size,
             is_mixture=isinstance(self.split, Mixture),
             describe=self._batches.describe,
-            finish=self._finish,
         )
 
     def _resources(self) -> Resources:
         return dataclasses.replace(super()._resources(), unit="blocks")
 
-    def _finish(self, batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[Any]:
-        return self._deliver(batch)
+    def _deliver(self, decoded: TokenBatch[Any]) -> TokenBatch[Any]:
+        return self._convert(decoded)
 
 
 def _common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
     """Return the number of tokens of a block. Raises ConfigError: it differs between splits."""
-    blocks: dict[int, Split] = {}
+    split_of: dict[int, Split] = {}
     for split in splits:
         try:
             block_format = choose_format(split.table.sample_schema, stored.column, stored.block_tokens, stored.dtype)
         except ConfigError as error:
             raise ConfigError(f"{split!r}: {error}") from error
-        blocks.setdefault(block_format.block_tokens, split)
-    if len(blocks) > 1:
-        raise ConfigError(
-            "blocks differ in size: "
-            + ", ".join(f"{size} tokens in {split!r}" for size, split in blocks.items())
-            + "; ingest them with one --block-tokens"
-        )
-    return next(iter(blocks))
+        split_of.setdefault(block_format.block_tokens, split)
+    if len(split_of) > 1:
+        sizes = ", ".join(f"{size} tokens in {split!r}" for size, split in split_of.items())
+        raise ConfigError(f"blocks differ in size: {sizes}; ingest them with one --block-tokens")
+    return next(iter(split_of))
 
 
 def _common_tokenizer(splits: Sequence[Split]) -> bytes | None:
     """Return the tokenizer's digest, None if no split records one. Raises ConfigError: it differs between splits."""
-    tokenizers: dict[bytes, Split] = {}
+    split_of: dict[bytes, Split] = {}
     for split in splits:
         digest = (split.table.sample_schema.metadata or {}).get(TOKENIZER)
         if digest is not None:
-            tokenizers.setdefault(digest, split)
-    if len(tokenizers) > 1:
-        raise ConfigError(
-            "tokens of different tokenizers do not mix: "
-            + ", ".join(f"{digest.decode()[:12]}... in {split!r}" for digest, split in tokenizers.items())
-            + "; ingest them with one --tokenizer"
-        )
-    return next(iter(tokenizers), None)
+            split_of.setdefault(digest, split)
+    if len(split_of) > 1:
+        digests = ", ".join(f"{digest.decode()[:12]}... in {split!r}" for digest, split in split_of.items())
+        raise ConfigError(f"tokens of different tokenizers do not mix: {digests}; ingest them with one --tokenizer")
+    return next(iter(split_of), None)
 
 
 def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:

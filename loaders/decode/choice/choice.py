@@ -11,7 +11,7 @@ from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode
 from datasvc.loaders.decode.choice.agree import agree, default_store
-from datasvc.loaders.decode.choice.choose import ON_GPU, choose_fastest
+from datasvc.loaders.decode.choice.choose import ON_GPU
 from datasvc.loaders.decode.choice.trial import TrialBatch, Trials, try_backends
 
 if TYPE_CHECKING:
@@ -107,12 +107,13 @@ class DecodeChoice:
         return is_open and self._ranks.world_size > 1
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
-        """Return the choice of data rank 0. It reports a single candidate too: other ranks may have several."""
+        """Return the choice of data rank 0."""
         identity = repr(
             [sorted(question.items()), self._requested, self._in_state, self._ranks.world_size, self._config.pixels]
         )
         answer = agree(
             hashlib.sha256(identity.encode()).hexdigest(),
+            # A single candidate is reported too: other ranks may have several.
             lambda: self._settled or self._stored or self._choose_here(draw),
             is_first=self._ranks.rank == 0,
             store=store,
@@ -161,7 +162,7 @@ class DecodeChoice:
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
                 raise ConfigError(f"decode='gpu' works with no backend of this machine: {reasons}; use decode='cpu'")
             return self._candidates[0]
-        chosen = choose_fastest(trials.rates)
+        chosen = max(trials.rates, key=trials.rates.__getitem__)  # of equal rates, that of the first candidate
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
         _LOG.info("decode=%r is %r here: %s", self._requested, chosen, measured)
         return chosen

@@ -1,4 +1,4 @@
-"""Candidates for the decoding backend, from the user's argument and the installed software; choice of the fastest."""
+"""Candidates for the decoding backend, from the user's argument and the installed software."""
 
 from __future__ import annotations
 
@@ -57,8 +57,3 @@ def plan_candidates(
         return usable
     # A CPU backend is always a candidate: it is used if all trials on the GPU fail.
     return ["pillow" if "cpu" in refused else "cpu", *usable]
-
-
-def choose_fastest(rates: Mapping[Backend, float]) -> Backend:
-    """Return the backend with the highest rate; the first one of several with equal rates."""
-    return max(rates, key=lambda backend: rates[backend])

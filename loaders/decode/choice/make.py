@@ -18,12 +18,6 @@ def make_backend(
 ) -> ImageBackend:
     """Return a new backend.
 
-    Args:
-        config: settings of the backend.
-        backend: name of the backend.
-        framework: array type of the batches.
-        profiler: profiler of the loader.
-
     Raises:
         ConfigError: the software of the backend is not installed.
         DeviceError: the GPU cannot be used.

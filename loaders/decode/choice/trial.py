@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is "__main__" in the child
-_DEADLINE_S: Final = (
-    180.0  # for one backend, including the start of the child; only a decoder that hangs takes longer
-)
+# For one backend, including the start of the child; only a decoder that hangs takes longer.
+_DEADLINE_S: Final = 180.0
 _MEASURED_S: Final = 0.5
 _MIN_RUNS: Final = 3
 # Maximum mean difference of two decoders, in levels of 255; above it, one of them returns wrong pixels.
@@ -62,13 +61,7 @@ class TrialBatch:
 
 @dataclass(frozen=True)
 class TrialJob:
-    """The work of a child process.
-
-    Attributes:
-        config: settings of the backends.
-        candidates: backends to try, in this order.
-        batches: path of a file with the pickled batches.
-    """
+    """The work of a child process: backends to try, in this order, and the path of the pickled batches."""
 
     config: BackendConfig
     candidates: Sequence[Backend]
@@ -100,7 +93,7 @@ def try_backends(
 
     Args:
         config: settings of the backends.
-        candidates: backends to try, at least one.
+        candidates: backends to try, in this order.
         batches: distinct, non-empty batches; a single one would stay in the processor's cache and raise the rates.
         module: module that the child runs.
         deadline_s: seconds after which a child that does not answer is killed.
@@ -164,7 +157,7 @@ def measure_rate(
         backend: backend without batches in progress.
         batches: batches to decode, one after another, repeatedly.
         prefetch: number of batches in progress.
-        duration_s: approximate duration; at least three batches are decoded.
+        duration_s: approximate duration; at least three batches are measured.
         clock: monotonic clock in seconds.
     """
     endless = itertools.cycle([(batch.arrays(), batch.windows) for batch in batches])
@@ -177,17 +170,16 @@ def measure_rate(
 
     for _ in range(prefetch):
         feed()
-    num_runs, num_images, started = -1, 0, 0.0
-    while True:
+    num_images = 0
+    for num_measured in itertools.count():
         _wait_for(backend.take().images)
-        taken = in_progress.popleft()
-        num_runs += 1
+        images = in_progress.popleft()
         now = clock()
-        if num_runs == 0:
-            started = now  # the first run, which also starts threads, is not measured
+        if num_measured == 0:
+            started = now  # the first batch, for which threads are started, is not measured
         else:
-            num_images += len(taken)
-            if num_runs >= _MIN_RUNS and now - started >= duration_s:
+            num_images += len(images)
+            if num_measured >= _MIN_RUNS and now - started >= duration_s:
                 break
         feed()
     for _ in in_progress:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, BackendConfig
+from datasvc.loaders.decode.gpu.device_stream import make_stream
 from datasvc.loaders.decode.pixels import PixelFormat
 
 if TYPE_CHECKING:
     import torch
 
-    from datasvc.loaders.decode.gpu.device_stream import StreamEvent
     from datasvc.shards.format.mapped_file import Bytes
 
     _Inputs = tuple[Sequence[Bytes], Windows]
@@ -88,10 +88,6 @@ def output_arguments(pixels: PixelFormat) -> dict[str, Any]:
 class DaliPipeline:
     """A DALI pipeline with up to `prefetch` runs in progress.
 
-    Args:
-        config: settings of the backend.
-        graph: "window" or "whole".
-
     Raises:
         ConfigError: DALI is not installed.
         DeviceError: the GPU cannot be used, or has too little memory.
@@ -101,11 +97,10 @@ class DaliPipeline:
         self.config = config
         with device_errors(_BACKENDS[graph]):
             self._pipe = _build(config, graph)
-        self._copies = None if config.device_id is None else _make_stream(config.device_id)
+        self._copies = None if config.device_id is None else make_stream(config.device_id)
         self._fed: deque[_Inputs] = deque()
-        self._read: deque[tuple[StreamEvent, _Inputs]] = (
-            deque()
-        )  # inputs of taken runs that the device may still read
+        # Inputs of taken runs that the device may still read, until their events are done.
+        self._read: deque[tuple[torch.cuda.Event, _Inputs]] = deque()
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
         """Start a run. Its arrays are referenced until its output is complete, and must not change until then.
@@ -183,14 +178,6 @@ def _to_torch(output: Any) -> torch.Tensor:
 
     shared: torch.Tensor = dlpack.from_dlpack(output.as_tensor())
     return shared
-
-
-def _make_stream(device_id: int) -> torch.cuda.Stream:
-    from torch import cuda
-
-    make: Any = cuda.Stream  # without type annotations
-    stream: torch.cuda.Stream = make(device_id)
-    return stream
 
 
 def _build(config: BackendConfig, graph: Graph) -> Any:

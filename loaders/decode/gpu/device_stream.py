@@ -7,7 +7,7 @@ torch's allocator reuses its memory only after the caller's stream has finished 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,35 +20,6 @@ if TYPE_CHECKING:
 Levels = npt.NDArray[np.uint8]
 
 
-class StreamEvent(Protocol):
-    """An event on a stream, such as `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Return whether all work before the event is done."""
-
-    def synchronize(self) -> None:
-        """Wait until all work before the event is done."""
-
-
-class DeviceStream(Protocol):
-    """The GPU operations that an upload needs."""
-
-    def allocate(self, shape: tuple[int, ...]) -> Levels:
-        """Return page-locked host memory with arbitrary values."""
-
-    def active(self) -> AbstractContextManager[object]:
-        """Return a context manager whose block queues its work on this stream."""
-
-    def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Start a copy, inside `active`; the array must not change until an event recorded afterwards is done."""
-
-    def record(self) -> StreamEvent:
-        """Return an event that is done when all work that was queued on this stream before is done."""
-
-    def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
-        """Make the caller's stream wait for `done`, and keep the tensor's memory until that stream has used it."""
-
-
 def current_gpu() -> int:
     """Return the index of torch's current GPU. Raises ConfigError: torch finds no GPU."""
     import torch
@@ -58,8 +29,17 @@ def current_gpu() -> int:
     return torch.cuda.current_device()
 
 
+def make_stream(device: int | torch.device) -> torch.cuda.Stream:
+    """Return a new stream of a GPU."""
+    import torch
+
+    make: Any = torch.cuda.Stream  # without type annotations
+    stream: torch.cuda.Stream = make(device)
+    return stream
+
+
 class CudaStream:
-    """A `DeviceStream` on a CUDA device.
+    """A separate stream of a GPU, with the operations that an upload needs.
 
     Args:
         device: name of the device, such as "cuda:1".
@@ -78,31 +58,30 @@ class CudaStream:
             raise ConfigError(
                 f"device is {device!r}, and torch finds {count} GPUs here; give device='cpu' or another"
             )
-        make: Any = torch.cuda.Stream  # without type annotations
-        self._stream: torch.cuda.Stream = make(self._device)
+        self._stream = make_stream(self._device)
 
     def allocate(self, shape: tuple[int, ...]) -> Levels:
-        """See `DeviceStream`."""
+        """Return page-locked host memory with arbitrary values."""
         with self._torch.cuda.device(self._device):  # otherwise page-locking creates a context on another GPU
             memory: Levels = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True).numpy()
         return memory
 
     def active(self) -> AbstractContextManager[object]:
-        """See `DeviceStream`."""
+        """Return a context manager whose block queues its work on this stream."""
         stream: AbstractContextManager[object] = self._torch.cuda.stream(self._stream)
         return stream
 
     def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """See `DeviceStream`."""
+        """Start a copy, inside `active`; the array must not change until an event recorded afterwards is done."""
         return self._torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def record(self) -> StreamEvent:
-        """See `DeviceStream`."""
-        done: StreamEvent = self._stream.record_event()
+    def record(self) -> torch.cuda.Event:
+        """Return an event that is done when all work that was queued on this stream before is done."""
+        done: torch.cuda.Event = self._stream.record_event()
         return done
 
-    def hand_over(self, tensor: torch.Tensor, done: StreamEvent) -> None:
-        """See `DeviceStream`."""
+    def hand_over(self, tensor: torch.Tensor, done: torch.cuda.Event) -> None:
+        """Make the caller's stream wait for `done`, and keep the tensor's memory until that stream has used it."""
         # The current stream of the calling thread, which uses the batch.
         current: Any = self._torch.cuda.current_stream(self._device)
         current.wait_event(done)

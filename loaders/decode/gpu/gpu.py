@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.augment.augment import Windows
-from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, Read
+from datasvc.loaders.augment.edits import Edit
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import DaliPipeline, Graph, device_errors
@@ -108,7 +109,8 @@ class GpuBackend:
             by_dali, failed = self._decode_after_failure(batch.by_dali, error), True
         else:
             self._num_unexplained = 0
-        if failed:  # after the handler, whose traceback refers to the pipeline's memory
+        if failed:
+            # After the handler, because the traceback of its error refers to the pipeline's memory.
             self._rebuild_pipeline()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from datasvc.loaders.augment.augment import ColourFactors, Windows
-from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, ImageBackend, Read
+from datasvc.loaders.augment.edits import Edit
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, ImageBackend, Read
 from datasvc.loaders.decode.gpu.dali import device_errors
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
 

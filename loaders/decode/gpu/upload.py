@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from datasvc.loaders.augment.augment import ColourFactors, Windows
-from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Edit, Read
+from datasvc.loaders.augment.edits import Edit
+from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.gpu.dali import device_errors
-from datasvc.loaders.decode.gpu.device_stream import CudaStream, DeviceStream, Levels, StreamEvent
+from datasvc.loaders.decode.gpu.device_stream import CudaStream, Levels
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
 from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -47,7 +48,7 @@ class _Uploaded:
     """A batch in transfer to the device, complete when `done` is done."""
 
     images: torch.Tensor
-    done: StreamEvent
+    done: torch.cuda.Event
     decoded: DecodedImages
 
 
@@ -62,7 +63,7 @@ class PinnedRing:
     def __init__(self, allocate: Callable[[], Levels], *, keep: int) -> None:
         self._allocate, self._keep = allocate, keep
         self._free: list[Levels] = []
-        self._copying: deque[tuple[StreamEvent, Levels]] = deque()
+        self._copying: deque[tuple[torch.cuda.Event, Levels]] = deque()
         self._num_slots = 0
 
     def take(self) -> Levels:
@@ -79,7 +80,7 @@ class PinnedRing:
         self._num_slots += 1
         return self._allocate()
 
-    def release(self, slot: Levels, done: StreamEvent) -> None:
+    def release(self, slot: Levels, done: torch.cuda.Event) -> None:
         """Release a slot, which a copy reads until `done` is done."""
         self._copying.append((done, slot))
 
@@ -101,7 +102,6 @@ class UploadBackend:
         config: settings of the backend.
         backend: "cpu" or "pillow".
         device: name of the device, such as "cuda:1".
-        profiler: profiler of the loader.
         stream: stream for the copies; None: a new stream of `device`.
 
     Raises:
@@ -116,7 +116,7 @@ class UploadBackend:
         backend: Backend,
         device: str,
         profiler: StepProfiler,
-        stream: DeviceStream | None = None,
+        stream: CudaStream | None = None,
     ) -> None:
         self._profiler, self._name = profiler, backend
         with device_errors(backend):
@@ -138,10 +138,8 @@ class UploadBackend:
         colours = None
         if edit is not None and edit.transform is None:
             colours, edit = edit.colours, None
-        with (
-            self._profiler.stage(Stage.TRANSFER),
-            device_errors(self._name),
-        ):  # `PinnedRing.take` waits for the device if all slots are in use
+        # Timed as a transfer, because `PinnedRing.take` waits for the device if all slots are in use.
+        with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
         self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
 

@@ -241,5 +241,5 @@ def test_a_column_that_later_samples_brought_is_refused_where_a_sample_lacks_it(
 def test_a_column_that_no_sample_has_is_refused_at_once(numbered):
     repository, table = numbered
     for options in ({"blob": "image"}, {"columns": ("width",)}):
-        with pytest.raises(ConfigError, match=r"train has no column '(image|width)'; its columns are \['key'"):
+        with pytest.raises(ConfigError, match=r"samples\) has no column '(image|width)'; its columns are \['key'"):
             batches_with(split_of(repository, table), **options)

@@ -355,7 +355,7 @@ def test_a_column_that_one_split_lacks_or_has_of_another_type_is_refused_by_its_
     repository = Repository.create(str(tmp_path / "repo"))
     plain = [field for field in LABELLED_SCHEMA if field.name != "label"]
     cases = [
-        ([], "other@1/train has no column 'label'"),
+        ([], r"Split\(other@1/train, 3 samples\) has no column 'label'"),
         ([pa.field("label", pa.int64())], "'label' is int64 in other@1/train and int32 in big@1/train"),
     ]
     for extra, message in cases:

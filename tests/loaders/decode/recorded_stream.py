@@ -22,7 +22,7 @@ class Moment:
 
 
 class RecordedStream:
-    """A `DeviceStream` that writes down what is asked of it, in order.
+    """A `CudaStream` in the host's memory that writes down what is asked of it, in order.
 
     Attributes:
         log: of (what, which), moments and slots counted from 0.

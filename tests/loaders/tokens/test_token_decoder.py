@@ -62,7 +62,7 @@ def test_blocks_that_come_later_are_seen_in_a_shard_that_grows(stored):
     objects, row = stored
     shard = open_partial(objects, row.shard, row.index)
     assert len(shard.batches) == 2
-    decoder = TokenDecoder(CONFIG, batch_size=2, describe=lambda *_: "", finish=lambda batch: batch)
+    decoder = TokenDecoder(CONFIG, batch_size=2, describe=lambda *_: "")
     for rows in ([COUNT - 1, COUNT - 2], [1, 2], [COUNT - 3, 3]):
         shard.fetch(objects, np.array(rows))
         decoder.feed(batch_of(shard, rows))
@@ -76,7 +76,7 @@ def test_a_shard_without_the_column_is_refused(stored):
     shard = open_partial(objects, row.shard, row.index)
     shard.fetch(objects, np.array([0]))
     config = TokenConfig(**{**vars(CONFIG), "column": "ids"})
-    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "", finish=lambda batch: batch)
+    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "")
     decoder.feed(batch_of(shard, [0]))
     with pytest.raises(ConfigError, match=r"column 'ids' is null for samples of shard .* added without it"):
         decoder.take()
@@ -94,7 +94,7 @@ def test_what_a_whole_block_has_behind_its_tokens_stays_whatever_lies_beside_it(
     whole = shard_of(pa.list_(pa.uint32(), 4), [1, 2, 3, 99], length=3)
     ragged = shard_of(pa.list_(pa.uint32()), [5, 6])
     config = dataclasses.replace(CONFIG, block_tokens=4, labels=None, documents=False)
-    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "", finish=lambda made: made)
+    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "")
     parts = [ShardPart(each, np.array([index]), np.array([0])) for index, each in enumerate((whole, ragged))]
     zeros = np.zeros(2, np.int64)
     mask = np.ones(2, np.bool_)

@@ -66,6 +66,10 @@ def test_the_fastest_of_what_works_is_chosen_once_and_is_in_the_state_from_then_
     assert "decode='auto' is 'gpu-whole' here: 900 images/s with 'cpu', 2500 images/s with 'gpu-whole'" in caplog.text
 
 
+def test_of_equally_fast_backends_the_first_candidate_is_chosen():
+    assert settle(make(Machine(cpu=900, gpu_whole=900))) == "cpu"
+
+
 @pytest.mark.parametrize("wanted", ["cpu", "gpu-window", "gpu-whole", "pillow"])
 def test_what_was_asked_for_by_name_is_used_untried(wanted):
     machine = Machine()

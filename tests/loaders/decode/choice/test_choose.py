@@ -3,7 +3,7 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.decode.choice.choose import ON_GPU, choose_fastest, plan_candidates
+from datasvc.loaders.decode.choice.choose import ON_GPU, plan_candidates
 
 NOTHING_MISSING = {}
 NO_CODEC = {"cpu": "install nvImageCodec"}
@@ -46,8 +46,3 @@ def test_what_is_asked_for_is_used_or_refused_with_what_to_do():
     ):
         with pytest.raises(ConfigError, match=message):
             plan(**options)
-
-
-def test_the_fastest_is_chosen_and_the_first_of_equals():
-    assert choose_fastest({"cpu": 900.0, "gpu-whole": 2500.0}) == "gpu-whole"
-    assert choose_fastest({"cpu": 900.0, "gpu-whole": 900.0}) == "cpu"
