@@ -1,4 +1,4 @@
-"""`BatchDecoder` of a job in a decode group: takes the batches that other jobs decode, and decodes the others."""
+"""The `BatchDecoder` of a job in a decode group: gets batches from the other jobs, or decodes them for all jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.loaders.profiling.step_times import Stage
 
 B = TypeVar("B")
 
-# One batch of patience returns per 8 batches, so slow jobs cost the others an eighth of their time at most.
+# A job may wait for one more batch after every 8 batches, so slow jobs cost it an eighth of its batches at most.
 _BATCHES_PER_PATIENCE: Final = 8
 
 
@@ -43,7 +43,7 @@ class SharingCounts:
 
 
 class Pace:
-    """How far this job is from the others of its group, and how long they wait for each other.
+    """Distance of this job to the others of its group, in steps, and the decision when to wait for them.
 
     Args:
         group: settings of the group.
@@ -123,7 +123,8 @@ class Pace:
 
     def _record_lag(self, ahead: int) -> None:
         if ahead <= self._patience_left:
-            self._patience_left -= 1  # the others wait for this job, as far as its patience goes too
+            # Not behind yet: the other jobs, which have the same patience, wait for this job.
+            self._patience_left -= 1
             return
         was_behind, self._is_behind = self._is_behind, True
         self._counts.last_behind = ahead
@@ -140,16 +141,16 @@ class Pace:
 class SharedDecoder(Generic[B]):
     """A `BatchDecoder` that shares its batches with the other jobs of a decode group.
 
-    A thread of its own finishes and publishes the batches that this job decodes, so that the others never wait for
+    A separate thread finishes and publishes the batches that this job decodes, so that the other jobs never wait for
     the training of this job.
 
     Args:
-        inner: decoder of the batches that no other job decodes. One thread feeds it and another one takes from it.
+        inner: decoder of the batches that no other job decodes. One thread feeds it, and another one takes from it.
         folder: the job's view of its group.
         pace: pace of the job.
         group: settings of the group.
         counts: counters that this object increments.
-        profiler: profiler of the loader; waits for other jobs and for the own threads count as waits for decoding.
+        profiler: profiler of the loader; waits for other jobs count as waits for decoding.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class SharedDecoder(Generic[B]):
         self._folder, self._pace, self._group = folder, pace, group
         self._counts, self._profiler = counts, profiler
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="datasvc-publish")
-        # Each batch with its result if another job has decoded it, its future if this job decodes it, or None if
+        # Batches with the result if another job has decoded it, the future if this job decodes it, or None if
         # another job decodes it.
         self._fed: deque[tuple[SampleBatch, Any]] = deque()
 
@@ -175,6 +176,7 @@ class SharedDecoder(Generic[B]):
         self._pace.advance()
         found = self._find_or_decode(batch)
         if isinstance(found, PendingStep):
+            # Closed, because `take` looks for the batch again: an open pipe per prefetched batch has no use.
             with found:
                 found = None
         self._fed.append((batch, found))
@@ -198,11 +200,11 @@ class SharedDecoder(Generic[B]):
         return finished
 
     def close(self) -> None:
-        """See `BatchDecoder`. Steps that this job has not finished are free for the others."""
+        """See `BatchDecoder`. Other jobs can claim the steps that this job has not finished."""
         self._publisher.shutdown(wait=False, cancel_futures=True)
         self._inner.close()  # ends the wait of the publisher for the batch in progress
         self._publisher.shutdown(wait=True)
-        # All claims, and not those of `_fed` alone: an interrupt may come after a claim and before its batch is fed.
+        # All claims, not only those of `_fed`: an interrupt may come between a claim and the append to `_fed`.
         self._folder.abandon_all()
         self._fed.clear()
 
@@ -224,7 +226,7 @@ class SharedDecoder(Generic[B]):
                     self._pace.wait_for_others(cursor)
                 found = self._folder.find_or_claim(cursor)
         except OSError as error:
-            # Another job or the system fails, such as at the limit of open files: this job goes on alone.
+            # The group cannot be used, for example at the limit of open files: this job decodes the batch alone.
             self._folder.leave()
             self._record_loss(str(error))
             found = None
@@ -245,7 +247,7 @@ class SharedDecoder(Generic[B]):
             self._folder.abandon(cursor)
             raise
         with suppress(OSError):
-            # Without memory or a file descriptor the claim ends all the same, and other jobs decode the step.
+            # Without memory or a file descriptor the claim ends too, and other jobs decode the step.
             self._folder.publish(cursor, finished)
         return finished
 

@@ -1,8 +1,8 @@
-"""The folder of a decode group: one link per step that a job of the group decodes or has decoded.
+"""The folder of a decode group: one symbolic link per step that a job of the group decodes or has decoded.
 
-The link of a step leads to a pipe of a job while that job decodes the step, afterwards to the memory of the batch.
-Only one job can create the link, so each step is decoded once. The folder holds no data, and no job ever waits for a
-lock of another: the jobs need no server, and one that exits or is killed leaves nothing but links that lead nowhere.
+While a job decodes a step, the link of the step points to a pipe of this job; afterwards it points to the memory of
+the batch. Only one job can create the link, so each step is decoded once. The jobs need no server, and no job waits
+for a lock of another job. A job that exits or is killed leaves only links without a target, which other jobs remove.
 """
 
 from __future__ import annotations
@@ -24,23 +24,19 @@ from datasvc.loaders.decode_sharing.membership import Membership
 from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, size_of
 from datasvc.loaders.decode_sharing.packing import pack
 
-_MAX_SPARE: Final = 4  # fewer are closed and made again, which costs more than to fill them
+# Buffers that are kept for the next batches of this job, because new memory costs more than to fill it.
+_MAX_SPARE: Final = 4
 _TRIES: Final = 100
 
 
 class PendingStep:
-    """A step that another job decodes; a context manager that closes it.
-
-    Args:
-        cursor: start of the step.
-        link: the open link of the step, to a pipe.
-    """
+    """A step that another job decodes, with the open link to its pipe; a context manager that closes the link."""
 
     def __init__(self, cursor: Cursor, link: OpenLink) -> None:
         self.cursor, self.link = cursor, link
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the job has decoded the step, has given it up or has exited; return False after `timeout_s`."""
+        """Wait until the job has decoded the step, has abandoned it or has exited; return False after `timeout_s`."""
         poll = select.poll()
         poll.register(self.link.descriptor, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
@@ -55,14 +51,8 @@ class PendingStep:
 class GroupFolder:
     """A job's view of its decode group. One thread calls `publish` and `abandon`, another one the other methods.
 
-    Args:
-        name: name of the group.
-        ranks: data rank of this process.
-        settings: settings that affect the batches and must be equal in all jobs, JSON values by name.
-        num_kept: maximum number of mappings of other jobs' memory that are kept for later batches.
-
-    Raises:
-        ConfigError: the system is not Linux.
+    Args and errors as of `Membership`; `num_kept` is the maximum number of mappings of other jobs' memory that are
+    kept for later batches.
     """
 
     def __init__(self, name: str, ranks: DataRanks, settings: Mapping[str, Any], num_kept: int = 16) -> None:
@@ -73,7 +63,7 @@ class GroupFolder:
         self._published: dict[Cursor, SharedBuffer] = {}
         self._spare: list[SharedBuffer] = []
         self._mapped = MappedBatches(num_kept)
-        self._silent: set[str] = set()  # process ids of jobs that this one has given up
+        self._silent: set[str] = set()  # process ids of jobs that this job does not wait for
         _folders.add(self)
 
     def join(self) -> None:
@@ -82,7 +72,8 @@ class GroupFolder:
             self._membership.join()
 
     def leave(self) -> None:
-        """Leave the group: give up its steps and free its memory. Batches that jobs have mapped stay valid."""
+        """Leave the group: abandon all claims and free the memory. Batches that jobs have mapped stay valid."""
+        # A forked child must not remove the links of its parent.
         if not self._membership.is_member or self._process != os.getpid():
             return
         self.abandon_all()
@@ -108,12 +99,13 @@ class GroupFolder:
             if not link.is_pipe:
                 batch = self._mapped.read(link.descriptor, self._key(cursor))
             elif link.process not in self._silent:
-                pending, link = PendingStep(cursor, link), None
+                pending, link = PendingStep(cursor, link), None  # None: the pending step closes the descriptor
                 return pending
         finally:
             if link is not None:
                 os.close(link.descriptor)
         if batch is None:
+            # The job is silent, or uses the memory for another batch: without the link the step can be claimed.
             links.remove(name, link.target)
         else:
             self._silent.discard(link.process)
@@ -125,6 +117,7 @@ class GroupFolder:
         Raises:
             OSError: see `find`; the link cannot be created.
         """
+        # Repeated, because another job may claim the step after `find`, and abandon it before the next `find`.
         for _ in range(_TRIES):
             found = self.find(cursor)
             if found is not None or self._claim(cursor):
@@ -132,7 +125,7 @@ class GroupFolder:
         return None
 
     def give_up(self, pending: PendingStep) -> None:
-        """Stop waiting for a job: this and its other pending steps count as free until it publishes a batch."""
+        """Stop waiting for a job: all its pending steps count as free until it publishes a batch."""
         self._silent.add(pending.link.process)
         self._membership.links.remove(_name_of(pending.cursor), pending.link.target)
 
@@ -145,7 +138,7 @@ class GroupFolder:
 
     def is_alive(self, cursor: Cursor) -> bool:
         """Return whether the job that decodes or keeps a step is running."""
-        return self._membership.links.leads_somewhere(_name_of(cursor))
+        return self._membership.links.has_target(_name_of(cursor))
 
     def publish(self, cursor: Cursor, batch: object) -> None:
         """Hand the batch of a claimed step to the other jobs, and end the claim; do nothing without a claim.
@@ -162,7 +155,7 @@ class GroupFolder:
             buffer.unlock()
             with self._lock:
                 pipe, name = self._claims.get(cursor), _name_of(cursor)
-                # Other jobs give up a job that is silent for too long: the step may be another job's by now.
+                # After a long silence of this job, another job may have claimed the step.
                 if pipe is None or self._membership.links.read(name) != target_of(pipe[0]):
                     self._keep_spare(buffer)
                 else:
@@ -177,7 +170,7 @@ class GroupFolder:
             pipe = self._claims.pop(cursor, None)
             if pipe is not None:
                 self._membership.links.remove(_name_of(cursor), target_of(pipe[0]))
-                # The end of the pipe alone wakes nobody while a forked child has it open.
+                # A byte, because closing the pipe does not wake the waiting jobs while a forked child has it open.
                 os.write(pipe[1], b"\0")
                 _close_pipe(pipe)
 
@@ -195,11 +188,11 @@ class GroupFolder:
                 self._keep_spare(buffer)
 
     def close_after_fork(self) -> None:
-        """Close the descriptors in a forked child: its copies would hide the parent's exit and keep its memory."""
+        """Close the descriptors in a forked child: open copies would hide the parent's exit and keep its memory."""
         for pipe in self._claims.values():
             _close_pipe(pipe)
         for buffer in (*self._published.values(), *self._spare):
-            with suppress(BufferError):  # the parent was writing into it
+            with suppress(BufferError):  # the parent was writing to the memory at the fork
                 buffer.close()
 
     def __del__(self) -> None:
@@ -207,7 +200,7 @@ class GroupFolder:
             self.leave()
 
     def _claim(self, cursor: Cursor) -> bool:
-        """Create the link of a step; return False if another job was faster."""
+        """Create the link of a step; return False if another job has created it."""
         pipe = os.pipe()
         try:
             self._membership.links.create(_name_of(cursor), pipe[0])
@@ -227,7 +220,7 @@ class GroupFolder:
                 if buffer.size_bytes >= size_bytes and buffer.try_lock():
                     self._spare.remove(buffer)
                     return buffer
-        return SharedBuffer(size_bytes)  # no link leads to it yet
+        return SharedBuffer(size_bytes)  # without a lock: no link points to the memory yet
 
     def _keep_spare(self, buffer: SharedBuffer) -> None:
         self._spare.append(buffer)

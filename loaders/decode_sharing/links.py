@@ -1,7 +1,7 @@
 """A private folder of symbolic links to file descriptors of running processes: `/proc/PID/fd/N`.
 
-When a process exits, even after a crash, the kernel frees its descriptors, and its links lead nowhere. A link is
-created atomically, and only its creator uses a descriptor for something else, after it has changed the link.
+When a process exits, even after a crash, the kernel closes its descriptors, and its links have no target any more. A
+link is created atomically. Its creator changes or removes the link before it closes the descriptor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class OpenLink(NamedTuple):
-    """The open target of a link; whoever opens it closes the descriptor.
+    """The open target of a link. The caller of `LinkFolder.open` closes the descriptor.
 
     Attributes:
         target: target of the link.
@@ -37,18 +37,15 @@ class OpenLink(NamedTuple):
 
     @property
     def is_pipe(self) -> bool:
-        """Whether the link leads to a pipe, and not to memory."""
+        """Whether the link points to a pipe, and not to memory."""
         return stat.S_ISFIFO(os.fstat(self.descriptor).st_mode)
 
 
 class LinkFolder:
-    """An open folder of links, which is created if needed.
-
-    Args:
-        path: the folder.
+    """An open folder of links, which is created if it does not exist.
 
     Raises:
-        ConfigError: it is not a folder that this user alone can open.
+        ConfigError: the path is not a folder that only this user can open.
         FileNotFoundError: another process has just removed the folder.
         OSError: no file descriptor or no memory is left.
     """
@@ -64,7 +61,7 @@ class LinkFolder:
         return os.listdir(self._descriptor)
 
     def create(self, name: str, descriptor: int) -> None:
-        """Create a link to a descriptor of this process. Raises FileExistsError: another process was faster."""
+        """Create a link to a descriptor of this process. Raises FileExistsError: there is a link of this name."""
         os.symlink(target_of(descriptor), name, dir_fd=self._descriptor)
 
     def replace(self, name: str, descriptor: int) -> None:
@@ -87,7 +84,7 @@ class LinkFolder:
             return None
 
     def open(self, name: str) -> OpenLink | None:
-        """Open the target of a link; None if there is no such link. A link that leads nowhere is removed.
+        """Open the target of a link; None if there is no such link. A link without a target is removed.
 
         Raises:
             OSError: no file descriptor or no memory is left.
@@ -97,7 +94,8 @@ class LinkFolder:
             if target is None:
                 return None
             descriptor = _open_target(target)
-            # Unchanged: so its creator had not closed the descriptor yet, whose number may mean another file later.
+            # If the link has not changed, its creator had not closed the descriptor yet. Later the number of the
+            # descriptor may stand for another file.
             if self.read(name) == target:
                 if descriptor is not None:
                     return OpenLink(target, descriptor)
@@ -106,7 +104,7 @@ class LinkFolder:
                 os.close(descriptor)
         return None
 
-    def leads_somewhere(self, name: str) -> bool:
+    def has_target(self, name: str) -> bool:
         """Return whether the process that has created a link is running and has the descriptor open."""
         try:
             os.stat(name, dir_fd=self._descriptor)
@@ -115,14 +113,14 @@ class LinkFolder:
         return True
 
     def close(self) -> None:
-        """Close the folder. Remove what processes have left that were killed, and the folder if it has no links."""
+        """Close the folder. Remove the links of killed processes, and the folder if no link is left."""
         with suppress(OSError):
             for name in self.names():
                 target = self.read(name)
-                if target is not None and not self.leads_somewhere(name):
+                if target is not None and not self.has_target(name):
                     self.remove(name, target)
         os.close(self._descriptor)
-        with suppress(OSError):
+        with suppress(OSError):  # the folder has links, or another process has removed it
             self._path.rmdir()
 
 
@@ -132,7 +130,7 @@ def target_of(descriptor: int) -> str:
 
 
 def _open_private(path: Path) -> int:
-    """Open a folder, and check that it belongs to this user and that no other user can open it."""
+    """Open a folder. Raises ConfigError: the folder belongs to another user, or other users can open it."""
     message = (
         f"{path} is not a folder that this user alone can open: another user of the node holds the decode group; "
         "choose another group name, or remove it"
@@ -141,22 +139,22 @@ def _open_private(path: Path) -> int:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (PermissionError, NotADirectoryError) as error:
         raise ConfigError(message) from error
-    found = os.fstat(folder)
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = os.fstat(folder)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
         os.close(folder)
         raise ConfigError(message)
     return folder
 
 
 def _open_target(target: str) -> int | None:
-    """Open the target of a link for reading; None if its process has exited or closed it."""
+    """Open the target of a link for reading; None if its process has exited or has closed the descriptor."""
     try:
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _OUT_OF_RESOURCES:
             raise
         return None
-    # The process id may belong to a process of another user by now, whose files a job of root can open.
+    # The process id may belong to a new process of another user, and a job of root can open the files of all users.
     if os.fstat(descriptor).st_uid == os.getuid():
         return descriptor
     os.close(descriptor)

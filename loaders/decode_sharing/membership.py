@@ -28,7 +28,7 @@ def folder_of(name: str, ranks: DataRanks) -> Path:
 
 
 def _prefix() -> str:
-    # Process ids are valid in one name space only, and containers may share the root.
+    # With the name space of processes: containers may share `_ROOT`, but a process id is valid in one of them only.
     return f"datasvc-decode-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
@@ -41,9 +41,8 @@ class Membership:
         settings: settings that affect the batches and must be equal in all jobs, JSON values by name.
 
     Attributes:
-        name: the argument.
-        path: the folder of the group.
-        settings: the argument as JSON, equal bytes for equal settings.
+        path: folder of the group.
+        settings: the settings as JSON, equal bytes for equal settings.
 
     Raises:
         ConfigError: the system is not Linux.
@@ -70,7 +69,7 @@ class Membership:
         return self._links
 
     def join(self) -> None:
-        """Become a member, after the links that killed jobs of any group left are removed.
+        """Become a member. Links of killed jobs of any group are removed first.
 
         Raises:
             ConfigError: jobs of the group have other settings; the folder belongs to another user.
@@ -82,7 +81,7 @@ class Membership:
         self._descriptor = os.memfd_create("datasvc-decode-settings", os.MFD_CLOEXEC)
         try:
             os.write(self._descriptor, self.settings)
-            # The clock is that of the whole node, so names tell which job was first.
+            # All processes of a node have the same monotonic clock, so the names sort by the time of joining.
             self._job = f"{_JOB}{time.monotonic_ns():020}-{os.getpid()}-{self._descriptor}"
             self._links = self._enter()
         except BaseException:
@@ -104,7 +103,7 @@ class Membership:
     def _enter(self) -> LinkFolder:
         """Open the folder, and create the link of this job in it."""
         for _ in range(_TRIES):
-            # The last member removes the folder, perhaps after this job has opened it.
+            # The last member may remove the folder between the two calls.
             with suppress(FileNotFoundError):
                 links = LinkFolder(self.path)
                 try:
@@ -124,7 +123,7 @@ class Membership:
             if link is None:
                 continue
             other: Any = None
-            # A job that was killed may have left a link that now leads to a file of another process.
+            # The link of a killed job may point to a file of a new process with the same id.
             with suppress(OSError, ValueError):
                 other = json.loads(os.pread(link.descriptor, _MAX_SETTINGS_BYTES, 0))
             os.close(link.descriptor)

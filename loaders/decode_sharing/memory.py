@@ -33,14 +33,11 @@ _IS_OF_FILE: Final = np.uint64(1 << 61)
 
 
 class SharedBuffer:
-    """Memory for one batch, as seen by the job that writes it.
-
-    Args:
-        size_bytes: size of the memory.
+    """Memory for one batch, for the job that writes it.
 
     Attributes:
         descriptor: file descriptor of the memory, which other processes of the user open through `/proc`.
-        size_bytes: the argument.
+        size_bytes: size of the memory.
 
     Raises:
         OSError: the system has no memory or file descriptor left.
@@ -92,11 +89,9 @@ def size_of(parts: Sequence[Part]) -> int:
 class MappedBatches:
     """The batches of other jobs that this job has mapped.
 
-    A new mapping costs as much as a copy, so a mapping is used for the next batch in the same memory too. It is not
-    used again after a write: pages that were written have become private and would hide the next batch.
-
-    Args:
-        num_kept: maximum number of unused mappings that are kept.
+    A new mapping costs as much as a copy, so up to `num_kept` unused mappings are kept for the next batches in the
+    same memory. A mapping that the caller has written to is not used again: written pages have become private and
+    would hide the next batch.
     """
 
     def __init__(self, num_kept: int) -> None:
@@ -105,24 +100,24 @@ class MappedBatches:
         self._unused: deque[_Mapping] = deque()
 
     def read(self, descriptor: int, key: bytes) -> Any | None:
-        """Return the batch with a key in memory of another job; None if the memory holds another batch by now.
+        """Return the batch with a key in memory of another job; None if the memory has another batch now.
 
-        Its arrays are views of a private mapping: they do not change while they are referenced, and writing to them
-        changes no other job's batch. The caller may close the descriptor.
+        The arrays of the batch are views of a private mapping: they do not change while they are referenced, and
+        writing to them changes no other job's batch. The caller may close the descriptor.
 
         Raises:
             OSError: the memory cannot be mapped.
         """
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size < _HEADER.size:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _HEADER.size:
             return None
         while self._unused:
             self._keep(self._unused.popleft())
-        # A mapping keeps the memory, so no other memory has its number.
-        mapping = self._kept.pop(found.st_ino, None) or _Mapping(descriptor, found.st_ino)
+        # Inode numbers identify memory: a mapping keeps its memory, so no new memory gets the same number.
+        mapping = self._kept.pop(status.st_ino, None) or _Mapping(descriptor, status.st_ino)
         batch = mapping.read(key, self._unused)
         if batch is None:
-            self._kept[found.st_ino] = mapping
+            self._kept[status.st_ino] = mapping
         return batch
 
     def close(self) -> None:
@@ -132,7 +127,7 @@ class MappedBatches:
 
     def _keep(self, mapping: _Mapping) -> None:
         if not mapping.has_private_pages():
-            self._kept[mapping.number] = mapping
+            self._kept[mapping.inode] = mapping
         while len(self._kept) > self._num_kept:
             del self._kept[next(iter(self._kept))]
 
@@ -140,26 +135,30 @@ class MappedBatches:
 class _Mapping:
     """A private mapping of a job's memory, and the descriptor that has the shared lock while a batch is in use."""
 
-    def __init__(self, descriptor: int, number: int) -> None:
-        self.number = number
+    def __init__(self, descriptor: int, inode: int) -> None:
+        self.inode = inode
         self._process = os.getpid()
         self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         self._descriptor = os.dup(descriptor)
 
     def read(self, key: bytes, unused: deque[_Mapping]) -> Any | None:
-        """Return the batch; append this mapping to `unused` when its last view is gone. None if it is another one."""
+        """Return the batch with a key; None if the memory has another one.
+
+        When the last view of the batch is gone, the mapping is unlocked and appended to `unused`.
+        """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return None  # its writer uses it again
-        found, num_parts = _HEADER.unpack_from(self._mapped, 0)
-        if found != key:
+            return None  # the job that owns the memory writes the next batch to it
+        # Under the lock, so that the header does not change after the comparison.
+        stored_key, num_parts = _HEADER.unpack_from(self._mapped, 0)
+        if stored_key != key:
             self._unlock()
             return None
-        # Every view of the batch keeps this object alive, and nothing else does: its end is the end of the batch.
+        # Only the views of the batch keep `owner` alive, so the last view ends it.
         owner = (ctypes.c_char * len(self._mapped)).from_buffer(self._mapped)
-        # Any thread may drop the last view at any moment; appending to a deque is atomic.
+        # Any thread may drop the last view, so `unused` is a deque, to which appending is atomic.
         weakref.finalize(owner, self._return, unused).atexit = False
         content = memoryview(owner).cast("B")
         spans = _SPAN.iter_unpack(content[_HEADER.size : _HEADER.size + num_parts * _SPAN.size])

@@ -21,7 +21,7 @@ def pack(batch: object) -> list[Part]:
     """Return the batch as byte arrays, the header last: views of contiguous memory, copies otherwise."""
     arrays: list[Part] = []
 
-    # A function, not a method of the pickler: the reference cycle would keep the batch until garbage collection.
+    # No method of the pickler: it would make a reference cycle, which keeps the batch until garbage collection.
     def set_aside(buffer: pickle.PickleBuffer) -> None:
         arrays.append(np.frombuffer(buffer.raw(), np.uint8))
 

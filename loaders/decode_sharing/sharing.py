@@ -1,4 +1,4 @@
-"""A loader's membership in a decode group."""
+"""Membership of a loader in a decode group: settings that its jobs compare, and the decoder that shares batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Sharing(Generic[B]):
     Args:
         loader: the loader.
         group: the decode group.
-        arguments: arguments of the loader by name, those that affect its batches. `decode` is a `DecodeConfig`.
+        arguments: arguments of the loader that affect its batches, by name. `decode` is a `DecodeConfig`.
 
     Attributes:
         counts: counters of shared batches, own batches, and losses.
@@ -111,7 +111,8 @@ def _to_json(name: str, value: object) -> Any:
             "module, no lambdas"
         ) from error
     if isinstance(value, FunctionType):
-        # A pickle has the name only, and scripts that are both `__main__` may have different functions of one name.
+        # The pickle of a function has only its name, and two scripts, both `__main__`, may differ in a function of
+        # one name.
         code = value.__code__
         constants = [constant for constant in code.co_consts if isinstance(constant, str | int | float | bytes)]
         content += code.co_code + repr((code.co_names, constants)).encode()

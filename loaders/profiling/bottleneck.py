@@ -82,12 +82,7 @@ class Bottleneck:
 
 
 def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
-    """Return the bottleneck of a run.
-
-    Args:
-        totals: sums over its steps.
-        resources: resources of the loader.
-    """
+    """Return the bottleneck of a run from the sums over its steps."""
     wait_s = totals.wait_s - totals.blocked_s.get(Stage.START, 0.0)
     total_s = wait_s + totals.consumer_s
     if not total_s:
@@ -104,11 +99,8 @@ def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
 def _find_stage(totals: Totals) -> Stage:
     """Return the stage that limits a starved run."""
     # Stages in the call overlap with the threads' work, so their time costs nothing while the threads are the limit.
-    if _is_bound(totals):
-        return max(totals.waiting_s, key=lambda stage: totals.waiting_s[stage])
-    return max(
-        (stage for stage in totals.blocked_s if stage is not Stage.START), key=lambda stage: totals.blocked_s[stage]
-    )
+    times_s = totals.waiting_s if _is_bound(totals) else totals.blocked_s
+    return max((stage for stage in times_s if stage is not Stage.START), key=times_s.__getitem__)
 
 
 def _is_bound(totals: Totals) -> bool:

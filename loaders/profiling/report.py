@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from datasvc.loaders.profiling.bottleneck import Bottleneck, Resources, diagnose
 from datasvc.loaders.profiling.step_profiler import StepProfiler
-from datasvc.loaders.profiling.step_times import Stage, StepTimes, Totals
+from datasvc.loaders.profiling.step_times import Stage, Totals
 
 _NUM_LONGEST: Final = 5
 
@@ -108,7 +108,7 @@ def make_report(profiler: StepProfiler, resources: Resources) -> Report:
         wait_p95_s=_percentile(waits_s, 0.95),
         wait_max_s=_percentile(waits_s, 1.0),
         longest=tuple(
-            LongWait(step.number, step.wait_ns / 1e9, _longest_stage(step))
+            LongWait(step.number, step.wait_ns / 1e9, max(step.blocked_ns, key=step.blocked_ns.__getitem__))
             for step in sorted(steps, key=lambda step: -step.wait_ns)[:_NUM_LONGEST]
         ),
     )
@@ -117,10 +117,6 @@ def make_report(profiler: StepProfiler, resources: Resources) -> Report:
 def _percentile(ascending: Sequence[float], fraction: float) -> float:
     """Return a percentile of sorted values by the nearest-rank method; 0 without values."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
-
-
-def _longest_stage(step: StepTimes) -> Stage:
-    return max(step.blocked_ns, key=lambda stage: step.blocked_ns[stage])
 
 
 def _row(stage: Stage, totals: Totals) -> str:

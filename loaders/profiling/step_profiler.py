@@ -1,7 +1,7 @@
 """Profiler of a loader's steps and stages, at a cost of about one microsecond per stage.
 
-It keeps sums, the last steps and the last time spans, so its memory is bounded. Stages may run in any thread; steps
-run in one thread at a time.
+The profiler keeps sums, the last steps and the last time spans, so its memory is bounded. Stages may run in any
+thread; steps run in one thread at a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Final, Self
 
 from datasvc.loaders.profiling.profiler_ranges import BATCH, WAIT, open_range
@@ -36,12 +35,10 @@ class StepProfiler:
         # Reentrant: garbage collection may finish an abandoned iterator, which calls `pause`, at any allocation.
         self._lock = threading.RLock()
         self._earlier, self._since_restart = Sums(), Sums()
-        self._steps: deque[tuple[StepStageTimer, int]] = deque(
-            maxlen=_MAX_STEPS
-        )  # with the end of the consumer's time
+        self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)
         self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
         self._active: Counter[Stage] = Counter()
-        self._current: StepStageTimer | None = None  # the step whose batch the consumer has
+        self._current: StepStageTimer | None = None  # the step whose batch the consumer uses
         self.number = 0
 
     def step(self) -> StepStageTimer:
@@ -82,13 +79,7 @@ class StepProfiler:
             sums = (self._earlier if whole else Sums()).plus(self._since_restart)
             pending = self._pending(now_ns)
         if pending is not None:
-            sums.add(
-                pending.num_samples,
-                pending.wait_ns,
-                pending.consumer_ns,
-                pending.blocked_ns,
-                pending.waiting_ns,
-            )
+            sums.add(pending)
         return sums.totals()
 
     def steps(self) -> list[StepTimes]:
@@ -96,8 +87,7 @@ class StepProfiler:
         now_ns = self.clock()
         with self._lock:
             pending = self._pending(now_ns)
-            steps = [timer.times(done_ns) for timer, done_ns in self._steps]
-            return [*steps, *([] if pending is None else [pending])][-_MAX_STEPS:]
+            return [*self._steps, *([] if pending is None else [pending])][-_MAX_STEPS:]
 
     def spans(self) -> list[TimeSpan]:
         """Return the last time spans, up to 32,768, in the order of their ends."""
@@ -151,13 +141,13 @@ class StepProfiler:
     def _end_step(self, now_ns: int) -> None:
         """End the consumer's time of the current step. The caller holds the lock."""
         # Cleared first: the lock is reentrant, and a nested call must not add the step a second time.
-        step, self._current = self._current, None
-        if step is None:
+        current, self._current = self._current, None
+        if current is None:
             return
-        self._steps.append((step, now_ns))
-        consumer_ns = step.consumer_ns(now_ns)
-        self._since_restart.add(step.num_samples, step.wait_ns, consumer_ns, step.blocked_ns, step.waiting_ns)
-        self.keep_span("consumer", now_ns - consumer_ns, consumer_ns, step.number)
+        step = current.times(now_ns)
+        self._steps.append(step)
+        self._since_restart.add(step)
+        self.keep_span("consumer", now_ns - step.consumer_ns, step.consumer_ns, step.number)
 
     def _pending(self, now_ns: int) -> StepTimes | None:
         return None if self._current is None else self._current.times(now_ns)
@@ -185,9 +175,7 @@ class StageTimer:
         self._start_ns = self._profiler.clock()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # Inlined: each function call would add to the measured overhead.
         profiler, stage, timers = self._profiler, self.stage, self._timers
         duration_ns = profiler.clock() - self._start_ns
@@ -230,25 +218,18 @@ class StepStageTimer:
         self.wait_ns = now_ns - self.start_ns
         self.blocked_ns[Stage.LOADER] = self.blocked_ns.get(Stage.LOADER, 0) + self.wait_ns - self.inside_ns
 
-    def consumer_ns(self, now_ns: int) -> int:
-        """Return the time since the end of the call, during which the consumer has the batch."""
-        # Another thread may have read the clock before the call ended.
-        return max(0, now_ns - self.start_ns - self.wait_ns)
-
     def times(self, now_ns: int) -> StepTimes:
-        """Return the times of the step up to now; valid after the call."""
-        return StepTimes(
-            self.number, self.num_samples, self.wait_ns, self.consumer_ns(now_ns), self.blocked_ns, self.waiting_ns
-        )
+        """Return the times of the step up to now; valid after the call, while the consumer has the batch."""
+        # At least 0, because another thread may have read the clock before the call ended.
+        consumer_ns = max(0, now_ns - self.start_ns - self.wait_ns)
+        return StepTimes(self.number, self.num_samples, self.wait_ns, consumer_ns, self.blocked_ns, self.waiting_ns)
 
     def __enter__(self) -> Self:
         self._close_range = open_range(BATCH)
         self._profiler.begin_step(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._profiler.end_step(self, failed=kind is not None)
         if self._close_range is not None:
             self._close_range()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 # Waiting for a thread that has finished takes time too, so shorter waits than this fraction of a step do not count.
 _BOUND_SHARE: Final = 0.02
@@ -54,8 +54,7 @@ class TimeSpan:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Times of one step.
 
     Attributes:
@@ -72,7 +71,7 @@ class StepTimes:
     wait_ns: int
     consumer_ns: int
     blocked_ns: Mapping[Stage, int]
-    waiting_ns: Mapping[Stage, int] = field(default_factory=dict)
+    waiting_ns: Mapping[Stage, int]
 
 
 @dataclass(frozen=True)
@@ -114,51 +113,32 @@ class Sums:
     blocked_ns: Counter[Stage] = field(default_factory=Counter)
     waiting_ns: Counter[Stage] = field(default_factory=Counter)
     beside_ns: Counter[Stage] = field(default_factory=Counter)
-    num_beside: dict[Stage, int] = field(default_factory=dict)
+    num_beside: Counter[Stage] = field(default_factory=Counter)
 
-    def add(
-        self,
-        num_samples: int,
-        wait_ns: int,
-        consumer_ns: int,
-        blocked_ns: Mapping[Stage, int],
-        waiting_ns: Mapping[Stage, int],
-    ) -> None:
-        """Add a step; the arguments are the attributes of `StepTimes`."""
+    def add(self, step: StepTimes) -> None:
+        """Add a step."""
         self.num_steps += 1
-        self.num_samples += num_samples
-        self.wait_ns += wait_ns
-        self.consumer_ns += consumer_ns
+        self.num_samples += step.num_samples
+        self.wait_ns += step.wait_ns
+        self.consumer_ns += step.consumer_ns
         # A loop, because Counter.update takes several times as long and this runs in every step.
-        for stage, duration_ns in blocked_ns.items():
+        for stage, duration_ns in step.blocked_ns.items():
             self.blocked_ns[stage] += duration_ns
-        if waiting_ns:
+        if step.waiting_ns:
             # The step is bound by other threads if they had not finished their work when the call came.
-            self.num_bound_steps += sum(waiting_ns.values()) > _BOUND_SHARE * (wait_ns + consumer_ns)
-            for stage, duration_ns in waiting_ns.items():
+            self.num_bound_steps += sum(step.waiting_ns.values()) > _BOUND_SHARE * (step.wait_ns + step.consumer_ns)
+            for stage, duration_ns in step.waiting_ns.items():
                 self.waiting_ns[stage] += duration_ns
 
     def add_beside(self, stage: Stage, duration_ns: int, num_threads: int) -> None:
         """Add work of another thread; `num_threads` is the number of threads in the stage at that time."""
         self.beside_ns[stage] += duration_ns
-        self.num_beside[stage] = max(self.num_beside.get(stage, 0), num_threads)
+        self.num_beside[stage] = max(self.num_beside[stage], num_threads)
 
     def plus(self, other: Sums) -> Sums:
-        """Return the sum of both."""
-        return Sums(
-            num_steps=self.num_steps + other.num_steps,
-            num_samples=self.num_samples + other.num_samples,
-            num_bound_steps=self.num_bound_steps + other.num_bound_steps,
-            wait_ns=self.wait_ns + other.wait_ns,
-            consumer_ns=self.consumer_ns + other.consumer_ns,
-            blocked_ns=self.blocked_ns + other.blocked_ns,
-            waiting_ns=self.waiting_ns + other.waiting_ns,
-            beside_ns=self.beside_ns + other.beside_ns,
-            num_beside={
-                stage: max(self.num_beside.get(stage, 0), other.num_beside.get(stage, 0))
-                for stage in self.num_beside | other.num_beside
-            },
-        )
+        """Return the sum of both; of `num_beside`, the maximum."""
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        return Sums(**sums | {"num_beside": self.num_beside | other.num_beside})
 
     def totals(self) -> Totals:
         """Return the sums in seconds."""

@@ -16,12 +16,7 @@ _STAGES: Final[Mapping[Outcome, Stage]] = {"resident": Stage.CACHE, "peer": Stag
 
 
 class TimedShards:
-    """A shard store with timed accesses: resident shards count as `cache`, others as `peer` or `origin`.
-
-    Args:
-        store: the shard store.
-        profiler: profiler of the loader.
-    """
+    """A shard store with timed accesses: resident shards count as `cache`, others as `peer` or `origin`."""
 
     def __init__(self, store: ShardStore, profiler: StepProfiler) -> None:
         self._store = store

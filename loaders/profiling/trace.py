@@ -18,12 +18,7 @@ from datasvc.loaders.profiling.step_times import TimeSpan
 
 
 def write_trace(path: str | Path, spans: Sequence[TimeSpan], *, process_name: str) -> None:
-    """Write time spans to a file atomically.
-
-    Args:
-        path: path of the file; an existing file is replaced.
-        spans: time spans of one process.
-        process_name: name of the process in the trace.
+    """Write time spans of this process to a file atomically; an existing file is replaced.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -13,7 +13,7 @@ import torch.utils.data
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError
-from datasvc.loaders.torch.images import Decode, black_image, check_decode, decode_image
+from datasvc.loaders.torch.images import Decode, black_image, decode_image
 from datasvc.loaders.torch.randomness import PlacedTransform
 from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
 from datasvc.loaders.torch.served import ServedIndex
@@ -33,8 +33,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
     With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position): `transform` gets
     a `numpy.random.Generator` if it has a parameter `generator`. The global generators of torch (CPU), numpy and
-    Python are seeded during the call, and restored afterwards. With plain numbers, as from torch's own samplers, the
-    transform draws from the global generators as they are.
+    Python are seeded before the call, and restored afterwards. With plain numbers, as from torch's own samplers, the
+    transform draws from the global generators, which are not seeded.
 
     Args:
         split: a split of a data-set version.
@@ -60,7 +60,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
         cache: Cache | str | Path | None = None,
         on_bad: Literal["raise", "mask"] = "raise",
     ) -> None:
-        check_decode(decode)
+        if decode not in ("pil", "numpy", None):
+            raise ConfigError(f"decode is {decode!r}; expected 'pil', 'numpy' or None")
         if on_bad not in ("raise", "mask"):
             raise ConfigError(f"on_bad is {on_bad!r}; expected 'raise' or 'mask'")
         if transform is not None and not callable(transform):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from datasvc.errors import ConfigError
@@ -17,7 +18,7 @@ class DrawnBatches(Iterator[list[int]]):
     w, w + W, ... from the loader's start, and the loader's batches are independent of the number of workers.
 
     Args:
-        order: the rank's order.
+        order: order of the rank.
         epoch: epoch to draw from.
         position: position at which the loader starts.
         worker: index of the worker.
@@ -43,7 +44,7 @@ class DrawnBatches(Iterator[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this process, as JSON values; `order_state` combines those of all processes."""
-        return DrawState(
+        state = DrawState(
             position=self._position,
             worker=self._worker,
             num_workers=self._num_workers,
@@ -51,7 +52,8 @@ class DrawnBatches(Iterator[list[int]]):
             global_batch=self._order.global_batch,
             num_samples=self._order.num_samples,
             order=self._order.state_at(self._epoch, self._start),
-        ).to_dict()
+        )
+        return asdict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of the same worker, with the same number of workers.

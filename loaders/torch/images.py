@@ -7,7 +7,6 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from datasvc.errors import ConfigError
 from datasvc.loaders.decode.pillow_decoder import to_rgb
 from datasvc.shards.images.exif import read_orientation, turn_upright
 from datasvc.shards.images.header import open_image
@@ -15,20 +14,12 @@ from datasvc.shards.images.header import open_image
 Decode = Literal["pil", "numpy"] | None
 
 
-def check_decode(decode: str | None) -> None:
-    """Raise ConfigError if `decode` is not a valid mode."""
-    if decode not in ("pil", "numpy", None):
-        raise ConfigError(f"decode is {decode!r}; expected 'pil', 'numpy' or None")
-
-
 def decode_image(content: bytes, decode: Decode) -> Any:
-    """Return an encoded image as `PIL.Image`, as `uint8[height, width, 3]`, or unchanged, depending on `decode`.
+    """Return an encoded image as `PIL.Image`, or as `uint8[height, width, 3]` for "numpy".
 
     Raises:
         BadSampleError: the image does not decode.
     """
-    if decode is None:
-        return content
     with open_image(content) as opened:
         kind = opened.format or ""
         upright = to_rgb(turn_upright(opened, read_orientation(content, kind)), kind)

@@ -32,11 +32,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
     """
 
     def __init__(self, dataset: Dataset, batches: OrderBatchSampler) -> None:
-        if dataset.split.digest != batches.order.split.digest:
-            raise ConfigError(
-                f"the data set is of {dataset.split!r}, the batches are of "
-                f"{batches.order.split!r}; give both one split"
-            )
+        batches.order.check_split(dataset.split)
         self.dataset = dataset
         self.order: RankOrder = batches.order
         # Epoch and position in shared memory, so that persistent workers read the start of the next epoch.
@@ -90,12 +86,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
 
 class ServedSamples(Iterator[Any]):
-    """Iterator over single samples, which reads a batch at a time; its state is defined between batches.
-
-    Args:
-        dataset: data set that reads and transforms samples.
-        batches: batches to serve.
-    """
+    """Iterator over single samples, which reads a batch at a time; its state is defined between batches."""
 
     def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
         self._dataset = dataset

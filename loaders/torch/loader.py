@@ -62,11 +62,8 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             self._source: IterableDataset | OrderBatchSampler = data
             order: dict[str, Any] = {"batch_size": data.batch_size}
         elif isinstance(batches, OrderBatchSampler) and not isinstance(data, torch.utils.data.IterableDataset):
-            if isinstance(data, Dataset) and data.split.digest != batches.order.split.digest:
-                raise ConfigError(
-                    f"the data set is of {data.split!r}, the batches are of "
-                    f"{batches.order.split!r}; give both one split"
-                )
+            if isinstance(data, Dataset):
+                batches.order.check_split(data.split)
             self._source = batches
             order = {"batch_sampler": batches}
         else:

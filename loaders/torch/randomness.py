@@ -28,8 +28,7 @@ _BOUND: Final = 1 << 63
 class PlacedTransform:
     """A user's transform with the randomness of a sample's position.
 
-    Args:
-        transform: function of a sample; it gets a `numpy.random.Generator` if it has a parameter `generator`.
+    The transform gets a `numpy.random.Generator` if it has a parameter `generator`.
     """
 
     def __init__(self, transform: Callable[..., Any]) -> None:
@@ -37,7 +36,7 @@ class PlacedTransform:
         self._takes_generator = _has_generator(transform)
 
     def __call__(self, sample: dict[str, Any], served: ServedIndex | None) -> Any:
-        """Return the transformed sample; without an order (`served` is None) the global generators are used as is."""
+        """Return the transformed sample; without an order (`served` is None) the global generators are not seeded."""
         if served is None:
             return self._call(sample, generator_anywhere)
         with global_generators_at(served):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.loader import check_num_steps
 from datasvc.loaders.torch.served import ServedIndex
 from datasvc.loaders.torch.states import order_state
 from datasvc.order import AccessOrder, OrderConfig, OrderState, Step, Tail, count_steps, plan_step, slice_step
@@ -19,13 +20,6 @@ from datasvc.shards import Split
 
 class RankOrder:
     """One rank's part of an access order.
-
-    Args:
-        split: the split.
-        config: parameters of the order.
-        batch_size: samples of this rank per step.
-        ranks: data rank of this process.
-        tail: treatment of the last samples that fill no global batch.
 
     Raises:
         ConfigError: there are fewer samples than ranks, or an epoch has no step.
@@ -40,15 +34,7 @@ class RankOrder:
         self.num_samples = len(split)
         self.global_batch = batch_size * ranks.world_size
         self._epoch_order: AccessOrder | None = None
-        if self.num_samples < ranks.world_size:
-            raise ConfigError(
-                f"{split!r} has fewer samples than there are ranks: {ranks.world_size}; use fewer ranks"
-            )
-        if not self.count_steps(0):
-            raise ConfigError(
-                f"{split!r} gives no full batch of {batch_size} x {ranks.world_size} ranks with "
-                "tail='drop'; use smaller batches, or tail='pad'"
-            )
+        check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=tail)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_epoch_order": None}  # large, and quick to compute again
@@ -57,13 +43,10 @@ class RankOrder:
         """Return the step that starts at a position; None if the epoch has no further step."""
         return plan_step(position, self.num_samples, self.global_batch, self.tail)
 
-    def count_steps(self, position: int) -> int:
-        """Return the number of steps from a position to the end of the epoch."""
-        return count_steps(position, self.num_samples, self.global_batch, self.tail)
-
     def count_rank_batches(self) -> tuple[int, int]:
         """Return the number of this rank's non-empty batches in an epoch, and the number of its samples."""
-        num_before = self.count_steps(0) - 1
+        # All steps before the last one are full; the last one may be shorter for some ranks.
+        num_before = count_steps(0, self.num_samples, self.global_batch, self.tail) - 1
         last = self.step_at(num_before * self.global_batch)
         assert last is not None
         size = len(self._part(last)[0])
@@ -80,6 +63,11 @@ class RankOrder:
             ServedIndex(number, self.config.seed, epoch, position, counted)
             for number, position, counted in zip(numbers.tolist(), positions.tolist(), counts, strict=True)
         ]
+
+    def check_split(self, split: Split) -> None:
+        """Raise ConfigError if a data set has another split than this order."""
+        if split.digest != self.split.digest:
+            raise ConfigError(f"the data set is of {split!r}, the batches are of {self.split!r}; give both one split")
 
     def state_at(self, epoch: int, position: int) -> dict[str, Any]:
         """Return the loader state at this cursor; all loaders of datasvc accept it."""

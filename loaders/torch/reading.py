@@ -18,6 +18,7 @@ from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
+from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
 
 # A mapped shard uses two of a process's often 1024 file descriptors. Other shards use memory or cache budget.
@@ -53,11 +54,7 @@ class CacheAddress:
 
 
 class SampleReader:
-    """Reads samples in the process that created it.
-
-    Args:
-        split: the split.
-        address: address of the node's cache; None: read a local repository in place, and a remote one into memory.
+    """Reads samples in the process that created it; without a cache, a local repository in place.
 
     Raises:
         ConfigError: the cache was open in the parent process before a fork.
@@ -137,8 +134,7 @@ def check_columns(split: Split, columns: Sequence[str] | None) -> tuple[str, ...
     if isinstance(columns, str) or not columns:
         raise ConfigError(f"columns is {columns!r}; expected names, some of {names}")
     for column in columns:
-        if column not in names:
-            raise ConfigError(f"{split!r} has no column {column!r}; its columns are {names}")
+        check_column(split, column)
     return tuple(columns)
 
 

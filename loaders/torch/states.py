@@ -7,7 +7,7 @@ can load it with the same number of workers only. The common state is a position
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from datasvc.errors import ConfigError
@@ -40,13 +40,9 @@ class DrawState:
     order: dict[str, Any]
     kind: str = _KIND
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, state: Any) -> DrawState:
-        """Return the state from the result of `to_dict`. Raises ConfigError: it is no such state."""
+        """Return the state from its attributes by name. Raises ConfigError: they are not those of a state."""
         if not _is_draw_state(state):
             raise ConfigError(
                 f"this is no state of a data set or sampler of datasvc: found {_summarize(state)}; give the "
