@@ -49,7 +49,6 @@ class Pace:
         group: settings of the group.
         folder: the job's view of the group.
         counts: counters that this object increments.
-        steps_per_epoch: steps of an epoch.
         global_batch: samples of a step over all ranks.
     """
 
@@ -146,9 +145,6 @@ class SharedDecoder(Generic[B]):
 
     Args:
         inner: decoder of the batches that no other job decodes. One thread feeds it, and another one takes from it.
-        folder: the job's view of its group.
-        pace: pace of the job.
-        group: settings of the group.
         counts: counters that this object increments.
         profiler: profiler of the loader; waits for other jobs count as waits for decoding.
     """

@@ -27,7 +27,6 @@ class ImageDecoder:
     """A `BatchDecoder` of images.
 
     Args:
-        backend: decoder of the images.
         framework: array type of the batches.
         plan: crop and edits of each image.
         describe: function that names a sample, given its batch and its index in the batch.

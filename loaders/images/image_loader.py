@@ -22,8 +22,7 @@ from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, parse_backend
-from datasvc.loaders.decode.choice.choose import find_missing, plan_candidates
-from datasvc.loaders.decode.choice.make import make_backend
+from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
 from datasvc.loaders.decode.choice.rank_processors import count_rank_processors
 from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu

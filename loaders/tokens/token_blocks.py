@@ -22,7 +22,7 @@ from datasvc.shards.format.reader import blob_part
 from datasvc.shards.format.schema import is_blob
 
 _NO_BUFFER: Final = pa.py_buffer(b"")
-# Up to so many rows, a loop of copies is faster than one gather.
+# Up to this number of rows, a loop of copies is faster than one gather.
 _MAX_LOOPED_ROWS: Final = 8
 
 
@@ -107,11 +107,7 @@ def choose_format(
 
 
 class StoredBlocks:
-    """Index of the blocks in one shard.
-
-    Args:
-        batches: record batches of the shard.
-        format_: storage format of the blocks.
+    """Index of the blocks in one shard, from its record batches.
 
     Raises:
         ConfigError: a block contains null.
@@ -121,6 +117,7 @@ class StoredBlocks:
         self.format = format_
         self._contents: list[Bytes] = []
         numbers: dict[int, int] = {}  # address of a mapped file -> its index in `_contents`
+        # The empty arrays are for a shard without batches, as `np.concatenate` needs at least one.
         content_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for batch in batches:
             buffer, batch_starts, batch_sizes = _find_rows(batch.column(format_.column), format_)
@@ -137,12 +134,9 @@ class StoredBlocks:
         """Bytes of each block, `int64[num_samples]`."""
 
     def copy(self, rows: Integers, out: Integers, indices: Integers) -> None:
-        """Write the blocks of `rows` to `out[indices]`, with arbitrary values after the end of a short block.
+        """Write the blocks of `rows`, `int64[k]`, to `out[indices]`, `int64[n, block]`.
 
-        Args:
-            rows: `int64[k]`, rows of the shard.
-            out: `int64[n, block]`.
-            indices: `int64[k]`, ascending.
+        Values after the end of a short block are arbitrary. `indices` are `int64[k]`, ascending.
         """
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")

@@ -30,7 +30,7 @@ from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZE
 
 Labels = Literal["across", "within"] | None
 
-# Memory of so many batches is reused; a caller that holds more batches gets new memory for each.
+# Memory of this number of batches is reused; a caller that keeps more batches gets new memory for each.
 _NUM_REUSED: Final = 4
 
 
@@ -79,7 +79,6 @@ class TokenDecoder:
     """A `BatchDecoder` of token blocks.
 
     Args:
-        config: settings.
         batch_size: maximum number of samples in a batch.
         is_mixture: whether batches contain the source split of each sample.
         describe: function that names a sample, given its batch and its index in the batch.
@@ -200,7 +199,7 @@ class TokenDecoder:
     def _document_starts(self, batch: SampleBatch, tokens: Integers) -> tuple[Integers, npt.NDArray[Any]]:
         """Return the index of a block and the position in it for each start of a document, `[n]` both."""
         if self._config.end is not None:
-            # A flat search is several times as fast as a search by rows.
+            # A search in the flat array, because a search by rows takes several times as long.
             rows, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
             return rows, ends + 1
         rows_of, starts_of = [np.empty(0, np.int64)], [np.empty(0, np.int64)]

@@ -27,6 +27,7 @@ def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, bl
         length: `int64[blocks]`, number of real tokens of each block.
         block: tokens of a block.
     """
+    # A block begins a segment, and so does its padding.
     firsts = np.arange(len(length)) * block
     inside = starts < length[rows]
     cuts = firsts[rows[inside]] + starts[inside]

@@ -21,7 +21,6 @@ class DrawnBatches(Iterator[list[int]]):
         order: order of the rank.
         epoch: epoch to draw from.
         position: position at which the loader starts.
-        worker: index of the worker.
         num_workers: number of workers; 0: one process draws all steps.
     """
 

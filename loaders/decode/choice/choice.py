@@ -29,8 +29,6 @@ class DecodeChoice:
     Args:
         requested: backend of the user's `DecodeConfig`.
         candidates: result of `plan_candidates`.
-        config: settings of the backends.
-        ranks: data rank of this process.
         try_in_child: function that tries backends in a child process.
         find_store: function that returns the store of the process group, or None.
     """

@@ -1,4 +1,4 @@
-"""Candidates for the decoding backend, from the user's argument and the installed software."""
+"""The decoding backends: which are possible for a loader, and creation of a backend by its name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.decode.backend import Backend, Decode
+from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, Framework, ImageBackend
+from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.crop import import_codec
+from datasvc.loaders.decode.gpu.gpu import GpuBackend
+from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
+from datasvc.loaders.decode.gpu.upload import UploadBackend
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 
 ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")
 """Backends that decode on a GPU."""
@@ -57,3 +62,20 @@ def plan_candidates(
         return usable
     # A CPU backend is always a candidate: it is used if all trials on the GPU fail.
     return ["pillow" if "cpu" in refused else "cpu", *usable]
+
+
+def make_backend(
+    config: BackendConfig, backend: Backend, *, framework: Framework, profiler: StepProfiler
+) -> ImageBackend:
+    """Return a new backend.
+
+    Raises:
+        ConfigError: the software of the backend is not installed.
+        DeviceError: the GPU cannot be used.
+    """
+    if backend in ON_GPU:
+        make: type[ColourBackend | GpuBackend] = ColourBackend if config.changes_colours else GpuBackend
+        return make(config, "window" if backend == "gpu-window" else "whole", profiler=profiler)
+    if config.device_id is None:
+        return CpuBackend(config, backend=backend, framework=framework, profiler=profiler)
+    return UploadBackend(config, backend=backend, device=f"cuda:{config.device_id}", profiler=profiler)

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,8 @@ from PIL import Image
 from datasvc.child_process import ChildProcess, end_with_input
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, BackendConfig, ImageBackend
+from datasvc.loaders.decode.choice.choose import make_backend
+from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.shards.images.header import is_plain_jpeg
 
@@ -226,8 +229,6 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Backen
     Raises:
         RuntimeError: an image differs by more than a decoder's rounding.
     """
-    from datasvc.loaders.decode.worker import ImageWorker
-
     images, pixels = batch.arrays(), config.pixels
     backend.feed(images, batch.windows)
     decoded = backend.take()
@@ -260,12 +261,6 @@ def _to_levels(image: Any, config: BackendConfig) -> Any:
     return (levels * std + mean) * 255
 
 
-def _make(config: BackendConfig, backend: Backend) -> ImageBackend:
-    from datasvc.loaders.decode.choice.make import make_backend
-
-    return make_backend(config, backend, framework="torch", profiler=StepProfiler())
-
-
 def main() -> None:
     """Run the child process: read a `TrialJob` from stdin, and write one line of JSON for each candidate."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps: crashes are expected, and the memory is large
@@ -273,7 +268,7 @@ def main() -> None:
     os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has answers only
     job: TrialJob = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
     end_with_input()  # the parent has exited, or has ended a trial in which a decoder hangs
-    for answer in answer_trials(job, _make):
+    for answer in answer_trials(job, partial(make_backend, framework="torch", profiler=StepProfiler())):
         print(json.dumps(answer), file=answers, flush=True)
 
 

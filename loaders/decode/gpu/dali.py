@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     _Inputs = tuple[Sequence[Bytes], Windows]
 
 Graph = Literal["window", "whole"]
-_BACKENDS: Final[Mapping[Graph, Backend]] = {"window": "gpu-window", "whole": "gpu-whole"}
+BACKENDS: Final[Mapping[Graph, Backend]] = {"window": "gpu-window", "whole": "gpu-whole"}
 
 # Messages of DALI, nvImageCodec, torch and the driver about device failures. Numbers are `nvimgcodecStatus_t`: a
 # failed allocation (5), a wrong architecture (7). The internal error (8) also occurs for damaged images, so it is
@@ -95,7 +95,7 @@ class DaliPipeline:
 
     def __init__(self, config: BackendConfig, graph: Graph = "window") -> None:
         self.config = config
-        with device_errors(_BACKENDS[graph]):
+        with device_errors(BACKENDS[graph]):
             self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else make_stream(config.device_id)
         self._fed: deque[_Inputs] = deque()

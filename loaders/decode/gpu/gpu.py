@@ -20,7 +20,7 @@ from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.crop import import_codec
-from datasvc.loaders.decode.gpu.dali import DaliPipeline, Graph, device_errors
+from datasvc.loaders.decode.gpu.dali import BACKENDS, DaliPipeline, Graph, device_errors
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.shards.images.header import is_plain_jpeg
 
@@ -68,7 +68,6 @@ class GpuBackend:
     """An `ImageBackend` that decodes on the GPU; with `device_id` None the same graph runs on the CPU.
 
     Args:
-        config: settings of the backend.
         graph: graph of the DALI pipeline, see `datasvc.loaders.decode.gpu.dali`.
         profiler: profiler of the loader; None: times are discarded.
 
@@ -81,7 +80,7 @@ class GpuBackend:
         self, config: BackendConfig, graph: Graph = "window", *, profiler: StepProfiler | None = None
     ) -> None:
         self._config, self._graph = config, graph
-        self._name: Backend = "gpu-window" if graph == "window" else "gpu-whole"
+        self._name = BACKENDS[graph]
         self._profiler = profiler or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
         self._threads: CpuBackend | None = None  # created for the first image that DALI cannot decode

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from datasvc.loaders.augment.augment import ColourFactors, Windows
 from datasvc.loaders.augment.edits import Edit
-from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, ImageBackend, Read
-from datasvc.loaders.decode.gpu.dali import device_errors
+from datasvc.loaders.decode.backend import BackendConfig, DecodedImages, Read
+from datasvc.loaders.decode.gpu.dali import BACKENDS, Graph, device_errors
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
+from datasvc.loaders.decode.gpu.gpu import GpuBackend
+from datasvc.loaders.profiling.step_profiler import StepProfiler
 
 if TYPE_CHECKING:
     import torch
@@ -20,27 +22,21 @@ if TYPE_CHECKING:
 
 
 class ColourBackend:
-    """An `ImageBackend` that changes the colours of another backend's images on their device.
+    """An `ImageBackend` that changes the colours of the images of a `GpuBackend` on their device.
 
-    Args:
-        config: settings of the backend.
-        make: function that creates the inner backend, which gets no `Edit`.
-        name: name of the inner backend, for error messages.
-
-    Raises:
-        DeviceError: the GPU cannot be used, or has too little memory.
+    Arguments and errors as of `GpuBackend`.
     """
 
     def __init__(
-        self, config: BackendConfig, make: Callable[[BackendConfig], ImageBackend], *, name: Backend
+        self, config: BackendConfig, graph: Graph = "window", *, profiler: StepProfiler | None = None
     ) -> None:
-        self._name: Backend = name
+        self._name = BACKENDS[graph]
         device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
-        with device_errors(name):
+        with device_errors(self._name):
             self._finish = DeviceFinish(config.pixels, device)
-        # Last, because it starts threads and allocates memory, which would not be released if a later step failed.
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
-        self._inner = make(dataclasses.replace(config, pixels=levels, changes_colours=False))
+        # Last, because it starts threads and allocates memory, which would not be released if a later step failed.
+        self._inner = GpuBackend(dataclasses.replace(config, pixels=levels), graph, profiler=profiler)
         self._in_progress: deque[ColourFactors | None] = deque()
 
     def feed(

@@ -17,7 +17,7 @@ if __name__ == "__main__":
         sys.stdout.write('{"rate": 50.0}\n{"rate": 70.0}\n')
     if BEHAVIOUR == "segfault at windows":
         from datasvc.loaders.decode.choice import trial
-        from datasvc.loaders.decode.choice.make import make_backend
+        from datasvc.loaders.decode.choice.choose import make_backend
         from datasvc.loaders.profiling.step_profiler import StepProfiler
 
         def make(config, backend):

@@ -199,14 +199,14 @@ def test_batches_that_dali_decodes_get_the_same_colours(output):
     crops.shapes[:] = np.minimum(crops.shapes + 12, (70, 90) - crops.starts)
     settings = {"output": output, "layout": "NHWC", "prefetch": 1}
     both = dataclasses.replace(config(**settings), changes_colours=True)
-    found = coloured(ColourBackend(both, GpuBackend, name="gpu-window"), images, crops, change)
+    found = coloured(ColourBackend(both), images, crops, change)
     expected = coloured(on_cpu(**settings), images, crops, change)
     level = 1 if output == "uint8" else 1 / (255 * 0.25)
     # DALI scales by a kernel of its own, a fraction of a level off in the mean; colours stretch that.
     assert (found.double() - expected.double()).abs().mean() < 2 * level
     assert found.dtype == expected.dtype
     images[3] = broken(images[3])
-    bad = ColourBackend(both, GpuBackend, name="gpu-window")
+    bad = ColourBackend(both)
     bad.feed(images, crops, change)
     decoded = bad.take()
     bad.close()
