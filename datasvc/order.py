@@ -277,12 +277,6 @@ class AccessOrder:
         by_need = np.argsort(first, kind="stable")
         return ShardWindows(self._segment_shards[segment][by_need], first[by_need], stop[by_need])
 
-    def live_shards(self, start: int, stop: int) -> Integers:
-        """Return the shards that positions [start, stop) may need: `int64[n]`, ascending, n <= `max_live_shards`."""
-        windows = self.windows
-        begun = int(np.searchsorted(windows.first, stop, side="left"))
-        return np.unique(windows.shards[:begun][windows.stop[:begun] > start])
-
     def _lay_out(self) -> None:
         """Compute the sequence of samples before block permutation, as segments: runs of rows of one shard."""
         occupied = np.flatnonzero(self._counts)

@@ -20,6 +20,7 @@ from datasvc.order import (
     slice_step,
 )
 from tests.examples import examples
+from tests.live_shards import live_shards
 
 shard_sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
 
@@ -165,7 +166,7 @@ def test_residency_never_exceeds_what_the_parameters_promise(sizes, config, epoc
     promised = max_live_shards(sizes, config, run)
     for start in range(0, order.num_samples, run):
         stop = min(start + run, order.num_samples)
-        live = order.live_shards(start, stop)
+        live = live_shards(order, start, stop)
         assert len(live) <= promised
         assert set(order.locate(np.arange(start, stop))[0].tolist()) <= set(live.tolist())
 
@@ -175,7 +176,7 @@ def test_the_promise_of_a_windowed_order_is_small_and_met():
     config = OrderConfig(seed=1, shuffle="windowed", lanes=4, block=100)
     assert max_live_shards([100] * 64, config, 8) == 4 * 3
     order = AccessOrder([100] * 64, config, 0)
-    assert max(len(order.live_shards(start, start + 8)) for start in range(0, 6400, 8)) <= 12
+    assert max(len(live_shards(order, start, start + 8)) for start in range(0, 6400, 8)) <= 12
 
 
 @given(shard_sizes, configs(), st.integers(0, 20))
@@ -234,7 +235,7 @@ def test_memory_is_per_shard_and_not_per_sample():
         positions = np.arange(1_000_000_000, 1_000_000_100)
         shards, rows = order.locate(positions)
         assert np.array_equal(order.positions_of(shards, rows), positions)
-        order.live_shards(10**9, 10**9 + 1024)
+        live_shards(order, 10**9, 10**9 + 1024)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1_200_000
@@ -342,9 +343,9 @@ def test_every_release_serves_the_same_order(shape, expected):
 
 def test_a_shard_is_live_from_its_first_position_to_its_last():
     order = AccessOrder([10] * 5, OrderConfig(shuffle=None), 0)
-    assert order.live_shards(0, 10).tolist() == [0]
-    assert order.live_shards(10, 20).tolist() == [1]
-    assert order.live_shards(9, 21).tolist() == [0, 1, 2]
+    assert live_shards(order, 0, 10).tolist() == [0]
+    assert live_shards(order, 10, 20).tolist() == [1]
+    assert live_shards(order, 9, 21).tolist() == [0, 1, 2]
 
 
 @given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 8), st.integers(1, 4))
@@ -380,6 +381,6 @@ def test_a_state_whose_numbers_are_none_is_refused(change):
 
 def test_the_promise_holds_for_runs_that_start_anywhere():
     config = OrderConfig(shuffle=None)
-    live = AccessOrder([2] * 5, config, 0).live_shards(1, 5)
+    live = live_shards(AccessOrder([2] * 5, config, 0), 1, 5)
     assert live.tolist() == [0, 1, 2]
     assert max_live_shards([2] * 5, config, 4) == 3

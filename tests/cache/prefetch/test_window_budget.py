@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from datasvc.cache.prefetch.window_budget import check_window, choose_ahead_bytes, window_bytes
 from datasvc.errors import CacheFullError
 from datasvc.order import AccessOrder, OrderConfig
+from tests.live_shards import live_shards
 
 
 @given(
@@ -20,7 +21,7 @@ def test_the_window_is_enough_for_every_run_of_every_epoch(shards, lanes, block,
     sizes = blocks * 4096
     config = OrderConfig(shuffle="windowed", lanes=lanes, block=block)
     order = AccessOrder(counts, config, epoch)
-    needed = max(sizes[order.live_shards(start, start + run)].sum() for start in range(0, order.num_samples, run))
+    needed = max(sizes[live_shards(order, start, start + run)].sum() for start in range(0, order.num_samples, run))
     assert needed <= window_bytes(counts, sizes, config, run) <= sizes.sum()
 
 

@@ -19,6 +19,7 @@ from datasvc.shards.versions.combine import append_table
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import delete_samples
 from tests.examples import examples
+from tests.live_shards import live_shards
 from tests.shards.written_versions import LABELLED_SCHEMA, write_table
 
 
@@ -72,8 +73,8 @@ def test_a_shard_is_released_once_nothing_needs_it_and_not_while_something_does(
     for batch in itertools.islice(batches.stream(Cursor(0, 0)), len(split)):
         before, position = store.digests(), batch.after.position
         batches.retire(batch)
-        assert store.digests() <= {digests[shard] for shard in order.live_shards(position, len(split)).tolist()}
-        under_way = {digests[shard] for shard in order.live_shards(position, position).tolist()}
+        assert store.digests() <= {digests[shard] for shard in live_shards(order, position, len(split)).tolist()}
+        under_way = {digests[shard] for shard in live_shards(order, position, position).tolist()}
         assert not (before - store.digests()) & under_way
     assert store.digests() == set()
 

@@ -25,6 +25,7 @@ from datasvc.repository import Repository
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.versions.dataset import Split
 from tests.examples import examples
+from tests.live_shards import live_shards
 from tests.loaders.numbered import Numbers, make_splits, mix, write_split
 from tests.shards.written_versions import LABELLED_SCHEMA
 
@@ -222,7 +223,7 @@ def test_shards_are_held_as_long_as_a_splits_own_order_needs_them_and_no_longer(
                 epoch_order = AccessOrder(split.table.samples_per_shard, configs[number], epoch)
                 begin = own[1] if epoch == own[0] else 0
                 until = end[1] if epoch == end[0] else len(split)
-                needed |= set(epoch_order.live_shards(begin, until).tolist())
+                needed |= set(live_shards(epoch_order, begin, until).tolist())
             read = {int(shard) for each in under_way for shard in each.shards[each.sources == number]}
             served = {int(shard) for each in under_way for shard in each.shards[(each.sources == number) & each.mask]}
             assert served <= read <= store.shards() <= needed | read
