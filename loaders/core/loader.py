@@ -149,10 +149,10 @@ class Loader(ABC, Generic[B]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0; a new `for` serves the rest of it.
+        """The current epoch, counted from 0; a new `for` serves its remaining batches.
 
-        After the last batch of an epoch and before the end of its loop that rest is empty: a new `for` yields nothing
-        and ends the epoch.
+        If the last batch of an epoch is served but its loop has not ended, a new `for` yields nothing and ends the
+        epoch.
         """
         return self._cursor.epoch
 
@@ -167,7 +167,7 @@ class Loader(ABC, Generic[B]):
         return count_steps(self._cursor.position, len(self.split), self._global_batch, self.tail)
 
     def __iter__(self) -> Iterator[B]:
-        """Yield the rest of the epoch.
+        """Yield the remaining batches of the epoch.
 
         Raises:
             BadSampleError: a sample does not decode; the message names it. The cursor is still before its batch.
@@ -176,7 +176,7 @@ class Loader(ABC, Generic[B]):
         """
         epoch = self._cursor.epoch
         try:
-            # The first comparison is cheap and enough for full batches; `steps_left` is needed at the end only.
+            # The first comparison is cheap; `steps_left` is needed for the last batch of an epoch only.
             while self._cursor.epoch == epoch and (self._cursor.position < self._last_whole or self.steps_left):
                 batch, self._cursor = self._next()
                 yield batch

@@ -1,4 +1,4 @@
-"""Weighted mixtures of data sets. `datasvc.mix_order` defines their access order."""
+"""Weighted mixtures of data sets, which loaders accept in place of a split; `datasvc.mix_order` has their order."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
 
 
 def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's order; in a mixture, each with a seed of its own."""
+    """Return the access order of each split: the loader's order, in a mixture with a different seed per split."""
     if not isinstance(samples, Mixture):
         return [config]
     return [own_order(config, split.digest) for split in samples.splits]

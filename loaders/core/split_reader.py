@@ -19,7 +19,7 @@ from datasvc.shards.format.schema import LABEL
 
 
 class Cursor(NamedTuple):
-    """Progress of a run, or of a split's own order: all positions of `epoch` before `position` are served."""
+    """Progress of a run, or of the order of one split: all positions of `epoch` before `position` are served."""
 
     epoch: int
     position: int

@@ -38,8 +38,8 @@ class DecodeConfig:
             torch.distributed process group. It is logged and stored in the state. Windows are equal for all backends;
             pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about eight on a GPU.
         num_threads: number of decoding threads, at least 1; None: the processors available to this process, divided
-            by the number of ranks that the launcher started on this node. Give the number of processors of a rank if
-            the launcher binds each rank to processors of its own.
+            by the number of ranks that the launcher started on this node. If the launcher binds each rank to separate
+            processors, give their number.
         prefetch: batches in progress while the caller trains; 0: each batch is decoded in the call that returns it.
         on_bad: treatment of samples that do not decode: "raise" an error, or "mask": zeros as image, False in the
             mask, and the sample's name in `batch.bad`.
@@ -70,8 +70,6 @@ class BackendConfig:
     Attributes:
         batch_size: maximum number of images in a batch.
         size: side of an image in pixels.
-        pixels: format of the decoded images.
-        num_threads: number of decoding threads.
         prefetch: number of batches in progress at the same time.
         device_id: index of the GPU that receives the images; None: the CPU.
         max_width: width of the widest image in the data set, for one allocation of GPU memory; 0 if unknown.

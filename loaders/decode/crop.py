@@ -29,7 +29,8 @@ def is_jpeg_2000(blob: Bytes) -> bool:
 
 def import_codec() -> Any:
     """Return the module nvimgcodec. Raises ConfigError: it is not installed."""
-    # Its log messages are off: Pillow may decode an image that it refuses, and other bad images are reported by us.
+    # Without its log messages: Pillow may decode an image that nvImageCodec refuses, and the loader reports the other
+    # bad images.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec
@@ -42,11 +43,7 @@ def import_codec() -> Any:
 
 
 class CropDecoder:
-    """Decodes windows of images, for use in one thread.
-
-    Raises:
-        ConfigError: nvImageCodec is not installed.
-    """
+    """Decodes windows of images, for use in one thread. Raises ConfigError: nvImageCodec is not installed."""
 
     def __init__(self) -> None:
         self._codec = codec = import_codec()

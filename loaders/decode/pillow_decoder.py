@@ -25,7 +25,6 @@ def decode_window(
     blob: bytes | Bytes,
     start: Sequence[int] | npt.NDArray[np.int32],
     shape: Sequence[int] | npt.NDArray[np.int32],
-    flip: bool,
     size: int,
     *,
     out: Pixels | None = None,
@@ -42,7 +41,6 @@ def decode_window(
         blob: the complete encoded image.
         start: top and left of the window in the upright image, pixels.
         shape: height and width of the window, pixels.
-        flip: whether to mirror the window horizontally.
         size: side of the output in pixels.
         out: output array, `uint8[size, size, 3]`; None: a new array.
 
@@ -64,7 +62,7 @@ def decode_window(
         window = to_rgb(turn_upright(image, orientation).crop(box), kind)
         scaled = np.asarray(window.resize((size, size), Image.Resampling.BILINEAR))
     out = np.empty((size, size, 3), np.uint8) if out is None else out
-    np.copyto(out, scaled[:, ::-1] if flip else scaled)
+    np.copyto(out, scaled)
     return out
 
 

@@ -71,7 +71,7 @@ class ImageWorker:
             image = self._resize(crop)
         else:
             try:
-                image = decode_window(blob, start, shape, False, self._size, out=self._window)
+                image = decode_window(blob, start, shape, self._size, out=self._window)
             except BadSampleError as error:
                 out[...] = 0
                 return str(error)

@@ -108,7 +108,7 @@ class Pace:
         return distance > self._group.lag and self._folder.is_alive(other)
 
     def _wait_for(self, other: Cursor, behind: int) -> bool:
-        """Wait until a step behind this job is decoded; return whether it was worth a wait."""
+        """Wait for the step of a job that is `behind` steps behind this job; return False if none is waited for."""
         if not self._group.lag < behind <= self._patience_left:
             return False
         pending = self._folder.find(other)
@@ -170,29 +170,30 @@ class SharedDecoder(Generic[B]):
     def feed(self, batch: SampleBatch) -> None:
         """See `BatchDecoder`. Raises ConfigError, LagError: see `GroupFolder.join` and `Pace.wait_for_others`."""
         self._pace.advance()
-        found = self._find_or_decode(batch)
-        if isinstance(found, PendingStep):
+        result = self._find_or_decode(batch)
+        if isinstance(result, PendingStep):
             # Closed, because `take` looks for the batch again: an open pipe per prefetched batch has no use.
-            with found:
-                found = None
-        self._fed.append((batch, found))
+            with result:
+                result = None
+        self._fed.append((batch, result))
 
     def take(self) -> B:
         """See `BatchDecoder`."""
-        batch, found = self._fed[0]
-        while found is None or isinstance(found, PendingStep):
-            if found is not None:
-                self._wait(found)
-            found = self._find_or_decode(batch)
-        if isinstance(found, Future):
+        batch, result = self._fed[0]
+        # Repeated, because a job may abandon a step that this job waits for, and a third job may claim it.
+        while result is None or isinstance(result, PendingStep):
+            if result is not None:
+                self._wait(result)
+            result = self._find_or_decode(batch)
+        if isinstance(result, Future):
             with self._profiler.waiting(Stage.DECODE):
-                found = found.result()
+                result = result.result()
             self._counts.decoded += 1
         else:
             self._counts.shared += 1
             self._pace.catch_up()
         self._fed.popleft()
-        finished: B = found
+        finished: B = result
         return finished
 
     def close(self) -> None:
@@ -216,17 +217,18 @@ class SharedDecoder(Generic[B]):
         try:
             self._folder.join()
             self._folder.retire(lambda kept: self._pace.is_kept(kept, cursor))
-            found = self._folder.find(cursor)
-            if found is None:
+            result = self._folder.find(cursor)
+            if result is None:
                 with self._profiler.waiting(Stage.DECODE):
                     self._pace.wait_for_others(cursor)
-                found = self._folder.find_or_claim(cursor)
+                # Searched again before the claim, because another job may have decoded the step during the wait.
+                result = self._folder.find_or_claim(cursor)
         except OSError as error:
             # The group cannot be used, for example at the limit of open files: this job decodes the batch alone.
             self._folder.leave()
             self._record_loss(str(error))
-            found = None
-        return self._decode(batch) if found is None else found
+            result = None
+        return self._decode(batch) if result is None else result
 
     def _decode(self, batch: SampleBatch) -> Future[B]:
         try:

@@ -85,7 +85,7 @@ class GroupFolder:
             self._membership.leave()
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the batch of a step; the pending step, which the caller closes, if a job decodes it; or None.
+        """Return the batch of a step; its pending step, which the caller closes, if a job decodes it; otherwise None.
 
         Raises:
             OSError: no file descriptor or no memory is left.
@@ -112,16 +112,16 @@ class GroupFolder:
         return batch
 
     def find_or_claim(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the result of `find`; if it is None, this job is to decode the step and then calls `publish`.
+        """Return the result of `find`; if it is None, the caller decodes the step and then calls `publish`.
 
         Raises:
             OSError: see `find`; the link cannot be created.
         """
         # Repeated, because another job may claim the step after `find`, and abandon it before the next `find`.
         for _ in range(_TRIES):
-            found = self.find(cursor)
-            if found is not None or self._claim(cursor):
-                return found
+            result = self.find(cursor)
+            if result is not None or self._claim(cursor):
+                return result
         return None
 
     def give_up(self, pending: PendingStep) -> None:
@@ -133,8 +133,8 @@ class GroupFolder:
         """Return the steps that other jobs decode or keep."""
         steps = [_parse(name) for name in self._membership.links.names()]
         with self._lock:
-            own = {*self._claims, *self._published}
-        return [step for step in steps if step is not None and step not in own]
+            steps_of_job = {*self._claims, *self._published}
+        return [step for step in steps if step is not None and step not in steps_of_job]
 
     def is_alive(self, cursor: Cursor) -> bool:
         """Return whether the job that decodes or keeps a step is running."""

@@ -132,8 +132,8 @@ def target_of(descriptor: int) -> str:
 def _open_private(path: Path) -> int:
     """Open a folder. Raises ConfigError: the folder belongs to another user, or other users can open it."""
     message = (
-        f"{path} is not a folder that this user alone can open: another user of the node holds the decode group; "
-        "choose another group name, or remove it"
+        f"{path} is not a folder that only this user can open: another user of the node may have created it; choose "
+        "another group name, or remove the folder"
     )
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -23,7 +23,7 @@ _TRIES: Final = 100
 
 
 def folder_of(name: str, ranks: DataRanks) -> Path:
-    """Return the folder of this user's decode group `name`; each data rank has a folder of its own."""
+    """Return the folder of this user's decode group `name` for one data rank: each rank has different batches."""
     return _ROOT / f"{_prefix()}{ranks.rank}-of-{ranks.world_size}-{quote(name, safe='')}"
 
 

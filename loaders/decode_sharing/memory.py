@@ -1,8 +1,8 @@
 """Shared memory of one decoded batch (`memfd`): one job writes it, the others map it without a copy.
 
-The memory has no name in a file system. The kernel frees it when no process has it open or mapped. A reader holds a
-shared lock on it as long as it references the batch, and the writer uses the memory again only under the exclusive
-lock, so a batch never changes while it is in use.
+The memory has no name in a file system. The kernel frees it when no process has it open or mapped. A reader keeps a
+shared lock on the memory as long as it references the batch. The writer uses the memory again only under the
+exclusive lock, so a batch never changes while it is in use.
 """
 
 from __future__ import annotations

@@ -49,10 +49,10 @@ _TRIAL_BYTES: Final = 256 << 20
 class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     """Batches of a split's images, decoded; `for images, labels in loader` runs to the end of the epoch.
 
-    A new `for` continues where the last one stopped: with the rest of the epoch, or with the next epoch.
-    `state_dict()` counts batches handed over, not prefetched ones. A state can be loaded at any world size and batch
-    size; the run then continues with exactly the samples not yet served. Every rank of a job creates a loader with
-    the same arguments except `ranks`.
+    A new `for` continues after the last batch that was handed over, in the same epoch or at the start of the next
+    one. `state_dict()` counts batches handed over, not prefetched ones. A state can be loaded at any world size and
+    batch size; the run then continues with exactly the samples not yet served. Every rank of a job creates a loader
+    with the same arguments except `ranks`.
 
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
@@ -170,11 +170,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             self.sharing = Sharing(self, group, arguments)
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:
-        """Yield the rest of the epoch; see `Loader`."""
+        """Yield the remaining batches of the epoch; see `Loader`."""
         return self._serve("torch")
 
     def numpy(self) -> Iterator[ImageBatch[npt.NDArray[Any]]]:
-        """Yield the rest of the epoch as NumPy arrays, without importing torch.
+        """Yield the remaining batches of the epoch as NumPy arrays, without importing torch.
 
         Batches and state are those of `for batch in loader`. Pixels differ by up to one level of 255, because Pillow
         scales the images here instead of torch.
@@ -191,7 +191,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._serve("numpy")
 
     def pin(self) -> Iterator[ImageBatch[torch.Tensor]]:
-        """Yield the rest of the epoch in page-locked memory, for copies to a GPU with `non_blocking=True`.
+        """Yield the remaining batches of the epoch in page-locked memory, for `to(device, non_blocking=True)`.
 
         Batches and state are those of `for batch in loader`. The memory of a batch is reused only after its last
         reference is gone and all copies from it are done. If torch finds no GPU, the memory is ordinary and a warning

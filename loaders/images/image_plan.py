@@ -1,4 +1,4 @@
-"""Plan of each image's crop and edits, computed from its size and position before it is decoded."""
+"""Plan of the crop and edits of images, computed from size and position before an image is decoded."""
 
 from __future__ import annotations
 
@@ -60,13 +60,10 @@ class ImagePlan:
         return plan_centre_windows(widths, heights, size=self.size, resize=self.shorter_side)
 
     def edit(self, batch: SampleBatch) -> Edit | None:
-        """Return the edits of a batch's images beside crop and flip; None if there are none."""
+        """Return the changes of a batch's images after crop and flip; None if there are none."""
+        transform = self.augment.transform
         return plan_edit(
-            batch.positions,
-            seed=self.seed,
-            epoch=batch.epoch,
-            colours=self._colours,
-            transform=self.augment.transform,
+            batch.positions, seed=self.seed, epoch=batch.epoch, colours=self._colours, transform=transform
         )
 
     @property

@@ -1,7 +1,7 @@
 """Diagnosis of a run's bottleneck from its summed step times, with advice in words.
 
 Decoding threads run parallel to the caller. With `prefetch` batches in progress a step takes the longer of two times:
-the threads' time for a batch, or the caller's own time plus the loader's work in the caller's thread. Hence:
+the threads' time for a batch, or the caller's time for a batch plus the loader's work in the caller's thread. Hence:
 
 - If the caller waited for a small fraction of its time, the caller itself is the bottleneck.
 - If most calls waited for other threads, the stage of these threads is the bottleneck, whatever other stages took.
@@ -109,11 +109,11 @@ def _is_bound(totals: Totals) -> bool:
 
 
 def _headroom(totals: Totals, wait_s: float) -> float | None:
-    """Return how much faster the consumer could be; None if no work of other threads was timed."""
+    """Return by which fraction the consumer could be faster; None if no work of other threads was timed."""
     busy_s = [beside_s / totals.num_beside[stage] for stage, beside_s in totals.beside_s.items()]
     if not busy_s:
         return None
-    # The next limit is the slower one of the threads' work and the calls' own work.
+    # The next limit is the slower one of the threads' work and the work inside the calls.
     return max(0.0, totals.consumer_s / max(wait_s, *busy_s) - 1)
 
 

@@ -31,8 +31,8 @@ def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     """Return whether an NVTX tool started this process, or `DATASVC_NVTX=1` requests ranges."""
     # NVTX tools set the path of an injection library; Nsight Systems also sets its session id.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-    asked = environ.get("DATASVC_NVTX", "").strip().lower() not in {"", "0", "false", "no", "off"}
-    return asked or any(environ.get(name) for name in tools)
+    is_requested = environ.get("DATASVC_NVTX", "").strip().lower() not in {"", "0", "false", "no", "off"}
+    return is_requested or any(environ.get(name) for name in tools)
 
 
 _IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)

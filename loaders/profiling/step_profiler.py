@@ -18,7 +18,7 @@ from datasvc.loaders.profiling.step_times import Stage, StepTimes, Sums, TimeSpa
 _MAX_STEPS: Final = 4096
 _MAX_SPANS: Final = 32768
 
-# Fields of a `TimeSpan`. A tuple, because creating a `TimeSpan` takes longer than the rest of a stage's timing.
+# Fields of a `TimeSpan`. A tuple, because to create a `TimeSpan` takes longer than to time a stage.
 _SpanFields = tuple[str, int, str, int, int, int]
 
 
@@ -139,7 +139,7 @@ class StepProfiler:
         self.keep_span("wait", timer.start_ns, timer.wait_ns, timer.number)
 
     def _end_step(self, now_ns: int) -> None:
-        """End the consumer's time of the current step. The caller holds the lock."""
+        """End the consumer's time of the current step. The caller has the lock."""
         # Cleared first: the lock is reentrant, and a nested call must not add the step a second time.
         current, self._current = self._current, None
         if current is None:

@@ -107,11 +107,7 @@ def choose_format(
 
 
 class StoredBlocks:
-    """Index of the blocks in one shard, from its record batches.
-
-    Raises:
-        ConfigError: a block contains null.
-    """
+    """Index of the blocks in one shard, from its record batches. Raises ConfigError: a block contains null."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch], format_: BlockFormat) -> None:
         self.format = format_
@@ -162,7 +158,7 @@ class StoredBlocks:
         windows = self._windows[number]
         if not self.format.is_ragged or (len(starts) and starts.max() < len(windows)):
             return windows[starts]
-        # A window at one of the last blocks would end after the end of the file: copy only the block's own bytes.
+        # The window of one of the last blocks would end after the end of the file: copy only the bytes of the block.
         blocks = np.zeros((len(rows), self.format.block_bytes), np.uint8)
         for index, (start, size) in enumerate(zip(starts.tolist(), self.sizes[rows].tolist(), strict=True)):
             blocks[index, :size] = self._contents[number][start : start + size]

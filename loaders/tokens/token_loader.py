@@ -140,15 +140,15 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return None if self._config.tokenizer is None else self._config.tokenizer.decode()
 
     def __iter__(self) -> Iterator[TokenBatch[torch.Tensor]]:
-        """Yield the rest of the epoch as tensors on the CPU, see `Loader.__iter__`."""
+        """Yield the remaining batches of the epoch as tensors on the CPU, see `Loader.__iter__`."""
         return super().__iter__()
 
     def numpy(self) -> Iterator[TokenBatch[npt.NDArray[Any]]]:
-        """Yield the rest of the epoch as NumPy arrays, without importing torch."""
+        """Yield the remaining batches of the epoch as NumPy arrays, without importing torch."""
         return self._serve(lambda batch: batch)
 
     def pin(self) -> Iterator[TokenBatch[torch.Tensor]]:
-        """Yield the rest of the epoch as tensors in page-locked memory, see `ImageLoader.pin`."""
+        """Yield the remaining batches of the epoch in page-locked memory, see `ImageLoader.pin`."""
         warn_without_gpu()
         return self._serve(lambda batch: to_torch(batch).pin_memory())
 

@@ -1,4 +1,4 @@
-"""Iterator over the batches that one process draws: all of them, or every n-th one for a worker of a `DataLoader`."""
+"""Iterator over the batches of an epoch that one process draws: all, or every n-th one in a `DataLoader` worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasvc.loaders.torch.states import DrawState
 
 
 class DrawnBatches(Iterator[list[int]]):
-    """One rank's batches of the rest of an epoch, or one worker's part of them.
+    """One rank's batches of an epoch from a position on, or one worker's part of them.
 
     torch's loaders take batches from their workers in turn, beginning with worker 0. So worker w of W draws the steps
     w, w + W, ... from the loader's start, and the loader's batches are independent of the number of workers.

@@ -45,7 +45,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that a `for` serves the rest of."""
+        """The epoch in which a `for` starts."""
         return self.cursor[0]
 
     @property

@@ -18,12 +18,12 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     """A `DataLoader` in the access order, with a state: `for batch in loader` runs to the end of the epoch.
 
     The first `for` starts at the cursor that the data set or sampler has when the loader is created. After that only
-    the loader's own state counts, so load states into the loader. The loader moves the cursor of its sampler or data
-    set, so give each loader its own.
+    the state of the loader counts, so load states into the loader. The loader moves the cursor of its sampler or data
+    set, so do not give one of them to two loaders.
 
-    A new `for` continues where the last one stopped: with the rest of the epoch, or with the next epoch. The state
-    counts batches handed over; it is independent of prefetched batches and of the number of workers. All loaders of
-    datasvc have the same state format, so a state of any of them can be loaded into any other.
+    A new `for` continues after the last batch that was handed over, in the same epoch or at the start of the next
+    one. The state counts batches handed over; it is independent of prefetched batches and of the number of workers.
+    All loaders of datasvc have the same state format, so a state of any of them can be loaded into any other.
 
     Args:
         data: an `IterableDataset`, which has a batch size; or any map-style data set, together with `batches`.
@@ -92,11 +92,11 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0; a new `for` serves the rest of it."""
+        """The current epoch, counted from 0; a new `for` serves its remaining batches."""
         return self._cursor[0]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the rest of the epoch. Raises the errors of reading and transforming samples, also from workers."""
+        """Yield the remaining batches of the epoch. Raises the errors of reading and of transforms, also in workers."""
         epoch, position = self._cursor
         self._source.seek(epoch, position)
         for batch in super().__iter__():

@@ -19,11 +19,7 @@ from datasvc.shards import Split
 
 
 class RankOrder:
-    """One rank's part of an access order.
-
-    Raises:
-        ConfigError: there are fewer samples than ranks, or an epoch has no step.
-    """
+    """One rank's part of an access order. Raises ConfigError: see `check_num_steps`."""
 
     def __init__(self, split: Split, config: OrderConfig, *, batch_size: int, ranks: DataRanks, tail: Tail) -> None:
         self.split = split

@@ -64,7 +64,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that a `for` serves the rest of."""
+        """The epoch in which a `for` starts."""
         return self._epoch
 
     @property

@@ -61,7 +61,7 @@ def turned(turn):
 @pytest.mark.parametrize("name", sorted(GOOD.keys() - NOT_FOR_DALI))
 def test_dali_and_pillow_make_the_same_of_an_image(name):
     """No pixel is scaled here, so they differ by the rounding of the two decoders alone."""
-    by_pillow = decode_window(GOOD[name], START, (SIDE, SIDE), False, SIDE).astype(int)
+    by_pillow = decode_window(GOOD[name], START, (SIDE, SIDE), SIDE).astype(int)
     difference = np.abs(by_pillow - decode_with_dali(GOOD[name], START, SIDE))
     assert (difference.mean() < 0.6, difference.max() <= 2) == (True, True)
 
@@ -70,7 +70,7 @@ def test_dali_and_pillow_make_the_same_of_an_image(name):
 def test_what_dali_refuses_pillow_decodes_in_its_place(name):
     with pytest.raises(RuntimeError):
         decode_with_dali(GOOD[name], START, SIDE)
-    by_pillow = decode_window(GOOD[name], START, (SIDE, SIDE), False, SIDE)
+    by_pillow = decode_window(GOOD[name], START, (SIDE, SIDE), SIDE)
     found, bad = decode_with_backend("cpu", GOOD[name], START, SIDE)
     assert not bad
     assert np.array_equal(found, by_pillow)

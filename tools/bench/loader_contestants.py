@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from datasvc.cache import Cache
-from datasvc.loaders import DecodeConfig, ImageLoader
+from datasvc.loaders import DecodeConfig, ImageLoader, PixelFormat
 from datasvc.loaders.augment.augment import AugmentConfig, Windows, plan_random_windows
 from datasvc.loaders.core.batches import Cursor, SampleBatches
-from datasvc.loaders.decode import BackendConfig, PixelFormat
+from datasvc.loaders.decode.backend import BackendConfig
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.dali import DaliPipeline
 from datasvc.loaders.profiling.step_profiler import StepProfiler

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _LOG = logging.getLogger(__name__)
-# If DALI fails on so many batches in a row although the CPU decodes all their images, the images are not the cause.
+# If DALI fails on this number of successive batches, and the CPU decodes all their images, the device is the cause.
 _MAX_UNEXPLAINED: Final = 3
 
 

@@ -521,13 +521,13 @@ def test_a_folder_that_others_can_open_is_refused(digits, name):
     path.mkdir(0o755)
     path.chmod(0o755)
     try:
-        with make(digits["val"], name) as loader, pytest.raises(ConfigError, match="this user alone can open"):
+        with make(digits["val"], name) as loader, pytest.raises(ConfigError, match="only this user can open"):
             take(loader, 1)
     finally:
         path.rmdir()
     path.symlink_to("/tmp")
     try:
-        with make(digits["val"], name) as loader, pytest.raises(ConfigError, match="this user alone can open"):
+        with make(digits["val"], name) as loader, pytest.raises(ConfigError, match="only this user can open"):
             take(loader, 1)
     finally:
         path.unlink()
