@@ -53,11 +53,8 @@ class _ColourChanger:
 def augment_colour(images: npt.NDArray[np.uint8], factors: ColourFactors) -> None:
     """Change the colours of images in place; each result depends only on the image's pixels and factors.
 
-    Several threads may process parts of a batch in parallel. A change with a neutral factor costs nothing.
-
-    Args:
-        images: `uint8[n, height, width, 3]`, with any strides.
-        factors: factors of the `n` images.
+    Images are `uint8[n, height, width, 3]` with any strides, with one entry of `factors` each. Several threads may
+    process parts of a batch in parallel. A change with a neutral factor costs nothing.
     """
     assert len(images) == len(factors), (len(images), len(factors))
     height, width = images.shape[1:3]

@@ -21,12 +21,9 @@ Transform: TypeAlias = Callable[[Image, np.random.Generator], Image]
 
 
 def apply_transform(transform: Transform, image: Image, generator: np.random.Generator) -> None:
-    """Replace an image by the result of a transform. Errors of the transform itself are not converted.
+    """Replace an image, `uint8[height, width, 3]`, in place by the result of a transform.
 
-    Args:
-        transform: the user's transform.
-        image: `uint8[height, width, 3]`, changed in place.
-        generator: generator of the image's position, see `datasvc.loaders.augment.augment.generators`.
+    Errors of the transform itself are not converted.
 
     Raises:
         ConfigError: the transform returns something else than an array of the image's shape and dtype.

@@ -38,6 +38,7 @@ class LoaderCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
+        # All steps, also those before `restart_report`, because a counter of Prometheus must not decrease.
         totals = {name: loader.profiler.totals(whole=True) for name, loader in self._loaders.items()}
         reports = {name: loader.report() for name, loader in self._loaders.items()}
         for metric, text, value in _COUNTERS:

@@ -167,6 +167,7 @@ def label_maps(samples: Split | Mixture) -> list[Integers | None]:
             "all splits with class names, or all without"
         )
     number_of = {name: number for number, name in enumerate(samples.classes)}
+    # -1 for a class that only splits of weight 0 have: no sample of these splits is served.
     return [np.array([number_of.get(name, -1) for name in split.classes], np.int64) for split in samples.splits]
 
 
@@ -187,13 +188,7 @@ def columns_of(samples: Split | Mixture) -> list[str]:
 
 
 def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
-    """Raise ConfigError, with the split's name, if a split lacks a column.
-
-    Args:
-        samples: a split, or a mixture.
-        column: name of the column.
-        what: the column's content in words, for the message; default: its name.
-    """
+    """Raise ConfigError if a split lacks a column; `what` describes it in the message, by default by its name."""
     for split in weighted_splits(samples):
         names = split.table.sample_schema.names
         if column not in names:
@@ -210,6 +205,7 @@ def _parse(weight: float | Fraction, split: Split) -> Fraction:
     try:
         number = weight if isinstance(weight, int | Fraction) else float(weight)
         if math.isfinite(number) and number >= 0:
+            # By `repr`, so that 0.1 is 1/10: the exact fraction of the binary number has a huge denominator.
             return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
     except (TypeError, ValueError, OverflowError):
         pass

@@ -118,6 +118,7 @@ class SplitReader:
     def retire(self, cursor: Cursor, batch: Cursor) -> None:
         """Record that the batch starting at `batch` is handed over, which moves the split's order to `cursor`."""
         self.advance(cursor)
+        # The comparison first, because nearly all batches are retired without a change of the epoch.
         if min(self._orders, default=cursor.epoch) < cursor.epoch:
             for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
                 del self._orders[epoch]

@@ -34,6 +34,7 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
         ConfigError: `state` is no loader state, or has a later format.
         StateMismatchError: the state belongs to other samples, weights or another order; the message has both.
     """
+    # Another backend is no mismatch: `ImageLoader` restores it, or logs a warning.
     state = {name: value for name, value in state.items() if name != DECODE}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)

@@ -67,14 +67,9 @@ def decode_window(
 
 
 def to_rgb(image: Image.Image, kind: str) -> Image.Image:
-    """Return a decoded image as 8-bit RGB, see `decode_window`; the same object if it is RGB already.
+    """Return an image of any mode as 8-bit RGB, see `decode_window`; the same object if it is RGB already.
 
-    Args:
-        image: image of any mode.
-        kind: Pillow's name of the file format.
-
-    Raises:
-        BadSampleError: the pixels are 32-bit integers.
+    `kind` is Pillow's name of the file format. Raises BadSampleError: the pixels are 32-bit integers.
     """
     if image.mode == "RGB":
         return image

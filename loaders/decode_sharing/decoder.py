@@ -92,7 +92,11 @@ class Pace:
         """
         while True:
             distances = {other: self._ordinal(other) - self._ordinal(cursor) for other in self._folder.others()}
-            ahead = [distance for other, distance in distances.items() if self._is_ahead(other, distance)]
+            ahead = [
+                distance
+                for other, distance in distances.items()
+                if distance > self._group.lag and self._folder.is_alive(other)
+            ]
             if ahead:
                 self._record_lag(max(ahead))
                 return
@@ -103,9 +107,6 @@ class Pace:
     def _ordinal(self, cursor: Cursor) -> int:
         """Return the number of steps before `cursor` in a run that starts at position 0."""
         return cursor.epoch * self._steps_per_epoch + cursor.position // self._global_batch
-
-    def _is_ahead(self, other: Cursor, distance: int) -> bool:
-        return distance > self._group.lag and self._folder.is_alive(other)
 
     def _wait_for(self, other: Cursor, behind: int) -> bool:
         """Wait for the step of a job that is `behind` steps behind this job; return False if none is waited for."""

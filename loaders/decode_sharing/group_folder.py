@@ -1,8 +1,9 @@
 """The folder of a decode group: one symbolic link per step that a job of the group decodes or has decoded.
 
 While a job decodes a step, the link of the step points to a pipe of this job; afterwards it points to the memory of
-the batch. Only one job can create the link, so each step is decoded once. The jobs need no server, and no job waits
-for a lock of another job. A job that exits or is killed leaves only links without a target, which other jobs remove.
+the batch. To create the link is to claim the step: only one job can do so, and each step is decoded once. The jobs
+need no server, and no job waits for a lock of another job. A job that exits or is killed leaves only links without a
+target, which other jobs remove.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class GroupFolder:
     """A job's view of its decode group. One thread calls `publish` and `abandon`, another one the other methods.
 
     Args and errors as of `Membership`; `num_kept` is the maximum number of mappings of other jobs' memory that are
-    kept for later batches.
+    kept for later batches. Methods raise OSError if no file descriptor or no memory is left.
     """
 
     def __init__(self, name: str, ranks: DataRanks, settings: Mapping[str, Any], num_kept: int = 16) -> None:
@@ -85,11 +86,7 @@ class GroupFolder:
             self._membership.leave()
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the batch of a step; its pending step, which the caller closes, if a job decodes it; otherwise None.
-
-        Raises:
-            OSError: no file descriptor or no memory is left.
-        """
+        """Return the batch of a step; a `PendingStep`, which the caller closes, if a job decodes it; otherwise None."""
         links, name = self._membership.links, _name_of(cursor)
         link = links.open(name)
         if link is None:
@@ -112,11 +109,7 @@ class GroupFolder:
         return batch
 
     def find_or_claim(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the result of `find`; if it is None, the caller decodes the step and then calls `publish`.
-
-        Raises:
-            OSError: see `find`; the link cannot be created.
-        """
+        """Return the result of `find`; if it is None, the caller decodes the step and then calls `publish`."""
         # Repeated, because another job may claim the step after `find`, and abandon it before the next `find`.
         for _ in range(_TRIES):
             result = self.find(cursor)
@@ -141,11 +134,7 @@ class GroupFolder:
         return self._membership.links.has_target(_name_of(cursor))
 
     def publish(self, cursor: Cursor, batch: object) -> None:
-        """Hand the batch of a claimed step to the other jobs, and end the claim; do nothing without a claim.
-
-        Raises:
-            OSError: no file descriptor or no memory is left.
-        """
+        """Hand the batch of a claimed step to the other jobs, and end the claim; do nothing without a claim."""
         if cursor not in self._claims:
             return
         try:

@@ -42,7 +42,7 @@ class OpenLink(NamedTuple):
 
 
 class LinkFolder:
-    """An open folder of links, which is created if it does not exist.
+    """An open folder of links, which is created if it does not exist. Methods raise OSError as the constructor does.
 
     Raises:
         ConfigError: the path is not a folder that only this user can open.
@@ -84,11 +84,7 @@ class LinkFolder:
             return None
 
     def open(self, name: str) -> OpenLink | None:
-        """Open the target of a link; None if there is no such link. A link without a target is removed.
-
-        Raises:
-            OSError: no file descriptor or no memory is left.
-        """
+        """Open the target of a link; None if there is no such link. A link without a target is removed."""
         for _ in range(_TRIES):
             target = self.read(name)
             if target is None:

@@ -61,6 +61,7 @@ class Sharing(Generic[B]):
             inner: decoder of the batches that this job decodes; see `SharedDecoder`.
             kind: further settings that affect the batches: the array type and the backend.
         """
+        # The kind is one of the settings of a job, so with another kind the job joins the group again.
         if self._folder is None or self._pace is None or self._kind != kind:
             self.close()
             self._kind = kind

@@ -262,11 +262,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return super().state_dict() | ({} if decode is None else {DECODE: decode})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, with its backend if `decode` allows that, otherwise with a warning.
-
-        Raises:
-            ConfigError, StateMismatchError: see `Loader`.
-        """
+        """See `Loader`; uses the backend of the state if `decode` allows that, and logs a warning otherwise."""
+        # Parsed first: a state with an unknown backend must not move the cursor.
         decode = parse_backend(state[DECODE]) if DECODE in state else None
         super().load_state_dict(state)
         self._choice.restore(decode)

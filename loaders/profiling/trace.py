@@ -18,11 +18,7 @@ from datasvc.loaders.profiling.step_times import TimeSpan
 
 
 def write_trace(path: str | Path, spans: Sequence[TimeSpan], *, process_name: str) -> None:
-    """Write time spans of this process to a file atomically; an existing file is replaced.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write time spans of this process to a file atomically. Raises ConfigError: the file cannot be written."""
     document = {"traceEvents": trace_events(spans, os.getpid(), process_name), "displayTimeUnit": "ms"}
     try:
         write_file(Path(path), json.dumps(document).encode(), synced=False)

@@ -203,6 +203,7 @@ def _common_tokenizer(splits: Sequence[Split]) -> bytes | None:
         if digest is not None:
             split_of.setdefault(digest, split)
     if len(split_of) > 1:
+        # Equal tokens of two tokenizers stand for different texts.
         digests = ", ".join(f"{digest.decode()[:12]}... in {split!r}" for digest, split in split_of.items())
         raise ConfigError(f"tokens of different tokenizers do not mix: {digests}; ingest them with one --tokenizer")
     return next(iter(split_of), None)

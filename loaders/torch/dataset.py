@@ -113,7 +113,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reader": None}
+        return self.__dict__ | {"_reader": None}  # its open files and its lock cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -123,6 +123,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def _read_columns(self) -> tuple[str, ...]:
         if IMAGE not in self.columns or self._decode is None:
             return self.columns
+        # For an image that does not decode: the key is in the message, and a black image gets width and height.
         return tuple(dict.fromkeys((*self.columns, KEY, WIDTH, HEIGHT)))
 
     def _number(self, index: int) -> int:

@@ -96,7 +96,8 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._cursor[0]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the remaining batches of the epoch. Raises the errors of reading and of transforms, also in workers."""
+        """Yield the remaining batches of the epoch. Raises errors of reading and of transforms, also in workers."""
+        # The sampler or data set may be at another position, for example after `load_state_dict`.
         epoch, position = self._cursor
         self._source.seek(epoch, position)
         for batch in super().__iter__():

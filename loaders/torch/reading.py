@@ -100,8 +100,8 @@ class SampleReader:
             self._open.move_to_end(number)
             return self._open[number]
         while len(self._open) >= self._max_open:
-            oldest, _ = self._open.popitem(last=False)
-            self._store.release_shard(table.shard(oldest))
+            least_recent, _ = self._open.popitem(last=False)
+            self._store.release_shard(table.shard(least_recent))
         self._open[number] = self._store.open_shard(table.shard(number))
         return self._open[number]
 

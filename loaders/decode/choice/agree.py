@@ -54,6 +54,7 @@ def agree(
         UnavailableError: data rank 0 gave no answer in time.
     """
     key = f"datasvc/decode/{question}"
+    # Of several processes of data rank 0, the one that increments the counter first decides.
     if is_first and store.add(f"{key}/asked", 1) == 1:
         try:
             answer = {"chosen": choose()}

@@ -91,18 +91,15 @@ class DecodeChoice:
             DeviceError: the backend of the state does not work here.
             UnavailableError: data rank 0 does not report its choice.
         """
-        store = self._find_store() if self._needs_agreement() and not self._is_agreed else None
+        # These values are equal on all ranks. Otherwise some ranks would wait for others that do not take part.
+        is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
+        needs_agreement = is_open and self._ranks.world_size > 1 and not self._is_agreed
+        store = self._find_store() if needs_agreement else None
         if store is not None:
             self._settled, self._is_agreed = self._agree(draw, question, store), True
         if self._settled is None:
             self._settled = self._choose_alone(draw) if self._stored is None else self._prove(self._stored, draw)
         return self._settled
-
-    def _needs_agreement(self) -> bool:
-        """Return whether ranks must agree on the backend."""
-        # These values are equal on all ranks. Otherwise some ranks would wait for others that do not take part.
-        is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
-        return is_open and self._ranks.world_size > 1
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
         """Return the choice of data rank 0."""

@@ -104,6 +104,7 @@ def try_backends(
     trials = Trials()
     with tempfile.TemporaryDirectory(prefix="datasvc-decode-") as folder:
         path = Path(folder, "batches")
+        # A file, because every child that is started reads the batches again.
         path.write_bytes(pickle.dumps(list(batches)))
         while untried := [name for name in candidates if name not in trials.rates and name not in trials.refused]:
             try:
@@ -129,6 +130,7 @@ def _receive_answer(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
         is_late.set()
         child.process.kill()
 
+    # A timer that kills the child, because the child's output has no end while a decoder hangs.
     timer = threading.Timer(deadline_s, end)
     timer.start()
     try:

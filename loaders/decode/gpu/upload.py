@@ -144,15 +144,12 @@ class UploadBackend:
         self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
 
     def take(self) -> DecodedImages:
-        """See `ImageBackend`; the caller's current stream waits for the batch, the host does not.
-
-        Raises:
-            DeviceError: the GPU failed or has no memory left.
-        """
+        """See `ImageBackend`. Raises DeviceError: the GPU failed or has no memory left."""
         if not self._uploaded:
             self._upload()
         uploaded = self._uploaded.popleft()
         with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
+            # The caller's stream waits for the copy, the host does not.
             self._stream.hand_over(uploaded.images, uploaded.done)
         self._upload_ahead()
         return DecodedImages(uploaded.images, uploaded.decoded.bad)
