@@ -171,7 +171,7 @@ class Ledger:
 
     def _open(self) -> None:
         try:
-            # Only at the first batch: a loader that hands over none, such as one for evaluation, leaves no file.
+            # Only at the first batch, so that a loader that hands over none leaves no file.
             if self._path is None:
                 self._path, self._header_bytes = create_ledger_file(self.folder, self._header())
             if self._file is None:

@@ -86,7 +86,7 @@ class GroupFolder:
             self._membership.leave()
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the batch of a step; a `PendingStep`, which the caller closes, if a job decodes it; otherwise None."""
+        """Return the batch of a step; a `PendingStep`, which the caller closes, if a job decodes it; or None."""
         links, name = self._membership.links, _name_of(cursor)
         link = links.open(name)
         if link is None:
