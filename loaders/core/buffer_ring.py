@@ -1,4 +1,7 @@
-"""Reuse of batch memory after its last reference is gone: new memory costs several times as much as to fill it."""
+"""Reuse of batch memory after its last reference is gone: new memory costs several times as much as to fill it.
+
+The decoders of images and tokens take the memory of their batches from a ring.
+"""
 
 from __future__ import annotations
 

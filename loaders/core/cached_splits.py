@@ -1,4 +1,7 @@
-"""Shard stores that read a loader's splits through the node's cache, whose budget must hold all their windows."""
+"""Shard stores that read a loader's splits through the node's cache, whose budget must hold all their windows.
+
+Used by loaders with `cache=`. A budget that is too small is an error when the loader is created, before any fetch.
+"""
 
 from __future__ import annotations
 

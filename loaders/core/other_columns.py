@@ -1,4 +1,7 @@
-"""Further columns of a batch: numbers and booleans as arrays, everything else as lists of Python values."""
+"""Further columns of a batch: numbers and booleans as arrays, everything else as lists of Python values.
+
+For the argument `columns` of `ImageLoader`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Shard and row of the samples of the next steps, computed for many steps per call because a call is expensive."""
+"""Shard and row of the samples of the next steps, computed for many steps per call because a call is expensive.
+
+`SampleBatches` reads the samples at these locations.
+"""
 
 from __future__ import annotations
 

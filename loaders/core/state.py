@@ -1,4 +1,7 @@
-"""State of a loader as JSON values: that of a split is an `OrderState`; this module defines that of a mixture."""
+"""State of a loader as JSON values: that of a split is an `OrderState`; this module defines that of a mixture.
+
+A state of other samples or of another order is an error, because its position would stand for other samples.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decode one image into its slot in the batch: decode, scale, change colours and normalise, all in one thread."""
+"""Decode one image into its slot in the batch: decode, scale, change colours and normalise, all in one thread.
+
+Each thread of `CpuBackend` has one worker.
+"""
 
 from __future__ import annotations
 

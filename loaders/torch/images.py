@@ -1,4 +1,7 @@
-"""Decoding of complete images with Pillow for users' transforms: upright, 8-bit RGB."""
+"""Decoding of complete images with Pillow for users' transforms: upright, 8-bit RGB.
+
+For the argument `decode` of `Dataset`; `ImageLoader` decodes windows only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sample number with the position at which an order serves it."""
+"""Sample number with the position at which an order serves it.
+
+A transform gets random numbers that depend on this position.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Number of processors for one rank: those of the process, divided by the number of ranks on the node."""
+"""Number of processors for one rank: those of the process, divided by the number of ranks on the node.
+
+The default number of decoding threads.
+"""
 
 from __future__ import annotations
 
