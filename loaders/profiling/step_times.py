@@ -137,7 +137,7 @@ class Sums:
 
     def plus(self, other: Sums) -> Sums:
         """Return the sum of both; of `num_beside`, the maximum."""
-        sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
+        sums = {entry.name: getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(self)}
         return Sums(**sums | {"num_beside": self.num_beside | other.num_beside})
 
     def totals(self) -> Totals:
