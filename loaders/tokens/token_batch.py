@@ -66,4 +66,5 @@ def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
         for name, value in vars(batch).items()
         if isinstance(value, np.ndarray) and name != "positions"
     }
-    return dataclasses.replace(batch, **tensors)
+    converted: TokenBatch[Any] = dataclasses.replace(batch, **tensors)
+    return converted

@@ -109,7 +109,7 @@ class DaliPipeline:
             images: 1 to `batch_size` encoded images.
             windows: window of each image.
         """
-        while self._read and self._read[0][0].query():
+        while self._read and self._read[0][0].query():  # type: ignore[no-untyped-call]
             self._read.popleft()
         self._fed.append((images, windows))
         self._pipe.feed_input("images", list(images))

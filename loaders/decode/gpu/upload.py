@@ -68,7 +68,7 @@ class PinnedRing:
 
     def take(self) -> Levels:
         """Return an unused slot; wait for the oldest copy if all slots are in use."""
-        while self._copying and self._copying[0][0].query():
+        while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._copying.popleft()[1])
         if self._free:
             return self._free.pop()

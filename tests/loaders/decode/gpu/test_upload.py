@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.augment.edits import plan_edit
 from datasvc.loaders.decode.gpu import device_stream
 from datasvc.loaders.decode.gpu.device_stream import CudaStream, current_gpu, place
-from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
 from datasvc.loaders.decode.gpu.upload import PinnedRing, UploadBackend
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -228,7 +226,7 @@ def full(monkeypatch):
 
 
 COLOURED_ON = {
-    "gpu-whole": lambda both: ColourBackend(both, partial(GpuBackend, graph="whole"), name="gpu-whole"),
+    "gpu-whole": lambda both: ColourBackend(both, "whole"),
     "cpu": lambda _: upload(RecordedStream()),
 }
 
