@@ -16,7 +16,7 @@ from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler
 from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
 from datasvc.loaders.torch.states import DrawState
-from datasvc.order import AccessOrder, OrderConfig
+from datasvc.order import AccessOrder, OrderConfig, count_steps
 from tests.examples import examples
 from tests.loaders.torch_transforms import draw_everywhere
 
@@ -169,7 +169,7 @@ def test_workers_in_turn_draw_what_one_process_does_and_the_least_of_their_state
         if start == 0:
             assert order.count_rank_batches() == (len(alone), sum(map(len, alone)))
         served += [index for batch in alone for index in batch if index.counts is not False]
-    stop = min(len(split), start + order.count_steps(start) * order.global_batch)
+    stop = min(len(split), start + count_steps(start, len(split), order.global_batch, tail) * order.global_batch)
     assert sorted(index.position for index in served) == list(range(start, stop))
     assert stop == len(split) or tail == "drop"
 

@@ -13,6 +13,7 @@ import warnings
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from datasvc.errors import BadSampleError, ConfigError, LagError
@@ -366,6 +367,22 @@ def test_memory_is_bounded_and_given_back(digits, name):
         assert len(list(folder._membership.path.iterdir())) <= 4 + 1 + 2 + 1
         assert len(folder._published) + len(folder._spare) <= 4 + 1 + 4
     assert shared_buffers() <= before
+
+
+def test_the_memory_of_a_dropped_batch_is_used_for_the_next_one(name):
+    with ExitStack() as stack:
+        writer, reader = (GroupFolder(name, DataRanks(), {}) for _ in range(2))
+        for folder in (writer, reader):
+            folder.join()
+            stack.callback(folder.leave)
+        buffers = set()
+        for cursor in steps_of(*range(20)):
+            assert writer.find_or_claim(cursor) is None
+            writer.publish(cursor, np.full(1000, cursor.position))
+            assert reader.find(cursor).tolist() == [cursor.position] * 1000
+            buffers.add(os.fstat(writer._published[cursor].descriptor).st_ino)
+            writer.retire(lambda kept, newest=cursor: kept == newest)
+        assert len(buffers) == 2  # one for the batch that is kept, one for the next
 
 
 def test_other_settings_under_the_same_name_are_refused_with_both(digits, name):
