@@ -18,12 +18,11 @@ if __name__ == "__main__":
     if BEHAVIOUR == "segfault at windows":
         from datasvc.loaders.decode.choice import trial
         from datasvc.loaders.decode.choice.choose import make_backend
-        from datasvc.loaders.profiling.step_profiler import StepProfiler
 
-        def make(config, backend):
+        def make(config, backend, **options):
             if backend == "gpu-window":
                 os.kill(os.getpid(), signal.SIGSEGV)
-            return make_backend(config, backend, framework="torch", profiler=StepProfiler())
+            return make_backend(config, backend, **options)
 
-        trial._make = make
+        trial.make_backend = make
         trial.main()
