@@ -1,6 +1,8 @@
 """Garbage collection: delete objects that no log entry references, and files left by killed writers.
 
-It runs only on request. Concurrent writers are safe because old objects are listed before references are read.
+It runs only on request. Concurrent writers are safe: only old objects are deleted, and the objects of a writer are
+young, or referenced by its journal. A writer resets the age of an existing object before it references the object
+(`Objects.reuse`).
 """
 
 from __future__ import annotations
@@ -13,23 +15,23 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from datasvc import durable
-from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.removal import kept_of_removed, swept_versions
 from datasvc.models.tensors.dedup_index import pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.logs.journal import JOURNALS
-from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
 GRACE_S: Final = 7 * 24 * 3600
-# Twice the age at which writers rewrite a remote object: one that was too young for that is safe for another day.
+# Twice the age at which writers rewrite a remote object that they reuse: a younger one is safe for another day.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
-_DELETES_AT_ONCE = 8
+_DELETES_AT_ONCE: Final = 8
 _MAX_CLOCK_DIFFERENCE_S: Final = 3600
 
 
@@ -54,14 +56,11 @@ class Garbage:
 
 @dataclass(frozen=True)
 class GcReport:
-    """Files that gc has deleted, or would delete.
+    """Files that gc has deleted, or with `dry_run` would delete; paths are relative to the repository's root.
 
     Attributes:
-        dry_run: whether nothing was deleted.
         objects: digests and sizes of objects, sorted by digest.
-        pointers: paths of pointers below the repository's root; see `models.tensors.dedup_index`.
-        temporary_files: paths of temporary files below the repository's root.
-        journals: paths of journals below the repository's root.
+        pointers: paths of pointers, see `models.tensors.dedup_index`.
         num_kept: number of objects that are kept.
         clock_warning: reason why a dry run on a read-only store measures ages by the clock of this machine, or None.
     """
@@ -90,8 +89,7 @@ def gc(
 ) -> GcReport:
     """Delete old objects that no log entry references, old temporary files, and journals that were not resumed.
 
-    Other processes may read and write while gc runs. The objects of a writer are young, or referenced by its journal;
-    a writer resets the age of an existing object before it references it (`Objects.reuse`).
+    Other processes may read and write while gc runs.
 
     Args:
         repository: repository to clean.
@@ -99,7 +97,7 @@ def gc(
         dry_run: only list the files, delete nothing.
         no_writers: assert that no process writes to the repository, which allows any `grace_s`.
         now_s: present time in seconds since 1970; default: that of the store, see `Storage.now_s`. A dry run on a
-            read-only store uses the clock of this machine, and its report has a `clock_warning`.
+            read-only store uses the clock of this machine and sets `clock_warning` in the report.
 
     Raises:
         ConfigError: the grace is too short for running writers; or the clocks of this machine and the store differ by
@@ -141,8 +139,8 @@ def gc(
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
     """Return the time of the store's clock, which dates the files; or that of this machine, and a warning."""
-    # By a fast clock of this machine, all files would be old. But reading the store's clock needs a write, and a dry
-    # run must be possible without write access.
+    # The clock of this machine may be fast, and then all files would be old. But reading the store's clock needs a
+    # write, and a dry run must be possible without write access.
     own_s = time.time()
     try:
         store_s = storage.now_s()
@@ -193,15 +191,8 @@ def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
 def referenced_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
-    Also yield the digest of every chunk of a tensor, which names the chunk's pointer.
-
-    Args:
-        repository: repository to read.
-        before_s: journals last changed before this time are ignored.
-
-    Raises:
-        CorruptDataError, NotFoundError, ConfigError: an entry or a table cannot be read.
-        UnavailableError: the store does not respond.
+    Also yield the digest of every chunk of a tensor, which names the chunk's pointer. Journals last changed before
+    `before_s` are ignored. Errors are those of `gc`.
     """
     # Journals before entries: a journal is removed after the commit of its work, whose entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
@@ -223,11 +214,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
-    """Delete the garbage that is still old, and return what was deleted.
-
-    Raises:
-        UnavailableError: the store does not respond; a part of the garbage is left.
-    """
+    """Delete the garbage that is still old; return the deleted files."""
     storage, removed = repository.storage, Garbage()
     # Journals first: a journal must never reference deleted objects.
     newest = _journals(storage)
@@ -249,15 +236,15 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
 
 
 def _referenced_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
-    try:
-        split_tables = [parse_digest(split["table"]) for split in entry.content["splits"].values()]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {version} has no valid splits: {error!r}") from error
-    for table in split_tables:
+    for table in split_tables(entry.content, version).values():
         if table not in tables:
             tables.add(table)
             yield table
-            yield from ShardTable.decode(_read(objects, version, table), objects.location(table)).objects()
+            try:
+                content = objects.read(table)
+            except NotFoundError as error:
+                raise NotFoundError(f"a shard table of {version} is missing: {error}") from error
+            yield from ShardTable.decode(content, objects.location(table)).objects()
 
 
 def _referenced_by_model(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
@@ -275,21 +262,12 @@ def _referenced_by_model(objects: Objects, version: str, entry: Entry, tables: s
             yield from (link.object for link in chunk.chain)
 
 
-def _read(objects: Objects, version: str, table: Digest) -> bytes:
-    try:
-        return objects.read(table)
-    except NotFoundError as error:
-        raise NotFoundError(f"a shard table of {version} is missing: {error}") from error
-
-
 def _digests_in(value: Any) -> Iterator[Digest]:
     """Yield every text that may be a digest, so that objects referenced by fields of later formats are kept."""
     if isinstance(value, str):
         yield from (Digest(match.decode()) for match in _DIGESTS.findall(value.encode("utf-8", "replace")))
     elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _digests_in(name)
-            yield from _digests_in(item)
+        yield from _digests_in([*value.keys(), *value.values()])
     elif isinstance(value, list):
         for item in value:
             yield from _digests_in(item)

@@ -416,12 +416,12 @@ def test_the_index_is_written_anew_when_many_versions_are_behind_it(repository):
     assert read_index(repository).table.num_rows == 40
     path = Path(repository.url, INDEX_PATH)
     first = path.read_bytes()
-    grow(repository, search_index._MAX_BEHIND - 1)
+    grow(repository, search_index._MAX_MISSING - 1)
     read_index(repository)
     assert path.read_bytes() == first
     grow(repository, 1)
     read_index(repository)
-    assert decode_index(path.read_bytes()).heads["m"].number == 40 + search_index._MAX_BEHIND
+    assert decode_index(path.read_bytes()).heads["m"].number == 40 + search_index._MAX_MISSING
 
 
 @pytest.mark.parametrize("damage", ["lost", "flipped", "cut", "huge", "other models"])

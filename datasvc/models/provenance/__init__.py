@@ -1,1 +1,1 @@
-"""Compute the lineage of a model version, and find the versions that consumed a sample."""
+"""Provenance: the lineage of a model version, and the versions that consumed a sample."""

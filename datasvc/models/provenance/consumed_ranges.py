@@ -1,14 +1,15 @@
-"""Compute the ranges of positions that the training of a version consumed. Pure functions: no file is read here.
+"""Ranges of positions that the training of a version consumed, computed from its entry. No file is read here.
 
-A version adds a few segments to those of the versions that it continues. A segment records the batch grid of the run
-that read it. From this grid follow the positions that were dropped at the end of an epoch, and the optimizer step
-that consumed each of the others.
+A version adds a few segments to those of the versions that it continues. A segment has the start and the batch size
+of the run that read it. They determine which positions were dropped at the end of an epoch, and which optimizer step
+consumed each other position. Where an entry does not record them, the result is marked as uncertain, never guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,13 +38,12 @@ class Mix:
 class ReadOrder:
     """Order in which a loader reads: with an epoch number, it determines the sample at each position.
 
-    Two equal orders serve the same samples; the names of the splits are not compared.
-
     Attributes:
         tables: digests of the shard tables of the splits; a single one without a mixture.
-        config: configuration of the access order.
+        config: parameters of the access order.
         mix: weights of the mixture; None for a single split.
-        names: names of the splits, such as "digits@1/train".
+        names: names of the splits, such as "digits@1/train". Not compared: equal orders serve the same samples,
+            whatever the names.
     """
 
     tables: tuple[Digest, ...]
@@ -74,9 +74,9 @@ class EpochPart(NamedTuple):
 
     Attributes:
         epoch: number of the epoch, counted from 0.
-        start: first position.
+        start: first position of the part.
         stop: first position after the part.
-        first: first position of the first batch of this epoch; `start` or lower.
+        first: first position of the first batch of this epoch, at most `start`.
         step: number of optimizer steps before the batch at `first`; None if unknown.
         global_batch: number of samples of a step over all ranks; None if unknown.
         is_certain: False if the last positions may have been dropped, because the entry does not record what the run
@@ -133,7 +133,7 @@ def _parse_mixture(state: Any) -> ReadOrder:
             f"the state of a mixture is not valid: it has the weights {weights} for {len(tables)} splits, and epochs "
             f"of {mix.epoch_samples} samples"
         )
-    # Each split with a weight needs at least one sample in every block.
+    # `MixOrder` needs at least one sample of each split with a weight in every block.
     if any(0 < weight * mix.block < sum(weights) for weight in weights):
         raise ConfigError(
             f"the state of a mixture is not valid: with the weights {weights}, a block of {mix.block} samples has no "
@@ -166,28 +166,23 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
 
 def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None) -> list[Segment]:
     """Return the spans of a run without those that an earlier version already had."""
-    num_same = 0
-    while num_same < min(len(spans), len(before)) and spans[num_same] == before[num_same]:
-        num_same += 1
-    since = spans[num_same].start if num_same < len(spans) else None
-    if num_same < min(len(spans), len(before)) and spans[num_same].start == before[num_same].start:
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, before, strict=False)))
+    new = spans[num_same:]
+    starts = [span.start for span in new]
+    if new and num_same < len(before) and new[0].start == before[num_same].start:
         # The span grew; or the run was reset to an earlier position, and then nothing of the span is new.
-        since = min(before[num_same].stop, spans[num_same].stop)
-    segments = []
-    for number, span in list(enumerate(spans))[num_same:]:
-        begin = since if number == num_same and since is not None else span.start
-        if begin < span.stop:
-            ends = spans[number + 1].step if number + 1 < len(spans) else step
-            segments.append(Segment(order, span, begin, ends))
-    return segments
+        starts[0] = min(before[num_same].stop, new[0].stop)
+    # The step at the end of a span is that at the start of the next one.
+    stop_steps = [*(span.step for span in spans[1:]), step][num_same:]
+    return [
+        Segment(order, span, start, stop_step)
+        for span, start, stop_step in zip(new, starts, stop_steps, strict=True)
+        if start < span.stop
+    ]
 
 
 def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
-    """Yield the parts of a segment, one per epoch.
-
-    Args:
-        segment: segment of a version.
-        num_samples: number of samples of an epoch.
+    """Yield the parts of a segment, one per epoch of `num_samples` samples.
 
     Raises:
         ConfigError: a position is outside the epoch, or the segment has more than `2**20` epochs.
@@ -201,7 +196,7 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         raise ConfigError(
             f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
         )
-    # Report a step only if it follows from the batches with certainty.
+    # A step is reported only if the batches determine it.
     step = span.step if _is_counted(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0

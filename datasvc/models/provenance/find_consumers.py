@@ -1,9 +1,9 @@
 """Find the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
 
 Training does not record samples. The read order determines the position of each sample in an epoch, and the entry of
-a version records the positions that were consumed up to its weights; the versions that it continues add theirs. What
-a run served after its last checkpoint belongs to no version. A sample that could not be decoded and was masked counts
-as consumed: it is recorded only in the run's ledger.
+a version records the positions that were consumed up to its weights. A version has also consumed the samples of the
+versions that it continues. Samples that a run served after its last checkpoint belong to no version. A sample that
+could not be decoded and was masked counts as consumed, because only the ledger of the run records it.
 """
 
 from __future__ import annotations
@@ -66,17 +66,11 @@ def find_consumers(
 
 
 class _Lookup(NamedTuple):
-    """Lookup of a query in one split.
-
-    Attributes:
-        number: number of the query.
-        table: digest of the shard table of the split.
-        in_all: whether to search all shards; otherwise only those of the query's deletion.
-    """
+    """Lookup of a query, by its number, in the split with a shard table."""
 
     number: int
     table: Digest
-    in_all: bool
+    in_all: bool  # search all shards; otherwise only those of the query's deletion
 
 
 class _ConsumerSearch:
@@ -154,10 +148,8 @@ class _ConsumerSearch:
             }
             for source, place in by_source.items():
                 if place.num_lost:
-                    split_name = order.names[source]
-                    self._add_gap(
-                        order, f"it read {split_name}, of which {place.num_lost} shards are not in this repository"
-                    )
+                    lost = f"{order.names[source]}, of which {place.num_lost} shards are not in this repository"
+                    self._add_gap(order, f"it read {lost}")
             readers[order] = KeyPositions(order, tables, by_source)
         return readers
 
@@ -182,7 +174,7 @@ class _ConsumerSearch:
                 elif query.may_be_older(names) and table is None:
                     self._add_missing_table(order, digest, name)
                 elif query.may_be_older(names) and digest not in deletion.known:
-                    # Named like the data set, but none of its versions here: other shards may hold the same samples.
+                    # The data set has no version with this table here: other shards may contain the same samples.
                     self._add_gap(
                         order,
                         f"it read {name} of shard table {digest[:12]}..., which belongs to no version of "
@@ -247,9 +239,8 @@ class _ConsumerSearch:
         for name, version in self._ancestry.versions.items():
             # A gap of an ancestor makes its descendants incomplete as well.
             complete[name] = not self._gaps[name] and all(complete[parent] for parent in version.parents)
-        return [
-            VersionUses(name, _count(seen[name]), _count(own[name]), complete[name]) for name in self._ancestry.asked
-        ]
+        requested = self._ancestry.requested
+        return [VersionUses(name, _count(seen[name]), _count(own[name]), complete[name]) for name in requested]
 
 
 def _bits(numbers: Integers, size: int) -> Bits:

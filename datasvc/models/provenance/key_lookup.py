@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +29,8 @@ class KeyPlaces:
 
     Attributes:
         keys: `int64[n]`, number of each key that was found, in the list of requested keys.
-        shards: `int64[n]`, number of its shard in the table.
-        rows: `int64[n]`, its row in the shard, counted without deleted samples, as an access order counts.
+        shards: `int64[n]`, number of the key's shard in the table.
+        rows: `int64[n]`, row of the key in the shard, counted without deleted samples, as an access order counts.
         num_lost: number of shards whose keys or deletions are not in the repository.
     """
 
@@ -42,21 +43,15 @@ class KeyPlaces:
     def join(cls, parts: Sequence[KeyPlaces]) -> KeyPlaces:
         """Concatenate the places of several sets of keys in one split."""
         return cls(
-            _joined(part.keys for part in parts),
-            _joined(part.shards for part in parts),
-            _joined(part.rows for part in parts),
+            concatenate(part.keys for part in parts),
+            concatenate(part.shards for part in parts),
+            concatenate(part.rows for part in parts),
             sum(part.num_lost for part in parts),
         )
 
 
-@dataclass(frozen=True)
-class _Hits:
-    """Requested keys that a shard contains.
-
-    Attributes:
-        keys: `int64[n]`, numbers of the keys.
-        rows: `int64[n]`, stored rows, deleted samples included, ascending.
-    """
+class _Hits(NamedTuple):
+    """Numbers of the requested keys in a shard, and their stored rows, deleted samples included: `int64[n]` each."""
 
     keys: Integers
     rows: Integers
@@ -69,13 +64,9 @@ def find_places(
     *,
     shards: frozenset[Digest] | None = None,
 ) -> dict[Digest, KeyPlaces]:
-    """Return the places of keys in each of several splits; deleted samples are left out.
+    """Return the places of distinct keys in each of several splits; deleted samples are left out.
 
-    Args:
-        objects: objects of the repository.
-        tables: shard tables of the splits, by digest.
-        keys: distinct keys.
-        shards: digests of the shards to search; None searches all.
+    Only `shards` are searched, or all if it is None.
 
     Raises:
         CorruptDataError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -101,7 +92,7 @@ def find_places(
 
 
 def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> pa.Array:
-    # Prefer the sample index: it has the keys without the samples.
+    # The sample index has the keys without the samples, so it is much smaller than the shard.
     if index is not None:
         keys = SampleIndex.decode(objects.read(index), objects.location(index)).table.column(KEY)
     else:
@@ -135,7 +126,7 @@ def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits 
         keys.append(kept_keys)
         shards.append(np.full(len(kept_keys), number))
         rows.append(kept_rows)
-    return KeyPlaces(_joined(keys), _joined(shards), _joined(rows), num_lost)
+    return KeyPlaces(concatenate(keys), concatenate(shards), concatenate(rows), num_lost)
 
 
 def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:
@@ -145,5 +136,6 @@ def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:
         return None
 
 
-def _joined(parts: Iterable[Integers]) -> Integers:
+def concatenate(parts: Iterable[Integers]) -> Integers:
+    """Return the concatenation of any number of arrays, also of none."""
     return np.concatenate([np.empty(0, np.int64), *parts])

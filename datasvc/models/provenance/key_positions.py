@@ -1,16 +1,16 @@
-"""Compute the positions of an epoch at which given samples are served, for a single split or a mixture."""
+"""Positions of an epoch at which given samples are served, for a single split or a mixture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from datasvc.keyed_random import Integers
 from datasvc.mix_order import MixOrder, own_order
-from datasvc.models.provenance.consumed_ranges import Mix, ReadOrder
-from datasvc.models.provenance.key_lookup import KeyPlaces
+from datasvc.models.provenance.consumed_ranges import ReadOrder
+from datasvc.models.provenance.key_lookup import KeyPlaces, concatenate
 from datasvc.order import AccessOrder
 from datasvc.repository import Digest
 from datasvc.shards.format.shard_table import ShardTable
@@ -40,7 +40,7 @@ class KeyPositions:
     Args:
         order: read order.
         tables: shard tables by digest; must contain those of the order's splits.
-        places: rows of the samples, by number of the split; splits without such samples may be absent.
+        places: places of the samples, by number of the split; splits without such samples may be absent.
 
     Attributes:
         keys: `int64[n]`, numbers of the keys that occur in the order; a key may occur several times.
@@ -53,18 +53,27 @@ class KeyPositions:
         self._order = order
         self._counts = [tables[digest].samples_per_shard for digest in order.tables]
         self._places = {source: place for source, place in places.items() if len(place.keys)}
-        self.keys = _joined(place.keys for place in self._places.values())
+        self.keys = concatenate(place.keys for place in self._places.values())
         sizes = [int(counts.sum()) for counts in self._counts]
-        self.num_samples = sizes[0] if order.mix is None else order.mix.epoch_samples
-        self._mixed = None if order.mix is None else _mix_order(order.mix, sizes, order.config.seed)
+        self.num_samples = sizes[0]
+        self._mixed: MixOrder | None = None
+        if order.mix is not None:
+            self.num_samples = order.mix.epoch_samples
+            self._mixed = MixOrder(
+                sizes,
+                order.mix.weights,
+                epoch_samples=order.mix.epoch_samples,
+                block=order.mix.block,
+                seed=order.config.seed,
+            )
 
     def find(self, epoch: int) -> Served:
         """Return the positions of the samples in an epoch."""
         parts = [self._find(source, places, epoch) for source, places in self._places.items()]
         served = Served(
-            _joined(part.positions for part in parts),
-            _joined(part.keys for part in parts),
-            _joined(part.sources for part in parts),
+            concatenate(part.positions for part in parts),
+            concatenate(part.keys for part in parts),
+            concatenate(part.sources for part in parts),
         )
         return served[np.argsort(served.positions, kind="stable")]
 
@@ -92,13 +101,5 @@ class KeyPositions:
             inside = (served >= begin) & (served < end)
             ordinals.append(served[inside])
             keys.append(places.keys[inside])
-        positions = mixed.line_of(source, _joined(ordinals)) - epoch * self.num_samples
-        return Served(positions, _joined(keys), np.full(len(positions), source))
-
-
-def _joined(parts: Iterable[Integers]) -> Integers:
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _mix_order(mix: Mix, sizes: Sequence[int], seed: int) -> MixOrder:
-    return MixOrder(sizes, mix.weights, epoch_samples=mix.epoch_samples, block=mix.block, seed=seed)
+        positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
+        return Served(positions, concatenate(keys), np.full(len(positions), source))

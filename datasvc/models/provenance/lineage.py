@@ -1,4 +1,7 @@
-"""Read the lineage of a model version: the versions it continues, code, environment, and data down to the shards."""
+"""Lineage of a model version: the versions that it continues, code, environment, and data down to the shards.
+
+Data that is not in this repository raises no error; it becomes a line in `gaps`.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.provenance.segments import PlannedVersion, plan_segments
 from datasvc.models.registry.ancestry import Version, read_ancestry
 from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import parse_reference
-from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
 
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """Origin of a model version.
+    """Origin of a model version, from its log entry; empty or None for a field that the entry does not have.
 
     Attributes:
         name: name with version, such as "digits-cnn@3".
         parents: versions that it continues, all of them in the lineage.
-        created: time of its commit, as recorded in the entry.
         step: number of optimizer steps behind it; None if unknown.
-        message: message of its commit.
-        code: field `code` of the entry; {} if it is absent.
-        environment: field `environment` of the entry; {} if it is absent.
         origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
-        consumed: what its own training read, one mapping per segment: `version`, `data`, `table`, `start`, `stop`,
-            `global_batch`, `tail`.
+        consumed: ranges that its own training read, one mapping per segment: `version`, `data`, `table`, `start`,
+            `stop`, `global_batch`, `tail`.
         evaluated: splits that it was evaluated on.
         gaps: unknown parts of its origin, one line each.
     """
@@ -49,14 +48,12 @@ class ModelOrigin:
 
 @dataclass(frozen=True)
 class DataOrigin:
-    """Origin of a data-set version.
+    """Origin of a data-set version, from its log entry.
 
     Attributes:
         name: name with version, such as "digits@2".
         parents: versions that it was derived from.
-        created: time of its commit, as recorded in the entry.
-        message: message of its commit.
-        source: what was ingested: `kind`, `url`, `options`.
+        source: source that was ingested: `kind`, `url`, `options`.
         change: how it was derived from its parents; {} if it was ingested.
         splits: `table`, `samples`, `shards` and `bytes` of each split, by name.
     """
@@ -75,7 +72,7 @@ class Lineage:
     """Lineage of a model version.
 
     Attributes:
-        version: name of the version.
+        version: name of the version, such as "digits-cnn@3".
         models: the version and all its ancestors, by name, newest first.
         datasets: all data-set versions that these models read, and the ancestors of these data sets, by name.
         shards: digests of the shards, in order, by digest of the shard table that was read.
@@ -124,6 +121,7 @@ def read_lineage(repository: Repository, ref: str) -> Lineage:
 
 
 def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
+    entry = version.entry
     consumed = tuple(
         {
             "version": item.version,
@@ -141,12 +139,12 @@ def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
     return ModelOrigin(
         version.name,
         version.parents,
-        version.entry.get("created"),
+        entry.get("created"),
         version.step,
-        str(version.entry.get("message") or ""),
-        _mapping(version.entry.get("code")),
-        _mapping(version.entry.get("environment")),
-        _mapping(version.entry.get("origin")),
+        str(entry.get("message") or ""),
+        _mapping(entry.get("code")),
+        _mapping(entry.get("environment")),
+        _mapping(entry.get("origin")),
         consumed,
         evaluated,
         planned.gaps,
@@ -199,11 +197,7 @@ def _read_dataset(repository: Repository, name: str) -> DataOrigin:
     change = _mapping(entry.get("change"))
     merged = change.get("versions", ()) if change.get("kind") == "merge" else ()
     parents = [*([entry["parent"]] if entry.get("parent") else []), *merged]
-    try:
-        for split in entry["splits"].values():
-            parse_digest(split["table"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"the entry of {name} has no valid list of splits: {error!r}") from error
+    split_tables(entry, name)  # raises CorruptDataError if the splits are not valid
     return DataOrigin(
         name,
         tuple(dict.fromkeys(map(str, parents))),

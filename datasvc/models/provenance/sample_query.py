@@ -1,7 +1,7 @@
 """Queries for samples: keys, and the splits in which these keys mean the requested samples.
 
-A data-set version is identified by the digests of its shard tables and not by its number: an entry that was copied
-from another repository may contain the number that the version had there.
+A data-set version is identified by the digests of its shard tables and not by its number: in an entry that was copied
+from another repository, the number may be that of the version there.
 """
 
 from __future__ import annotations
@@ -94,12 +94,8 @@ def query_deleted(
 ) -> list[SampleQuery]:
     """Return one query per split for the samples that a data-set version deleted.
 
-    Args:
-        repository: repository of that version.
-        ref: reference of the version.
-        data: another data set, or version, in which the same keys mean the same samples, even if it has no shard in
-            common.
-        split: only the samples of this split; None means all splits.
+    `data` is another data set, or version, in which the same keys mean the same samples, even if it has no shard in
+    common. With `split`, only the samples of this split are searched.
 
     Raises:
         NotFoundError: there is no such version, or it is the first one.
@@ -113,12 +109,12 @@ def query_deleted(
     parent = parent or f"{version.name}@{version.version - 1}"
     splits = diff(repository, parent, str(version)).splits
     entries = repository.entries("datasets", version.name)
-    tables = {entry.number: _split_tables(entry.content, f"{version.name}@{entry.number}") for entry in entries}
+    tables = {entry.number: split_tables(entry.content, f"{version.name}@{entry.number}") for entry in entries}
     known = frozenset(table for by_split in tables.values() for table in by_split.values())
     queries = []
     for name, changes in splits.items():
         if split in {None, name} and len(changes.deleted):
-            # All earlier versions, not only the parent: each may have had the samples in other shards.
+            # All earlier versions, not only the parent: in each, the samples may be in other shards.
             before = {
                 by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
             }
@@ -135,11 +131,7 @@ def query_deleted(
 
 
 def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, ShardTable | None]:
-    """Return shard tables by digest; None for tables that are not in the repository.
-
-    Raises:
-        CorruptDataError, UnavailableError: a table cannot be read.
-    """
+    """Return shard tables by digest; None for tables that are not in the repository."""
 
     def read(digest: Digest) -> ShardTable | None:
         try:
@@ -152,7 +144,7 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
 
 
 def _tables_of(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest] | None:
-    """Return the shard tables of the version `data`; None if `data` names no version, or one that is not here."""
+    """Return the shard tables of the version `data`; None if it is no reference of a version of this repository."""
     reference = None if data is None else parse_reference(data)
     if data is None or reference is None or (reference.version is None and reference.tag is None):
         return None
@@ -160,11 +152,16 @@ def _tables_of(repository: Repository, data: str | None, split: str | None) -> f
         version = repository.resolve("datasets", data)
     except NotFoundError:
         return None
-    tables = _split_tables(repository.entry(version).content, str(version))
+    tables = split_tables(repository.entry(version).content, str(version))
     return frozenset(table for name, table in tables.items() if split in {None, name})
 
 
-def _split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:
+def split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:
+    """Return the digests of the shard tables in the entry of a data-set version, by name of the split.
+
+    Raises:
+        CorruptDataError: the entry has no valid list of splits.
+    """
     try:
         return {str(name): parse_digest(split["table"]) for name, split in entry["splits"].items()}
     except (KeyError, TypeError, AttributeError) as error:

@@ -24,8 +24,8 @@ class SampleUse(NamedTuple):
     Attributes:
         key: key of the sample.
         data: split that it came from, such as "imagenet@3/train".
-        version: version whose training consumed it; "digits-cnn@3 elsewhere" if that is in another repository. It
-            counts for all versions that continue this one.
+        version: version whose training consumed it; "digits-cnn@3 elsewhere" if that is in another repository. The
+            use counts for all versions that continue this one, too.
         epoch: epoch of the split, or of the mixture if the run read one.
         position: position in that epoch.
         step: optimizer step that consumed it, counted from 1; None if the entry does not determine it.
@@ -44,14 +44,13 @@ class SampleUse(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionUses:
-    """Number of requested samples that a version consumed.
+    """Number of requested samples that the version `name`, such as "digits-cnn@3", consumed.
 
     Attributes:
-        name: name with version, such as "digits-cnn@3".
         num_samples: number of distinct samples that it or an ancestor consumed.
         num_own: number of distinct samples that its own training consumed.
-        is_complete: whether the consumption of the version and all its ancestors is fully known. If not,
-            `num_samples` is a lower bound.
+        is_complete: False if a part of its consumption, or of that of an ancestor, is unknown. Then `num_samples` is
+            a lower bound.
     """
 
     name: str
@@ -75,7 +74,7 @@ class ConsumerReport:
     Attributes:
         keys: requested keys, in the requested order.
         missing: numbers of the keys that occur in no data that these versions read.
-        versions: the requested versions, with the number of samples that they or their ancestors consumed.
+        versions: the requested versions.
         gaps: unknown parts, one line each, by name of a requested version or of an ancestor.
         chunks: uses of the samples, ordered by version and training.
         seen: by version, the samples that it or an ancestor consumed.

@@ -1,4 +1,9 @@
-"""Computes, for each version of an ancestry, the segments that it added and the gaps in its record."""
+"""Segments of positions that each version of an ancestry added, and the gaps in its record.
+
+An entry records the whole run up to its version. So that no sample counts twice, a version adds only what its nearest
+ancestor with the same run and order does not have. `history_of` writes the segments of the ancestors into the entry
+of a copied version, because its new repository may not have the ancestors.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +50,7 @@ class PlannedVersion:
 
 
 def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
-    """Return what each version added, parents before children.
-
-    An invalid record raises no error; it becomes a gap of its version.
-    """
+    """Return the segments that each version added, parents before children; an invalid record becomes a gap."""
     nearest: dict[str, dict[_RunOrder, DataUse]] = {}
     planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
@@ -56,16 +58,16 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
         # The history stands in for the ancestors that are only in another repository.
         before |= _by_run_order(_history_uses(version))
         planned[name] = _plan(ancestry, version, before)
-        # The version is the nearest ancestor of its children, so its uses replace those before it.
+        # For its children, the version is the nearest ancestor, so its uses replace those of its own ancestors.
         nearest[name] = before | _by_run_order(trainings(version.uses))
     return planned
 
 
 def history_of(repository: Repository, ref: str, *, entries: EntryReader | None = None) -> list[dict[str, Any]]:
-    """Return what the ancestors of a version consumed, as JSON values.
+    """Return what the ancestors of a version consumed, as JSON values; `entries` is a cache that several calls share.
 
     This is the field `history` of the version's entry in a repository without its ancestors: there, the names of its
-    parents may belong to other versions. `entries` is a reader that several calls can share.
+    parents may belong to other versions.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `read_ancestry`.
@@ -75,14 +77,14 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     planned = plan_segments(ancestry)
     copied = ancestry.versions[version]
     # The version's own segments stay out: its entry has them in the field `data`.
-    kept: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
+    inherited: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
     gaps = [(version, gap) for gap in copied.gaps]
     for ancestor in reversed(list(ancestry.above(version))):
-        kept += planned[ancestor.name].consumed
+        inherited += planned[ancestor.name].consumed
         gaps += [(ancestor.name, gap) for gap in planned[ancestor.name].gaps]
     gaps += [(str(item.get("version")), str(item["gap"])) for item in copied.history if "gap" in item]
     return [
-        *map(_history_dict, _joined(kept)),
+        *map(_history_dict, _join(inherited)),
         *({"version": name, "gap": gap} for name, gap in dict.fromkeys(gaps)),
     ]
 
@@ -125,7 +127,7 @@ def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapp
     """Return whether the run's record starts at the step of a version that this version continues."""
     step = use.spans[0].step if use.spans else None
     if not step or HISTORY in version.entry or (version.gaps and not version.parents):
-        return True  # the run started from nothing, or its parents are unknown, which is a gap of its own
+        return True  # the run started from nothing, or its parents are unknown, which is a gap already
     # If an ancestor is of the same run, its record joins that of this version.
     if any(run == use.run for run, _ in earlier if run is not None):
         return True
@@ -184,8 +186,8 @@ def _order_of(use: DataUse) -> ReadOrder | None:
         return None
 
 
-def _joined(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
-    """Yield the segments; consecutive segments of the same run and span are joined into one."""
+def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
+    """Yield the segments, with consecutive segments of the same run and span as one."""
     joined: dict[tuple[Any, ...], Consumed] = {}
     for item in consumed:
         span = item.segment.span

@@ -1,1 +1,1 @@
-"""List, compare, retain, remove, verify and repair model versions."""
+"""Registry of model versions: list, compare, retain, remove, verify and repair them."""

@@ -1,12 +1,13 @@
-"""Read the ancestry of model versions from the logs: a graph of versions and their parents.
+"""Ancestry of model versions, read from the logs: a graph of versions and their parents.
 
-Removed versions are part of the graph: a version that continues a removed one has consumed its samples too.
+Removed versions are part of the graph: a version that continues a removed one has consumed its samples too. An
+invalid field or an unknown parent raises no error; it becomes a line in `gaps` of its version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
@@ -16,7 +17,7 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_reference
 
 HISTORY = "history"
-"""Field of an entry: what its ancestors consumed that are not in its repository, see `history_of`."""
+"""Field of an entry: what ancestors that are not in its repository consumed, see `segments.history_of`."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Version:
 
     Attributes:
         name: name with version, such as "digits-cnn@3".
-        entry: its log entry.
+        entry: content of its log entry.
         uses: data sets that it and earlier versions of its run used.
         parents: versions that it continues, all of them in the graph.
         gaps: unknown parts of the origin, one line each: a missing parent, or an invalid field.
@@ -41,7 +42,7 @@ class Version:
     def step(self) -> int | None:
         """Number of optimizer steps behind it; None if it is not recorded."""
         step = self.entry.get("step")
-        return step if type(step) is int else None
+        return step if type(step) is int else None  # `isinstance` would accept a boolean
 
     @property
     def history(self) -> Sequence[Mapping[str, Any]]:
@@ -56,11 +57,11 @@ class Ancestry:
 
     Attributes:
         versions: by name, parents before children.
-        asked: names of the requested versions, model by model, oldest first.
+        requested: names of the requested versions, model by model, oldest first.
     """
 
     versions: dict[str, Version] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    requested: list[str] = field(default_factory=list)
 
     def above(self, name: str) -> Iterator[Version]:
         """Yield the ancestors of a version, each once, nearest first."""
@@ -85,7 +86,7 @@ def read_ancestry(
         repository: repository of the versions.
         refs: `NAME` for all versions of a model, removed ones included; `NAME@VERSION` or `NAME@TAG` for one version;
             () for all models.
-        entries: reader with a cache of entries, to be shared by several calls.
+        entries: cache of entries that several calls share.
 
     Raises:
         ConfigError: a reference is not valid.
@@ -94,9 +95,9 @@ def read_ancestry(
         UnavailableError: an entry cannot be read.
     """
     reader = _AncestryReader(repository, entries or EntryReader(repository))
-    asked = [name for ref in (refs or repository.names("models")) for name in reader.names_of(ref)]
-    asked = list(dict.fromkeys(asked))
-    return Ancestry(_sorted(reader.read_all(asked)), asked)
+    names = [name for ref in (refs or repository.names("models")) for name in reader.names_of(ref)]
+    requested = list(dict.fromkeys(names))
+    return Ancestry(_sorted(reader.read_all(requested)), requested)
 
 
 class _AncestryReader:
@@ -107,7 +108,7 @@ class _AncestryReader:
     def names_of(self, ref: str) -> list[str]:
         reference = parse_reference(ref, "model")
         if reference.version is None and reference.tag is None:
-            self._repository.resolve("models", ref, removed=True)  # its error lists the models that exist
+            self._repository.resolve("models", ref, removed=True)  # raises NotFoundError for an unknown model
             return [f"{reference.name}@{number}" for number in self._entries.numbers(reference.name)]
         return [str(self._repository.resolve("models", ref, removed=True))]
 
@@ -165,7 +166,7 @@ class _AncestryReader:
 
 
 def _sorted(versions: dict[str, Version]) -> dict[str, Version]:
-    """Return versions with parents before children; a cycle is cut and recorded in `gaps`."""
+    """Return versions with parents before children; a cycle of parents is cut and recorded in `gaps`."""
     done: dict[str, Version] = {}
     on_path: set[str] = set()
     for root in sorted(versions, key=_by_number):
@@ -192,8 +193,8 @@ def _without(version: Version, circular: Sequence[str]) -> Version:
     if not circular:
         return version
     parents = tuple(parent for parent in version.parents if parent not in circular)
-    gaps = (*version.gaps, f"it continues {', '.join(circular)}, which continues it: its ancestry is a cycle")
-    return Version(version.name, version.entry, version.uses, parents, gaps)
+    gap = f"it continues {', '.join(circular)}, which continues it: its ancestry is a cycle"
+    return replace(version, parents=parents, gaps=(*version.gaps, gap))
 
 
 def _by_number(name: str) -> tuple[str, int]:

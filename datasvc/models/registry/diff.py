@@ -1,14 +1,14 @@
 """Compare two model versions: data, code, configuration, metrics, environment, and every tensor.
 
-Tensors that are equal according to the tensor tables are not read. The others are read chunk by chunk, so memory is
-bounded by the chunk size and not by the model size.
+Tensors that are equal according to the tensor tables are not read. The others are read chunk by chunk, so memory does
+not grow with the model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -51,11 +51,10 @@ class TensorChange:
     """Change of a tensor that both versions have with the same dtype and shape.
 
     Attributes:
-        name: name of the tensor.
+        name: name in the state.
         norm: Euclidean norm of (second - first), over the elements whose difference is finite.
         relative: `norm` divided by the norm of the first tensor; None if that is 0.
-        num_changed: number of elements that differ.
-        num_elements: number of elements of the tensor.
+        num_changed: number of elements that differ, of `num_elements`.
         num_nonfinite: number of elements whose difference is infinite or NaN.
     """
 
@@ -74,7 +73,7 @@ class TensorsDifference:
     Attributes:
         added: records of tensors that only the second version has.
         removed: records of tensors that only the first version has.
-        retyped: pairs of records (first, second) whose dtype or shape differs.
+        retyped: pairs of records (first, second) of tensors whose dtype or shape differs.
         changed: names of tensors whose elements differ, sorted.
         num_equal: number of tensors with the same dtype, shape and elements.
         changes: one entry for each of `changed`; () if norms were not requested.
@@ -90,11 +89,9 @@ class TensorsDifference:
 
 @dataclass(frozen=True)
 class ModelDifference:
-    """Differences between two model versions.
+    """Differences between the model versions `a` and `b`.
 
     Attributes:
-        a: the first version.
-        b: the second version.
         steps: optimizer steps of `a` and of `b`.
         values: changes under "data", "code", "config", "metrics" and "environment".
         tensors: changes of all tensors of the state, those of the optimizer included.
@@ -108,12 +105,7 @@ class ModelDifference:
 
 
 def diff(
-    repository: Repository,
-    a: str,
-    b: str,
-    *,
-    norms: bool = True,
-    progress: Progress = NO_PROGRESS,
+    repository: Repository, a: str, b: str, *, norms: bool = True, progress: Progress = NO_PROGRESS
 ) -> ModelDifference:
     """Compare two versions, of the same model or of two models.
 
@@ -135,12 +127,11 @@ def diff(
     tables = [read_table(repository.objects, parse_digest(entry["tensors"])) for entry in (first, second)]
     tensors = compare_tables(*tables)
     if norms:
-        pairs = _pairs(tables, tensors.changed)
-        progress.begin(sum(ours.nbytes for ours, _ in pairs))
-        changes = run_in_threads(
-            partial(measure_change, repository.objects, progress=progress), pairs, _TENSORS_AT_ONCE
-        )
-        tensors = TensorsDifference(**{**vars(tensors), "changes": tuple(changes)})
+        ours, theirs = ({record.name: record for record in table} for table in tables)
+        pairs = [(ours[name], theirs[name]) for name in tensors.changed]
+        progress.begin(sum(record.nbytes for record, _ in pairs))
+        measure = partial(measure_change, repository.objects, progress=progress)
+        tensors = replace(tensors, changes=tuple(run_in_threads(measure, pairs, _TENSORS_AT_ONCE)))
     return ModelDifference(
         versions[0],
         versions[1],
@@ -185,17 +176,7 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
 
 
 def measure_change(source: ChunkSource, a: TensorRecord, b: TensorRecord, *, progress: Progress) -> TensorChange:
-    """Measure the change from `a` to `b`, which have the same dtype and shape.
-
-    Args:
-        source: source of the chunks.
-        a: record of the first tensor.
-        b: record of the second tensor.
-        progress: counts the bytes of each chunk that was compared.
-
-    Raises:
-        Same errors as `load_chunk`.
-    """
+    """Measure the change from `a` to `b`, which have the same dtype and shape; errors as of `load_chunk`."""
     change_squared = base_squared = 0.0
     num_changed = num_nonfinite = 0
     for chunk, before, after in _aligned(source, a, b):
@@ -228,12 +209,10 @@ def _aligned(
         else:
             before = load_chunk(source, a.dtype, same, name=a.name, decoders=decoders)
         # Chunks with equal digests are equal, so the second one is not read.
-        is_equal = same is not None and same.digest == chunk.digest
-        yield (
-            chunk,
-            before,
-            before if is_equal else load_chunk(source, b.dtype, chunk, name=b.name, decoders=decoders),
-        )
+        if same is not None and same.digest == chunk.digest:
+            yield chunk, before, before
+        else:
+            yield chunk, before, load_chunk(source, b.dtype, chunk, name=b.name, decoders=decoders)
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -246,11 +225,6 @@ def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.T
     for start in range(0, len(old), _BLOCK_ELEMENTS):
         block = slice(start, start + _BLOCK_ELEMENTS)
         yield old[block].to(torch.float64), new[block].to(torch.float64)
-
-
-def _pairs(tables: Sequence[Sequence[TensorRecord]], names: Sequence[str]) -> list[tuple[TensorRecord, TensorRecord]]:
-    ours, theirs = ({record.name: record for record in table} for table in tables)
-    return [(ours[name], theirs[name]) for name in names]
 
 
 def _part(entry: Mapping[str, Any], part: str) -> Mapping[str, Any]:

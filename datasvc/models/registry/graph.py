@@ -20,7 +20,7 @@ from datasvc.models.registry.registry import ModelVersion, model_ancestry, parse
 from datasvc.repository import Repository
 
 _VersionKey = tuple[str, int]  # model name and version number
-# If the newest versions do not determine the drawing, this many times as many are read next.
+# If the versions that were read do not determine the drawing, four times as many are read next.
 _READ_GROWTH: Final = 4
 
 
@@ -40,16 +40,9 @@ class HistoryLine:
 def read_history(repository: Repository, name: str, *, last: int | None = None) -> list[HistoryLine]:
     """Draw the history of a model, newest first, including its ancestors in other models.
 
-    With `last`, only the newest versions and their ancestors in other models are read. More versions are read only
-    if one of these ancestors is among the lines to draw: an unread version may have to stand above it.
-
-    Args:
-        repository: repository of the model.
-        name: name of the model.
-        last: number of versions to draw, counted from the top, at least 1; None draws all.
-
-    Raises:
-        Same errors as `Repository.entries`.
+    With `last`, only this number of versions is drawn, counted from the top; it is at least 1. Then only the newest
+    versions and their ancestors in other models are read. More versions are read only if one of these ancestors is
+    among the lines to draw: an unread version may have to stand above it. Errors are those of `Repository.entries`.
     """
     if last is None:
         return draw_history(model_ancestry(repository, name), name)
@@ -64,11 +57,9 @@ def read_history(repository: Repository, name: str, *, last: int | None = None) 
 
 
 def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLine]:
-    """Draw a history, newest first.
+    """Draw distinct versions, newest first; where the order is free, those of model `name` come first.
 
-    Args:
-        versions: distinct versions in any order. Parents that are not in `versions` are not drawn.
-        name: model whose versions come first where the order is free.
+    Parents that are not in `versions` are not drawn.
     """
     by_key = {(version.name, version.version): version for version in versions}
     parents = {key: _drawn_parents(version, by_key) for key, version in by_key.items()}
@@ -85,8 +76,8 @@ def draw_newest(
     rule.
 
     Args:
-        versions: newest versions of the model, and all their ancestors in other models.
-        name: name of the model.
+        versions: newest versions of model `name`, and all their ancestors in other models.
+        name: the model.
         last: number of versions to draw.
         older: numbers of the versions of the model that were not read; all of them are lower.
 
@@ -110,11 +101,8 @@ def draw_newest(
 def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: str) -> list[_VersionKey]:
     """Sort versions topologically, children before parents; ties are broken by model `name`, then newest first.
 
-    Entries that were written by hand may form a cycle of parents. A cycle is cut at its newest version.
-
-    Args:
-        parents: parents of each version; every parent is a key as well.
-        name: model whose versions come first among those that may come next.
+    `parents` has the parents of each version; every parent is a key as well. Entries that were written by hand may
+    form a cycle of parents. A cycle is cut at its newest version.
     """
     num_children = dict.fromkeys(parents, 0)
     for parents_of_one in parents.values():

@@ -1,8 +1,8 @@
 """Derive from the name of a metric whether a high or a low value is better; an unclear name is an error.
 
-The name must end with a word of known direction, such as `loss`; only neutral words may follow it: `val/loss`,
-`error_rate`. Any other word after it makes another quantity (`loss_scale`), and so may a negation or a number before
-it (`neg_loss`, `1-accuracy`). For such a name the user must give the mode.
+The name must have a word of known direction, such as `loss`, followed only by neutral words: `val/loss`,
+`error_rate`. Another word after it may name another quantity (`loss_scale`), and so may a negation or a number before
+it (`neg_loss`, `1-accuracy`). For such a name the user must give the mode: a guess could remove the best versions.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ _SPLIT_TOP_K: Final = re.compile(r"(?i)(?<![a-z])top[\W_]?(\d+)")
 def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "--mode") -> MetricMode:
     """Return "max" if a high value of a metric is better, "min" if a low value is better.
 
-    Args:
-        metric: name of the metric, such as "val_loss", "eval.top5" or "ErrorRate".
-        given: mode given by the user; overrides the name.
-        option: command-line option that sets the mode, for the error message.
+    The mode that the user has `given` overrides the name. `option` is the command-line option that sets the mode; the
+    error message contains it.
 
     Raises:
         ConfigError: the name is unclear, or `given` is neither "max" nor "min".

@@ -1,27 +1,24 @@
-"""Model registry: list models and describe their versions."""
+"""List models and describe their versions: log entries together with the tags and removals of today."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from datasvc.errors import ConfigError
+from datasvc.models.search.index import map_models
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
-from datasvc.repository.logs.references import Reference, parse_reference
+from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.threads import map_in_threads
-
-_NAMES_AT_ONCE: Final = 16
 
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A model version with its entry and its current tags.
+    """A version of the model `name` with its entry and its current tags.
 
     Attributes:
-        name: name of the model.
         version: version number.
         tags: tags that currently point at the version.
         entry: content of its log entry: step, data, code, config, metrics, parent, digests.
@@ -61,7 +58,7 @@ def list_models(repository: Repository) -> list[ModelVersion]:
         numbers = repository.living("models", name)[-1:]
         return _versions(repository, name, repository.versions("models", name).entries(numbers)) if numbers else []
 
-    newest_of_each = _map_names(repository, newest, repository.names("models"))
+    newest_of_each = map_models(repository, newest, repository.names("models"))
     return [version for versions in newest_of_each for version in versions]
 
 
@@ -83,44 +80,32 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
 
     described = {
         (version.name, version.version): version
-        for versions_of_model in _map_names(repository, describe, list(numbers))
+        for versions_of_model in map_models(repository, describe, numbers)
         for version in versions_of_model
     }
     return [described[version.name, version.version] for version in versions]
 
 
 def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
-    """Return the `last` versions of a model, or all, oldest first, removed ones included.
-
-    Raises:
-        Same errors as `Repository.entries`.
-    """
+    """Return the `last` versions of a model, or all, oldest first, with removed ones; see `Repository.entries`."""
     return _versions(repository, name, repository.entries("models", name, last=last))
 
 
 def model_ancestry(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
-    """Return the versions of a model, and all their ancestors in other models, in unspecified order.
+    """Return the `last` versions of a model, or all, and their ancestors in other models, in unspecified order.
 
-    Parents that are not in this repository are left out.
-
-    Args:
-        repository: repository of the model.
-        name: name of the model.
-        last: number of versions of the model, counted from the newest; None returns all.
-
-    Raises:
-        Same errors as `Repository.entries`.
+    Parents that are not in this repository are left out. Errors are those of `Repository.entries`.
     """
     versions = {(version.name, version.version): version for version in model_log(repository, name, last=last)}
-    reader, live = EntryReader(repository), dict[str, _MutableState]()
+    reader, state_of = EntryReader(repository), dict[str, _MutableState]()
     missing = _missing_parents(versions.values(), versions)
     while missing:
         others = (key for key in missing if key[0] != name)  # `last` limits the versions of the model itself
         existing = sorted(key for key in others if key[1] in reader.numbers(key[0]))
         for other, number in existing:
-            if other not in live:
-                live[other] = _read_mutable_state(repository, other)
-            versions[other, number] = _version(other, reader.entry(other, number), live[other])
+            if other not in state_of:
+                state_of[other] = _read_mutable_state(repository, other)
+            versions[other, number] = _version(other, reader.entry(other, number), state_of[other])
         missing = _missing_parents((versions[key] for key in existing), versions)
     return list(versions.values())
 
@@ -128,7 +113,7 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
 def parse_version(text: str) -> tuple[str, int] | None:
     """Return name and number of the version in a parent's reference; None if it has no version number."""
     try:
-        reference: Reference = parse_reference(text, "model")
+        reference = parse_reference(text, "model")
     except ConfigError:
         return None
     return None if reference.version is None else (reference.name, reference.version)
@@ -142,7 +127,7 @@ def _missing_parents(
 
 
 class _MutableState(NamedTuple):
-    """What can change about a model without a new version: tags by version number, and removed versions."""
+    """Tags by version number, and removed versions: both change without a new version of the model."""
 
     tags: Mapping[int, Sequence[str]]
     removed: frozenset[int]
@@ -157,19 +142,10 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
 
 
 def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
-    live = _read_mutable_state(repository, name)
-    return [_version(name, entry, live) for entry in entries]
+    state = _read_mutable_state(repository, name)
+    return [_version(name, entry, state) for entry in entries]
 
 
-def _version(name: str, entry: Entry, live: _MutableState) -> ModelVersion:
-    tags = tuple(live.tags.get(entry.number, ()))
-    return ModelVersion(name, entry.number, tags, entry.content, entry.number in live.removed)
-
-
-def _map_names(
-    repository: Repository, read: Callable[[str], list[ModelVersion]], names: Sequence[str]
-) -> list[list[ModelVersion]]:
-    # Threads hide the latency of a network; a local disk has none.
-    if repository.storage.is_local or len(names) < 2:
-        return list(map(read, names))
-    return map_in_threads(read, names, _NAMES_AT_ONCE)
+def _version(name: str, entry: Entry, state: _MutableState) -> ModelVersion:
+    tags = tuple(state.tags.get(entry.number, ()))
+    return ModelVersion(name, entry.number, tags, entry.content, entry.number in state.removed)

@@ -1,6 +1,7 @@
 """Remove versions of models: a commit marks them as removed, and a later `gc` deletes their bytes.
 
-The number of a removed version is never used again. Its entry stays, so that lineage remains complete.
+The number of a removed version is never used again. Its entry stays, so that lineage remains complete. A version with
+a tag is never removed: a removal that loses the race against a new tag is reverted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datasvc.models.registry.retention import RetentionPlan, RetentionPolicy, pl
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import parse_reference
 
+# Lineage and the search for consumers read these fields of removed versions.
 _KEPT_FIELDS: Final = ("data", "code", "history")
 
 
@@ -76,13 +78,7 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
 def retain(
     repository: Repository, name: str, policy: RetentionPolicy, *, dry_run: bool = True
 ) -> tuple[list[ModelVersion], RetentionPlan]:
-    """Remove the versions of a model that a policy does not keep.
-
-    Args:
-        repository: repository of the model.
-        name: name of the model.
-        policy: which versions to keep.
-        dry_run: only return the plan; remove nothing.
+    """Remove the versions of a model that a policy does not keep; with `dry_run`, only plan it.
 
     Returns:
         The versions that the plan covers, oldest first, and the plan.
@@ -104,16 +100,9 @@ def retain(
 
 
 def swept_versions(repository: Repository, name: str, before_s: float) -> frozenset[int]:
-    """Return the versions of a model whose objects `gc` may delete.
+    """Return the versions of a model whose objects `gc` may delete; for errors, see `Log.read`.
 
-    Args:
-        repository: repository of the model.
-        name: name of the model.
-        before_s: Unix time in seconds. Versions that were removed later are not returned: a process may still read
-            them.
-
-    Raises:
-        CorruptDataError, UnavailableError: see `Log.read`.
+    Versions that were removed after `before_s`, in seconds since 1970, are left out: a process may still read them.
     """
     removed = repository.removals("models", name).removed_before(before_s)
     # Read the tags after the removals: a removal is reverted for a tag only after that tag was set.

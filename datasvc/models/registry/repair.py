@@ -1,4 +1,8 @@
-"""Replace bad objects by good copies from other repositories; the bad bytes are moved to a quarantine."""
+"""Replace bad objects by good copies from other repositories; the bad bytes are moved to a quarantine.
+
+Only objects can be repaired, because a copy can be checked against the digest that names it. An entry has no digest:
+restore it from a backup of the same repository.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from datasvc.threads import run_in_threads
 
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
-# The other kinds match their digest or have none, so a copy is no better.
+# An object of another kind of problem matches its digest, and an entry has none: a copy would be no better.
 _REPAIRABLE: Final = ("missing", "changed", "unreadable")
 
 
@@ -29,7 +33,6 @@ class Repair:
     """Result of the repair of one object.
 
     Attributes:
-        digest: digest of the object.
         kept_at: location of the bad bytes in the quarantine; None if there were none or nothing was replaced.
         failure: why the object is still bad; None if it is good now.
     """
@@ -62,9 +65,6 @@ def repair(
 ) -> list[Repair]:
     """Replace missing, changed and unreadable objects by good copies. A failure does not stop the others.
 
-    Only objects can be repaired, because a copy can be checked against the digest that names it. An entry has no
-    digest: restore it from a backup of this same repository.
-
     Args:
         repository: repository with the problems.
         problems: problems that `verify` returned for it.
@@ -77,10 +77,8 @@ def repair(
     Raises:
         ConfigError: this repository is not writable.
     """
-    digests = dict.fromkeys(
-        problem.digest for problem in problems if problem.digest is not None and problem.kind in _REPAIRABLE
-    )
-    arguments = [(repository, digest, copies, progress) for digest in digests]
+    digests = dict.fromkeys(problem.digest for problem in problems if problem.kind in _REPAIRABLE)
+    arguments = [(repository, digest, copies, progress) for digest in digests if digest is not None]
     return run_in_threads(_repair_one, arguments, _OBJECTS_AT_ONCE)
 
 
@@ -98,26 +96,17 @@ def verify_and_repair(
     Several passes are needed because a bad tensor table hides its objects: they can be checked only after the table
     is repaired.
 
-    Args:
-        repository: repository of the versions.
-        versions: versions to check, see `verify`.
-        copies: other repositories, or their URLs, see `repair`; without any, nothing is repaired.
-        deep: see `verify`.
-        trusted_keys: see `verify`.
-        progress: counts the bytes that were read, decoded or copied; it begins once per pass.
-
-    Raises:
-        Same errors as `verify` and `repair`.
+    Arguments and errors are those of `verify` and `repair`. `copies` are other repositories or their URLs; without
+    any, nothing is repaired. `progress` begins once per pass.
     """
     by_name = {str(version): version for version in resolve_versions(repository, versions)}
     opened = [copy if isinstance(copy, Repository) else Repository.open(copy) for copy in copies]
-    done = verify(repository, by_name.values(), deep=deep, trusted_keys=trusted_keys, progress=progress)
-    problems, remaining, repairs = list(done.problems), list(done.problems), dict[Digest, Repair]()
+    first_pass = verify(repository, by_name.values(), deep=deep, trusted_keys=trusted_keys, progress=progress)
+    problems, remaining, repairs = list(first_pass.problems), list(first_pass.problems), dict[Digest, Repair]()
     while opened:
         # Try each object once: the same copies would fail again.
-        tried = repair(
-            repository, [problem for problem in remaining if problem.digest not in repairs], opened, progress
-        )
+        untried = [problem for problem in remaining if problem.digest not in repairs]
+        tried = repair(repository, untried, opened, progress)
         repairs.update((result.digest, result) for result in tried)
         good = {result.digest for result in tried if result.failure is None}
         repaired = [problem for problem in remaining if problem.digest in good and problem.kind in _REPAIRABLE]
@@ -132,7 +121,7 @@ def verify_and_repair(
         new = [problem for problem in more if _identity(problem) not in known]
         remaining += new
         problems += new
-    return RepairReport(replace(done, problems=tuple(problems)), tuple(repairs.values()), tuple(remaining))
+    return RepairReport(replace(first_pass, problems=tuple(problems)), tuple(repairs.values()), tuple(remaining))
 
 
 def _identity(problem: ModelProblem) -> tuple[object, ...]:
@@ -141,7 +130,7 @@ def _identity(problem: ModelProblem) -> tuple[object, ...]:
 
 def _repair_one(repository: Repository, digest: Digest, copies: Sequence[Repository], progress: Progress) -> Repair:
     if find_damage(repository.objects, digest) is None:
-        return Repair(digest)  # another process has repaired it meanwhile
+        return Repair(digest)  # another process has repaired it since the check
     failures = []
     for copy in copies:
         try:
@@ -154,8 +143,8 @@ def _repair_one(repository: Repository, digest: Digest, copies: Sequence[Reposit
 
 
 def _replace(repository: Repository, digest: Digest, source: Objects, progress: Progress) -> str | None:
-    """Copy and verify an object, then replace the bad one; return where the bad bytes are kept."""
-    objects, storage = repository.objects, repository.storage
+    """Copy and verify an object, then replace the bad one; return the location of the bad bytes."""
+    objects = repository.objects
     writer = objects.begin()
     try:
         try:
@@ -171,7 +160,7 @@ def _replace(repository: Repository, digest: Digest, source: Objects, progress: 
             writer.sync()
         # Quarantine before the replacement, so that a crash between the two never loses the bad bytes.
         kept_at = _keep(repository, digest)
-        storage.adopt(Objects.path(digest), writer.path)
+        repository.storage.adopt(Objects.path(digest), writer.path)
     finally:
         objects.abandon(writer)
     return kept_at
@@ -190,20 +179,16 @@ def _keep(repository: Repository, digest: Digest) -> str | None:
         return str(keep_aside(root, local))
     # A remote store has no links, so the bytes are copied.
     kept = f"{QUARANTINE}/{digest}.{secrets.token_hex(4)}"
-    _copy_remote(repository, path, size_bytes, kept)
-    return storage.location(kept)
-
-
-def _copy_remote(repository: Repository, path: str, size_bytes: int, kept: str) -> None:
     writer = repository.objects.begin()
     try:
         for offset in range(0, size_bytes, _PART_BYTES):
-            content = repository.storage.read_range(path, offset, min(_PART_BYTES, size_bytes - offset))
+            content = storage.read_range(path, offset, min(_PART_BYTES, size_bytes - offset))
             if not content:
-                raise UnavailableError(f"{repository.storage.location(path)} ends before its {size_bytes} bytes")
+                raise UnavailableError(f"{storage.location(path)} ends before its {size_bytes} bytes")
             writer.write(content)
         with map_exceptions("write", str(writer.path)):
             writer.sync()
-        repository.storage.adopt(kept, writer.path)
+        storage.adopt(kept, writer.path)
     finally:
         repository.objects.abandon(writer)
+    return storage.location(kept)

@@ -62,23 +62,14 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """Decision for every version that is not removed yet.
-
-    Attributes:
-        kept: reasons to keep a version, by its number, ascending.
-        removed: numbers of the versions to remove, ascending.
-    """
+    """Versions of a model to keep, with the reasons by version number, and versions to remove; both ascending."""
 
     kept: Mapping[int, tuple[str, ...]]
     removed: tuple[int, ...]
 
 
 def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) -> RetentionPlan:
-    """Choose the versions of one model to keep, with the reasons.
-
-    Args:
-        versions: versions of the model in any order; removed ones are ignored.
-        policy: which versions to keep.
+    """Choose the versions of one model to keep, with the reasons; removed versions are ignored.
 
     Raises:
         ConfigError: no version has a finite value of the policy's metric. The message lists the metrics that exist.

@@ -1,7 +1,7 @@
-"""Read and check the metadata of model versions: entries, tensor tables, states, shardings and code.
+"""First step of `verify`: read and check entries, tensor tables, states, shardings and code of model versions.
 
-The bytes of the tensors are not read here, see `verify`. Memory is bounded by the number of objects: a digest and a
-size is kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
+The bytes of the tensors are not read here. Memory is proportional to the number of objects: a digest and a size is
+kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_BYTES: Final[Mapping[Role, int]] = {
 }
 
 BAD: Final = (CorruptDataError, NotFoundError)
-# A local disk has no network before it: there, an I/O or permission error is a fault of the stored data as well.
+# On a local disk, an I/O or permission error is a fault of the stored data. A remote store may fail for other reasons.
 BAD_DISK: Final = (*BAD, UnavailableError, ConfigError)
 
 
@@ -42,9 +42,9 @@ class ModelProblem:
     Attributes:
         kind: "unreadable": a local disk fails to read it. "contradictory": its bytes match the digest, but its
             content is impossible. "not trusted": it has no valid signature.
-        role: what the object or entry holds.
+        role: content of the object or entry.
         digest: digest of the object; None for an entry.
-        detail: what was expected, what was found, and where.
+        detail: message with what was expected and what was found.
         hit: by version, names of the tensors that cannot be restored; () means all tensors or other parts of the
             state.
     """
@@ -117,12 +117,12 @@ class Survey:
             self._read("code", refs.code, version)
         state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
         sharding = None if refs.sharding is None else self._read("sharding", refs.sharding, version)
-        # A problem is noted already, and the following checks need both.
+        # `_read` has noted why one of them is missing; the following checks need both.
         if state is None or records is None:
             return
         try:
             skeleton = decode_state(state, str(version))
-            # A trial run without tensors: it finds names in the state that are not in the table.
+            # Without tensors, this only finds names in the state that are not in the table.
             unflatten(skeleton, cast("Any", dict.fromkeys(record.name for record in records)))
         except CorruptDataError as error:
             self._note("state", "contradictory", refs.state, version, f"{version}: {error}")
@@ -138,7 +138,7 @@ class Survey:
             if content is not None:
                 yield list(map(str, versions)), self._decode(table, content)
                 continue
-            # Read once per further version, so that the problem lists each of them.
+            # Note the same problem for the other versions of the table.
             for version in versions[1:]:
                 self._read("tensor table", table, version)
 

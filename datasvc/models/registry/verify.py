@@ -1,4 +1,8 @@
-"""Verify model versions: read their objects, and find the tensors of each version that cannot be restored."""
+"""Verify model versions: read every object once, and list the tensors of each version that cannot be restored.
+
+`Survey` checks the metadata. Then each object of tensors is read and compared with its digest. The tensor tables are
+read again only if an object is bad, to name its tensors, or with `deep`, to decode every tensor.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +30,7 @@ _CHUNKS_AT_ONCE: Final = 8
 
 @dataclass(frozen=True)
 class ModelVerifyReport:
-    """Result of `verify`.
-
-    Attributes:
-        versions: versions that were checked.
-        num_objects: number of distinct objects read.
-        size_bytes: size of these objects.
-        problems: all problems; empty if every version is intact.
-    """
+    """Result of `verify`: versions that were checked, the distinct objects that were read, and all problems found."""
 
     versions: tuple[str, ...]
     num_objects: int
@@ -57,8 +54,8 @@ def verify(
     Args:
         repository: repository of the versions.
         versions: reference of the version to check, or several, or the result of `every_version`.
-        deep: also decode every tensor and compare it with its digest. This finds tensors that were stored wrongly,
-            not only objects that changed later.
+        deep: also decode every tensor and compare it with its digest. This also finds tensors that were stored
+            wrongly.
         trusted_keys: files of public keys, see `restore`. If there are any, each version must be signed by one of
             them.
         progress: counts the bytes that were read from objects and, with `deep`, decoded to tensors.
@@ -73,14 +70,13 @@ def verify(
         survey.scan(version)
     progress.begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
     bad = _find_bad_objects(repository.objects, survey, progress)
-    of_tensors: list[ModelProblem] = []
-    # Without a bad object no tensor is affected, and the tables need not be read again.
+    tensor_problems: list[ModelProblem] = []
     if bad:
-        of_tensors += _describe(repository.objects, survey, bad)
+        tensor_problems += _describe(repository.objects, survey, bad)
     if deep:
-        of_tensors += _find_wrong_tensors(repository.objects, survey, bad, progress)
-    # Filter last: a version can be removed at any time during the check.
-    problems = _of_living(repository, [*survey.problems, *of_tensors])
+        tensor_problems += _find_wrong_tensors(repository.objects, survey, bad, progress)
+    # Filter last: a version can be removed at any time during the check, and then `gc` may delete its objects.
+    problems = _of_living(repository, [*survey.problems, *tensor_problems])
     sizes = survey.objects | survey.documents
     return ModelVerifyReport(tuple(map(str, resolved)), len(sizes), sum(sizes.values()), tuple(problems))
 
@@ -96,8 +92,7 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
     """Return all versions of the models `names`, or of all models, without the removed ones.
 
     Raises:
-        ConfigError: a name is not valid.
-        NotFoundError: there is no model of this name.
+        ConfigError, NotFoundError: a name is not valid, or there is no model of this name.
         CorruptDataError, UnavailableError: see `Repository.living`.
     """
     for name in names:
@@ -110,7 +105,7 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
 
 
 def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iterator[ModelProblem]:
-    """Yield the problems without the versions that were removed meanwhile: `gc` may have deleted their objects."""
+    """Yield the problems without removed versions; a problem that affects only removed versions is left out."""
     names = {version.rpartition("@")[0] for problem in problems for version in problem.hit}
     living = {f"{name}@{number}" for name in names for number in repository.living("models", name)}
     for problem in problems:
@@ -124,7 +119,7 @@ def _find_bad_objects(objects: Objects, survey: Survey, progress: Progress) -> d
 
     def check(digest: Digest) -> DatasvcError | None:
         error = find_damage(objects, digest, survey.objects[digest], progress)
-        # Stop at once if the store does not answer: each further request would wait for its timeout too.
+        # Stop at once if the store does not answer: each further request would wait for its time-out too.
         if error is not None and type(error) not in survey.bad:
             raise error
         return error
@@ -134,15 +129,13 @@ def _find_bad_objects(objects: Objects, survey: Survey, progress: Progress) -> d
 
 
 def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[ModelProblem]:
-    """Yield a problem for each bad object, with the tensors that cannot be restored.
-
-    Several tensors may share an object; those whose own bytes are intact are not listed.
-    """
+    """Yield a problem for each bad object, with the tensors that cannot be restored."""
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
     referenced: set[Digest] = set()
-    # `bool` selects the chunks that have a bad object.
-    for versions, places in _unloadable(objects, survey, bool, bad):
-        for record, chunk, is_bad in places:
+    # `bool` selects the chunks that have a bad object. They are loaded one by one, because several tensors may share
+    # an object: those whose own bytes are intact are not listed.
+    for versions, loads in _try_to_load(objects, survey, bool, bad):
+        for record, chunk, is_bad in loads:
             suspects = bad.keys() & {link.object for link in chunk.chain}
             referenced |= suspects
             for digest in suspects if is_bad else ():
@@ -150,7 +143,7 @@ def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcErro
                     names = hit[digest].get(version, ())
                     hit[digest][version] = names if record.name in names else (*names, record.name)
     for digest, error in bad.items():
-        # A missing object that no table references any more belonged to a version that was removed meanwhile.
+        # A missing object that no table references any more belonged to a version that was removed during the check.
         if digest in referenced or not isinstance(error, NotFoundError):
             yield ModelProblem(kind_of(error), "tensors", digest, str(error), hit[digest])
 
@@ -160,15 +153,15 @@ def _find_wrong_tensors(
 ) -> Iterator[ModelProblem]:
     """Yield a problem for each tensor that does not match its digest although all its objects are intact."""
     # `not_` selects the chunks whose objects are all good; `_describe` has reported the others.
-    for versions, places in _unloadable(objects, survey, not_, bad, progress):
-        for record, chunk, is_bad in places:
+    for versions, loads in _try_to_load(objects, survey, not_, bad, progress):
+        for record, chunk, is_bad in loads:
             if is_bad:
                 detail = f"{record.name!r} at {chunk.start}: the stored bytes decode to a tensor with another digest"
                 hit = dict.fromkeys(versions, (record.name,))
                 yield ModelProblem("contradictory", "tensors", chunk.chain[-1].object, detail, hit)
 
 
-def _unloadable(
+def _try_to_load(
     objects: Objects,
     survey: Survey,
     choose: Callable[[Collection[Digest]], bool],
@@ -177,13 +170,7 @@ def _unloadable(
 ) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Chunk, bool]]]]:
     """Try to load chunks; yield for each table its versions, and whether each of its chunks cannot be restored.
 
-    Args:
-        objects: objects of the repository.
-        survey: source of the tables.
-        choose: predicate of the bad objects of a chunk: whether to load the chunk. A chunk that is not loaded counts
-            as good.
-        bad: the bad objects.
-        progress: counts the bytes of every chunk, loaded or not.
+    `choose` decides by the bad objects of a chunk whether to load it. A chunk that is not loaded counts as good.
     """
     verdicts: dict[Chunk, bool] = {}  # versions share most chunks: load each once
     decoders = Decoders()
@@ -200,7 +187,8 @@ def _unloadable(
         return verdicts.get(chunk, False)
 
     for versions, records in survey.tables():
-        places = [(record, chunk) for record in records for chunk in record.chunks]
-        results = run_in_threads(is_bad, places, _CHUNKS_AT_ONCE)
-        verdicts.update((chunk, verdict) for (_, chunk), verdict in zip(places, results, strict=True))
-        yield versions, [(record, chunk, verdict) for (record, chunk), verdict in zip(places, results, strict=True)]
+        pairs = [(record, chunk) for record in records for chunk in record.chunks]
+        results = run_in_threads(is_bad, pairs, _CHUNKS_AT_ONCE)
+        loads = [(record, chunk, verdict) for (record, chunk), verdict in zip(pairs, results, strict=True)]
+        verdicts.update((chunk, verdict) for _, chunk, verdict in loads)
+        yield versions, loads

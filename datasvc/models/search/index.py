@@ -1,18 +1,17 @@
 """Index of all model versions: a table in one file of the repository, so that a query need not read every entry.
 
-The index is derived from the entries; it may be lost or outdated at any time. It records the newest version that it
-covers of each model. A reader adds the entries after it, and rewrites the file when there are many. Of concurrent
-writers the last one wins, which loses no data. Tags and removals change without a new version and are not indexed. An
-index whose commits differ from those of the logs, for example after a restored backup, is rebuilt.
+The index is derived from the entries, so it may be lost or outdated at any time. For each model it records the newest
+version that it contains. A reader adds the entries after that version, and rewrites the file when there are many. If
+the commits in the index differ from those in the logs, for example after a restored backup, the index is rebuilt.
+Tags and removals are not indexed, because they change without a new version.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 
@@ -22,6 +21,9 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Repository
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
+from datasvc.threads import map_in_threads
+
+_Result = TypeVar("_Result")
 
 INDEX_FORMAT: Final = 3
 # A model name cannot begin with a dot, so no log has this path.
@@ -29,11 +31,11 @@ INDEX_PATH: Final = "models/.index"
 # Millions of versions need far less. A larger file is damaged, and is rebuilt from the entries.
 _MAX_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
-_NAMES_AT_ONCE: Final = 16
-# Every query reads the entries that the index lacks. The index is rewritten when it lacks at least `_MAX_BEHIND`
-# entries and 1/`_PART_BEHIND` of the versions that it has.
-_MAX_BEHIND: Final = 32
-_PART_BEHIND: Final = 32
+_MODELS_AT_ONCE: Final = 16
+# Every query reads the entries that the index lacks. The index is rewritten when it lacks at least `_MAX_MISSING`
+# entries and 1/`_MISSING_PART` of the versions that it has: rewriting it for every new version would cost more.
+_MAX_MISSING: Final = 32
+_MISSING_PART: Final = 32
 _METADATA_KEY = b"datasvc.models.index"
 
 
@@ -71,15 +73,15 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     """
     stored = _load(repository)
     names = [name for name in repository.storage.list("models") if is_name(name)]
-    behind = None
+    missing = None
     # An indexed model without a log means that the logs were replaced.
     if stored is not None and set(stored.heads) <= set(names):
-        behind = _numbers_behind(repository, names, stored.heads)
-    if stored is None or behind is None:
+        missing = _find_missing(repository, names, stored.heads)
+    if stored is None or missing is None:
         stored = VersionIndex(SCHEMA.empty_table(), (), {})
-        behind = _numbers_behind(repository, names, {})
-        assert behind is not None
-    entries = _read_entries(repository, behind, progress)
+        missing = _find_missing(repository, names, {})
+        assert missing is not None
+    entries = _read_entries(repository, missing, progress)
     if not entries:
         return stored
     fields = {field: position for position, field in enumerate(stored.fields)}
@@ -87,9 +89,17 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     # Versions of a model are in ascending order, so the newest one overwrites the others.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
     index = VersionIndex(table, tuple(fields), {**stored.heads, **heads})
-    if len(entries) >= max(_MAX_BEHIND, stored.table.num_rows // _PART_BEHIND):
+    if len(entries) >= max(_MAX_MISSING, stored.table.num_rows // _MISSING_PART):
         _publish(repository, index)
     return index
+
+
+def map_models(repository: Repository, read: Callable[[str], _Result], names: Collection[str]) -> list[_Result]:
+    """Return the result of `read` for each of some names of models, in the same order."""
+    # Threads hide the latency of a network; a local disk has none.
+    if repository.storage.is_local:
+        return list(map(read, names))
+    return map_in_threads(read, names, _MODELS_AT_ONCE)
 
 
 def encode_index(index: VersionIndex) -> bytes:
@@ -129,7 +139,7 @@ def _load(repository: Repository) -> VersionIndex | None:
     try:
         return decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
     except (NotFoundError, CorruptDataError):
-        return None  # it is rebuilt from the entries
+        return None  # the index is rebuilt from the entries
 
 
 def _publish(repository: Repository, index: VersionIndex) -> None:
@@ -137,7 +147,8 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
     if len(content) > _MAX_BYTES:
         return  # `_load` would reject it
     try:
-        # Not synced: an index that a power cut damages is rebuilt.
+        # Not synced, and without a lock: an index that a power cut damages is rebuilt, and of concurrent writers the
+        # last one replaces an index that is as correct as its own.
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
         # A read-only or full store costs only time: this query has its result, and the next one reads the same
@@ -145,16 +156,12 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
         return
 
 
-def _numbers_behind(
+def _find_missing(
     repository: Repository, names: Sequence[str], heads: Mapping[str, Head]
 ) -> dict[str, Sequence[int]] | None:
-    """Return the numbers of versions that the index lacks, by model, ascending.
+    """Return the numbers of the versions that the index lacks, by model; None if a commit in it is not in a log."""
 
-    Returns:
-        None if the index has a commit that is not in the logs.
-    """
-
-    def numbers_behind(name: str) -> Sequence[int] | None:
+    def find(name: str) -> Sequence[int] | None:
         log = repository.versions("models", name)
         if name not in heads:
             return log.numbers()
@@ -165,25 +172,22 @@ def _numbers_behind(
             is_same_commit = False
         return log.numbers_after(number) if is_same_commit else None
 
-    if repository.storage.is_local:
-        numbers_of = list(map(numbers_behind, names))
-    else:
-        with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-index") as pool:
-            numbers_of = list(pool.map(numbers_behind, names))
-    behind = {name: numbers for name, numbers in zip(names, numbers_of, strict=True) if numbers is not None}
-    return behind if len(behind) == len(names) else None
+    numbers_by_name = dict(zip(names, map_models(repository, find, names), strict=True))
+    missing = {name: numbers for name, numbers in numbers_by_name.items() if numbers is not None}
+    return missing if len(missing) == len(names) else None
 
 
 def _read_entries(
-    repository: Repository, behind: Mapping[str, Sequence[int]], progress: Progress
+    repository: Repository, missing: Mapping[str, Sequence[int]], progress: Progress
 ) -> list[tuple[str, Entry]]:
     """Read the entries that the index lacks, model by model, oldest first."""
-    if behind:
-        progress.begin(sum(map(len, behind.values())))
+    if missing:
+        progress.begin(sum(map(len, missing.values())))
     entries: list[tuple[str, Entry]] = []
-    for name, numbers in behind.items():
-        for start in range(0, len(numbers), _MAX_BEHIND):
-            block = repository.versions("models", name).entries(numbers[start : start + _MAX_BEHIND])
+    for name, numbers in missing.items():
+        # In blocks, so that the progress advances during the first query over many versions.
+        for start in range(0, len(numbers), _MAX_MISSING):
+            block = repository.versions("models", name).entries(numbers[start : start + _MAX_MISSING])
             entries.extend((name, entry) for entry in block)
             progress.advance(len(block))
     return entries

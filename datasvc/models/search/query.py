@@ -1,16 +1,18 @@
-"""SQL over the versions of all models: DuckDB on the index of versions."""
+"""SQL over the versions of all models: `models find` and `models sql` run DuckDB on the version index.
+
+A query sees only the tables of this module. It has no access to files, network or variables of this program.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.models.search.index import VersionIndex, read_index
+from datasvc.models.search.index import VersionIndex, map_models, read_index
 from datasvc.models.search.rows import TREES
 from datasvc.models.search.table import WILDCARDS, build_table
 from datasvc.progress import NO_PROGRESS, Progress
@@ -20,7 +22,6 @@ from datasvc.sql_sandbox import connected, fetch, lock, only_query
 if TYPE_CHECKING:
     import duckdb
 
-_NAMES_AT_ONCE: Final = 16
 _MUTABLE_STATE: Final = pa.schema(
     {"model": pa.string(), "version": pa.int64(), "tags": pa.list_(pa.string()), "removed": pa.bool_()}
 )
@@ -46,16 +47,12 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
     """Return the result of a SQL query over the versions of all models.
 
     The table `versions` has a row for each version; `all_versions` has removed versions too, and the column
-    `removed`. The function `names` returns the names in a list of references. docs/models.md lists the columns. The
-    query has no access to anything else: files, network, or variables of this program.
+    `removed`. The function `names` removes the versions from a list of references. docs/models.md lists the columns.
 
     Args:
         repository: repository of the models.
         sql: one query in DuckDB's dialect.
         progress: counts the entries that an update of the index reads.
-
-    Returns:
-        The result, in memory.
 
     Raises:
         ConfigError: DuckDB rejects the query; the message has its reason.
@@ -98,22 +95,23 @@ def find_versions(
         return []
     order = "model, version DESC"
     if order_by is not None:
-        # Line breaks end comments in the expression.
+        # The line breaks here and below end a comment at the end of the user's expression.
         key = f"({order_by}\n)"
         order = f"{key} IS NULL OR {key}::VARCHAR = 'nan', {key} {'ASC' if ascending else 'DESC'}, {order}"
     with connected() as connection, _map_errors(f"the condition {condition!r}"):
         _prepare(connection, repository, index, sql=f"{condition} {order}")
         versions = connection.view("all_versions" if removed else "versions")
         matching = versions.filter(f"({condition}\n)").order(order).project("model, version")
-        found = fetch(connection, matching.fetchall)
-    return [Resolved("models", model, version) for model, version in found]
+        rows = fetch(connection, matching.fetchall)
+    return [Resolved("models", model, version) for model, version in rows]
 
 
 def _prepare(
     connection: duckdb.DuckDBPyConnection, repository: Repository, index: VersionIndex, *, sql: str | None
 ) -> None:
-    """Create the tables for SQL of the user."""
+    """Create the tables and views, then lock the connection for SQL of the user; None as `sql` means any SQL."""
     connection.register("version_index", build_table(index, sql=sql))
+    # Tags cost a request per model, so they are read only for SQL that may use them.
     with_tags = sql is None or any(word in sql.lower() for word in ("tags", *WILDCARDS))
     connection.register("mutable_state", _read_mutable_state(repository, index, with_tags=with_tags))
     connection.execute(_VIEWS)
@@ -134,7 +132,7 @@ def _map_errors(what: str) -> Iterator[None]:
 
 
 def _read_mutable_state(repository: Repository, index: VersionIndex, *, with_tags: bool) -> pa.Table:
-    """Return what changes without a new version, so that the index does not contain it: tags and removals."""
+    """Return the tags and removals, which change without a new version and are therefore not in the index."""
 
     def read(name: str) -> list[dict[str, Any]]:
         removed = repository.removals("models", name).removed()
@@ -146,8 +144,5 @@ def _read_mutable_state(repository: Repository, index: VersionIndex, *, with_tag
             for number, of_version in tags.items()
         ]
 
-    with ThreadPoolExecutor(_NAMES_AT_ONCE, thread_name_prefix="datasvc-find") as pool:
-        # Threads hide the latency of a network; a local disk has none.
-        map_names = map if repository.storage.is_local else pool.map
-        rows = [row for rows in map_names(read, index.heads) for row in rows]
+    rows = [row for rows_of_model in map_models(repository, read, index.heads) for row in rows_of_model]
     return pa.Table.from_pylist(rows, _MUTABLE_STATE)

@@ -1,7 +1,7 @@
-"""Rows of the version index: one for each version, with the fields of its entry that SQL can use.
+"""Rows of the version index: one for each model version, with the fields of its entry that SQL can use.
 
-Metrics, settings and other fields that only some models have are one list of values in each row: a column for each
-name would be nearly empty.
+Metrics, settings, environment and code (`TREES`) have other names in other models. In a row they are one list of
+values, because a table with a column for each name would be nearly empty. `table.py` makes columns of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEMA: Final = pa.schema(
         VALUES: pa.list_(pa.struct({"field": pa.int32(), "number": pa.float64(), "text": pa.string()})),
     }
 )
-# The settings of a run are flat or nearly flat; deeper values are not indexed.
+# Deeper values are not indexed; the settings of a run are flat or nearly flat.
 _MAX_DEPTH: Final = 9
 
 
@@ -74,7 +74,7 @@ def build_rows(versions: Iterable[tuple[str, Entry]], fields: dict[Field, int]) 
 
 
 def _describe(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns and the trees of an entry; what has another type than entries should have is None."""
+    """Return the columns and the trees of an entry; a field of an unexpected type is None or empty."""
     uses = [use for use in _listed(content.get("data")) if isinstance(use, Mapping)]
     training = [use for use in uses if use.get("purpose") != "evaluation"]
     states = [use["state"] for use in training if isinstance(use.get("state"), Mapping)]

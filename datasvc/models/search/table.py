@@ -1,4 +1,4 @@
-"""The columns `metrics`, `config`, `environment` and `code` of the table that SQL sees: structs of typed values."""
+"""Table that SQL queries, made of an index: `metrics`, `config`, `environment` and `code` become typed structs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from datasvc.models.search.index import VersionIndex
 from datasvc.models.search.rows import TREES, VALUES, Field
 
 _TYPES: Final = {"number": pa.float64(), "boolean": pa.bool_(), "text": pa.string()}
-# These exist although no version may have a value.
+# These columns always exist, so that `not code.dirty` is valid in a repository where no version has the field.
 _CODE: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
 # A reference to one name of a struct: metrics.top1, metrics['top1'].
 _NAME_IN_STRUCT: Final = r"""\b{}"?\s*(?:\.|\[\s*'(?:[^']|'')*'\s*\])"""
-# SQL with one of these may use any column without its name.
+# SQL with one of these words may use a column without its name.
 WILDCARDS: Final = ("*", "columns", "versions")
 
 
@@ -27,7 +27,7 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
 
     A column has one type. Where a name has values of several kinds, the first of numbers, booleans, texts, lists and
     structs has the name itself, and the others are named like `lr_text`, `lr_number_list` and `lr_struct`. SQL
-    ignores case: names that differ from another one in case only are named so too, or like `lr_2`.
+    ignores case, so names that differ only in case get such names too, or names like `lr_2`.
 
     Args:
         index: the index.
@@ -38,14 +38,15 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
     row_of, field_of = np.repeat(np.arange(num_rows), lists.value_lengths()), values.field("field").to_numpy()
     is_used = _plan_use(sql)
     used = np.array([is_used(field) for field in index.fields], bool)
-    places = np.flatnonzero(used[field_of])
-    places = places[np.argsort(field_of[places], kind="stable")]
-    bounds = np.searchsorted(field_of[places], np.arange(len(index.fields) + 1))
+    # Indices into `values`, sorted by field: those of field n are indices[bounds[n] : bounds[n + 1]].
+    indices = np.flatnonzero(used[field_of])
+    indices = indices[np.argsort(field_of[indices], kind="stable")]
+    bounds = np.searchsorted(field_of[indices], np.arange(len(index.fields) + 1))
     # Shared, so that the names of thousands of unused fields cost no memory.
     nulls = {kind: pa.nulls(num_rows, arrow_type) for kind, arrow_type in _TYPES.items()}
 
-    def array(number: int, field: Field) -> pa.Array:
-        of_field = places[bounds[number] : bounds[number + 1]]
+    def build_column(number: int, field: Field) -> pa.Array:
+        of_field = indices[bounds[number] : bounds[number + 1]]
         if not len(of_field):
             return pa.nulls(num_rows, pa.list_(_TYPES[field.kind])) if field.is_list else nulls[field.kind]
         source = values.field("text" if field.kind == "text" else "number")
@@ -54,22 +55,23 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
             offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
             items = source.take(pa.array(of_field)).cast(_TYPES[field.kind])
             return pa.ListArray.from_arrays(offsets, items, mask=pa.array(counts == 0))
-        place_of_row = np.full(num_rows, -1)
-        place_of_row[row_of[of_field]] = of_field
-        return source.take(pa.array(place_of_row, mask=place_of_row < 0)).cast(_TYPES[field.kind])
+        index_of_row = np.full(num_rows, -1)
+        index_of_row[row_of[of_field]] = of_field
+        return source.take(pa.array(index_of_row, mask=index_of_row < 0)).cast(_TYPES[field.kind])
 
     table = index.table.drop_columns([VALUES])
     for tree in TREES:
         arrays = {field: nulls[field.kind] for field in _CODE if tree == "code"}
-        arrays |= {field: array(number, field) for number, field in enumerate(index.fields) if field.path[0] == tree}
-        # A struct cannot be without names.
+        of_tree = ((number, field) for number, field in enumerate(index.fields) if field.path[0] == tree)
+        arrays |= {field: build_column(number, field) for number, field in of_tree}
+        # A struct needs at least one name.
         column = _struct(arrays, 1) if arrays else pa.nulls(num_rows, pa.map_(pa.string(), pa.string()))
         table = table.append_column(tree, column)
     return table
 
 
 def _plan_use(sql: str | None) -> Callable[[Field], bool]:
-    """Return a function that tells whether SQL uses a field; where that is not certain, it does."""
+    """Return a predicate of fields: False only where it is certain that SQL does not use the field."""
     text = "" if sql is None else sql.lower()
     if sql is None or any(word in text for word in WILDCARDS):
         return lambda _field: True
