@@ -70,26 +70,7 @@ def ingest(
 
     Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`; see there.
     """
-    return open(repo, create=True).datasets.ingest(
-        source,
-        name,
-        source_options=source_options,
-        classes=classes,
-        shard_bytes=shard_bytes,
-        on_bad=on_bad,
-        decode_check=decode_check,
-        duplicates=duplicates,
-        max_side=max_side,
-        quality=quality,
-        keep_order=keep_order,
-        val_fraction=val_fraction,
-        limit=limit,
-        seed=seed,
-        append=append,
-        on_common=on_common,
-        on_split_overlap=on_split_overlap,
-        engine=engine,
-        workers=workers,
-        message=message,
-        progress=progress,
-    )
+    # The signature above is that of the method, so that editors show it; a test compares the two.
+    arguments = locals()
+    del arguments["repo"]
+    return open(repo, create=True).datasets.ingest(**arguments)

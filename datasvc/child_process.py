@@ -1,4 +1,8 @@
-"""Child processes that exit with their parent, even if it is killed: worker processes and helper programs."""
+"""Child processes that exit with their parent, even if it is killed: worker processes and helper programs.
+
+A worker process waits for the end of its parent. A helper program (`ChildProcess`) waits for the end of its standard
+input: the kernel closes the pipe when the parent ends, however it ends.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,7 @@ from multiprocessing import connection, parent_process
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this worker process when its parent exits."""
-    # Without it, a worker whose parent was killed would run on, unnoticed.
+    """Start a thread that ends this worker process when its parent exits, even if the parent is killed."""
     parent = parent_process()
     assert parent is not None
 
@@ -26,13 +29,13 @@ def end_with_parent() -> None:
 
 
 def end_with_input() -> None:
-    """Start a thread that ends this process at the end of its standard input, which a `ChildProcess` parent holds.
+    """Start a thread that ends this process at the end of its standard input, which its `ChildProcess` keeps open.
 
-    Call it after the last message was read: the thread discards what follows.
+    Call it after the last message was read: the thread discards all further input.
     """
 
     def wait() -> None:
-        # Not through the buffered reader: Python would need its lock at exit.
+        # `sys.stdin` is not used: this thread would hold the lock of its buffer, which Python needs at exit.
         while os.read(0, 1):
             pass
         os._exit(1)  # also if some thread hangs
@@ -41,7 +44,7 @@ def end_with_input() -> None:
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of datasvc; run it with `environment`, so that imports work."""
+    """Return the command that runs a module of datasvc; it needs the variables of `environment` to import it."""
     # -P keeps the working directory off the search path: it may contain modules with the same names.
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -58,7 +61,7 @@ class ChildProcess:
     spawn would import the user's main module again.
 
     Args:
-        module: module to run as `python -m MODULE`. It reads pickled messages from standard input until the end.
+        module: module to run as `python -m MODULE`. It reads pickled messages from standard input.
         message: first message.
         answers: whether this process reads the standard output of the program.
 

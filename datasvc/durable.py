@@ -1,7 +1,7 @@
 """Atomic, durable writes of local files: after a crash, a file has the old content or the new one, never a mix.
 
-A write creates a temporary file in the same folder, syncs it, renames or links it to its name, and syncs the folder.
-A killed process leaves a file whose name starts with `TEMPORARY_PREFIX`, which readers ignore.
+A write creates a temporary file in the same folder, syncs it, renames or links it to its final name, and syncs the
+folder. A killed process leaves a file whose name starts with `TEMPORARY_PREFIX`, which readers ignore.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def make_folder(folder: Path) -> None:
 def is_plain_name(name: str) -> bool:
     """Return whether an untrusted name is safe as the name of a file in a folder of datasvc.
 
-    A safe name is not empty, has no slash and no control characters, no dot at its start as internal files have,
-    and has at most 255 bytes of UTF-8.
+    A safe name has 1 to 255 bytes of UTF-8, no slash, no control characters, and no dot at its start, as internal
+    files have.
     """
     if not name or name.startswith(".") or "/" in name:
         return False
@@ -79,13 +79,7 @@ def is_plain_name(name: str) -> bool:
 def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    Args:
-        path: file to write.
-        synced: whether the file survives a power cut. Without it, a crash of the machine may leave a file with any
-            content at `path`; a killed process never does.
-
-    Yields:
-        A binary file open for writing, in the folder of `path`.
+    If the file is not `synced`, a crash of the machine may leave any content at `path`; a killed process never does.
 
     Raises:
         OSError: a write, sync or rename failed; the temporary file is removed and `path` is unchanged. If only the
@@ -109,7 +103,7 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, content: bytes | memoryview, *, synced: bool = True) -> None:
-    """Write `content` to `path`, atomically replacing an existing file. See `replacing` for arguments and errors."""
+    """Write `content` to `path`, atomically replacing an existing file; arguments and errors as of `replacing`."""
     with replacing(path, synced=synced) as file:
         file.write(content)
 

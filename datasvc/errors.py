@@ -25,11 +25,7 @@ from typing import ClassVar
 
 
 class DatasvcError(Exception):
-    """Base class of all errors that datasvc raises.
-
-    Attributes:
-        exit_code: exit status of the command line for this error.
-    """
+    """Base class of all errors that datasvc raises; `exit_code` is the exit status of the command line."""
 
     exit_code: ClassVar[int] = 1
 

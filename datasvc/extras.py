@@ -1,6 +1,6 @@
 """Optional packages, and the message with the command that installs them.
 
-The command lists packages of the index, not extras of datasvc, because datasvc itself may not be on an index.
+The command names packages and not extras of datasvc, because datasvc itself may not be on a package index.
 """
 
 from __future__ import annotations

@@ -10,15 +10,14 @@ from datasvc.keyed_random import Integers
 class SpanSearch:
     """Index of spans that cover range(stop); ten times faster than a binary search per point.
 
-    Args:
-        starts: `int64[n]`, first point of each span, ascending, starts[0] == 0.
-        stop: first point after the last span.
+    `starts`, `int64[n]`, is the first point of each span, ascending, starts[0] == 0.
     """
 
     def __init__(self, starts: Integers, stop: int) -> None:
         self._starts = starts
         self._stops = np.append(starts[1:], stop)
-        # Some four buckets per span: the span of a point is the first span of its bucket, or one of the next two.
+        # About four buckets per span: the span of a point is nearly always the first one of its bucket, or one of the
+        # next two.
         self._shift = max(0, (stop // max(4 * len(starts), 1)).bit_length() - 1)
         # Count the spans that start at or before each bucket's start. This takes one pass over spans and one over
         # buckets; a binary search per bucket would dominate the time to create an order of millions of shards.

@@ -34,19 +34,12 @@ _MAX_SIZE: Final = 1 << 62
 
 
 def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
-    """Return keys for one purpose in one epoch.
+    """Return keys for one purpose in one epoch: `uint64[count]`.
 
-    Args:
-        seed: 0 <= seed < 2**64.
-        epoch: 0 <= epoch < 2**64.
-        purpose: number of the use of randomness, 0 <= purpose < 2**32; different uses have different keys.
-        count: number of keys.
-
-    Returns:
-        `uint64[count]`.
+    `purpose` is the number of the use of randomness, 0 <= purpose < 2**32; different uses have different keys.
 
     Raises:
-        ConfigError: `seed` or `epoch` is out of range.
+        ConfigError: not 0 <= `seed`, `epoch` < 2**64.
     """
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < 1 << 64:
@@ -72,13 +65,7 @@ def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.f
 
 
 def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> npt.NDArray[np.float64]:
-    """Return the numbers of `uniform` for several streams, in a fraction of the time.
-
-    Args:
-        key: key from `derive_keys`.
-        counters: `int64[n]`.
-        count: number of streams.
-        first: first stream.
+    """Return the numbers of `uniform` for `count` streams from `first` on, in a fraction of the time.
 
     Returns:
         `float64[count, n]`.
@@ -97,13 +84,10 @@ def _finalise(state: Keys) -> Keys:
 
 
 class KeyedPermutation:
-    """Permutations of range(size), computed per element without a table.
+    """Permutations of range(size), computed per element without a table; 0 <= size <= 2**62.
 
-    A tweak selects one of many independent permutations of the same size, such as that of one block.
-
-    Args:
-        size: number of elements, 0 <= size <= 2**62.
-        keys: `uint64[6]` from `derive_keys`.
+    A tweak selects one of many independent permutations of the same size, such as that of one block. `keys`,
+    `uint64[6]`, come from `derive_keys`.
     """
 
     num_keys: Final = _ROUNDS
@@ -113,7 +97,8 @@ class KeyedPermutation:
         assert len(keys) == _ROUNDS, len(keys)
         self.size = size
         self._keys = np.asarray(keys, np.uint64)
-        # As square as possible: a * b exceeds the size by less than a, so cycle walking is rarely needed.
+        # The network permutes range(a * b). With a near the square root, a * b exceeds the size by less than a, so
+        # cycle walking is rarely needed.
         self._a = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
         self._b = np.uint64(-(-size // int(self._a)) or 1)
 
@@ -148,7 +133,7 @@ class KeyedPermutation:
         mapped = self._network(values, tweak, rounds, forward)
         outside = np.flatnonzero(mapped >= self.size)
         while outside.size:
-            # Cycle walking: the network permutes range(a * b); apply it until the value is in range(size).
+            # Cycle walking: apply the network again until the value is in range(size).
             part = None if tweak is None else tweak[outside]
             mapped[outside] = self._network(mapped[outside], part, rounds, forward)
             outside = outside[mapped[outside] >= self.size]

@@ -27,13 +27,7 @@ _MAX_CACHED_BLOCKS: Final = 4
 
 
 class MixtureSources(NamedTuple):
-    """Data sets, epochs and positions of samples of a mixture.
-
-    Attributes:
-        sources: `int64[n]`, numbers of the data sets.
-        epochs: `int64[n]`, epochs of the data sets' own access orders.
-        positions: `int64[n]`, positions in these epochs.
-    """
+    """Data set of each sample, and its epoch and position in the data set's own access order: `int64[n]` each."""
 
     sources: Integers
     epochs: Integers
@@ -69,12 +63,7 @@ class MixOrder:
         self._cached: OrderedDict[int, _MixBlock] = OrderedDict()
 
     def locate(self, epoch: int, positions: Integers) -> MixtureSources:
-        """Return the samples at positions of an epoch of the mixture.
-
-        Args:
-            epoch: epoch of the mixture.
-            positions: `int64[n]` in range(num_samples).
-        """
+        """Return the samples at positions of an epoch of the mixture: `int64[n]` in range(num_samples)."""
         blocks, within = np.divmod(epoch * self.num_samples + positions, self._block)
         sources, ordinals = np.empty_like(within), np.empty_like(within)
         cuts = (np.flatnonzero(np.diff(blocks)) + 1).tolist()
@@ -129,8 +118,8 @@ class MixOrder:
 
     def served_before(self, block: int) -> list[int]:
         """Return the number of samples of each data set before a block."""
-        # Python integers keep this exact for any length. The cumulative shares are rounded down, so the difference of
-        # a data set's number to its share is less than one.
+        # Python integers are exact for any length. The cumulative shares are rounded down, so each number differs by
+        # less than one from the weighted share of the data set.
         edges = [block * self._block * edge // self._edges[-1] for edge in self._edges]
         return [stop - start for start, stop in pairwise(edges)]
 
@@ -173,9 +162,7 @@ class MixOrder:
 def own_order(config: OrderConfig, digest: str) -> OrderConfig:
     """Return the parameters of the access order of one split of a mixture: those of the loader with another seed.
 
-    Args:
-        config: parameters of the loader's order.
-        digest: digest of the split's shard table.
+    `digest` is that of the split's shard table.
     """
     # With one seed, splits of equal sizes would have the same permutation, and related samples (two versions of one
     # image) would be served together. The seed depends on the samples, not on the split's index in the mixture.

@@ -1,8 +1,8 @@
 """Access order: a pure function from each position of an epoch to the sample that is served there.
 
 `position -> (shard, row)` depends only on the data-set version, the seed and the epoch; not on world size, batch
-size, workers or nodes. Therefore the state of a run is one position, a run can resume with another number of ranks, a
-cache can compute all future accesses, and provenance can compute which samples a model version consumed.
+size, workers or nodes. Therefore one position is the whole state of a run, a run can resume with another number of
+ranks, a cache can compute all future accesses, and provenance can compute which samples a model version consumed.
 
 The order of an epoch is computed as follows:
 
@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +34,19 @@ Tail = Literal["drop", "short", "pad"]
 
 STATE_FORMAT: Final = 1
 _SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # purposes of `derive_keys`
-_CHUNK: Final = 8192
+_CHUNK: Final = 8192  # positions at a time: their temporary arrays fit into the processor's cache
 
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Parameters of the access order.
+    """Parameters of the access order; `lanes`, `block` and `sticky` are only for the shuffle "windowed".
 
     Attributes:
         seed: 0 <= seed < 2**64.
         shuffle: "global" (all samples are permuted), "windowed" (few shards are needed at a time) or None.
-        lanes: number of spans of the data set that are read in parallel; only for "windowed".
-        block: number of samples that are permuted together within a lane; only for "windowed".
-        sticky: whether each lane has the same samples in every epoch, so that a node's cache fills once; only for
-            "windowed".
+        lanes: number of spans of the data set that are read in parallel.
+        block: number of samples that are permuted together within a lane.
+        sticky: whether each lane has the same samples in every epoch, so that a node's cache fills once.
 
     Raises:
         ConfigError: a value is out of range, or does not apply to `shuffle`.
@@ -95,13 +94,9 @@ class OrderState:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        cursor = {
-            "format": STATE_FORMAT,
-            "version": self.version,
-            "epoch": self.epoch,
-            "position": self.position,
-        }
-        return cursor | dataclasses.asdict(self.config)
+        state = dataclasses.asdict(self)
+        config = state.pop("config")
+        return {"format": STATE_FORMAT, **state, **config}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> OrderState:
@@ -130,7 +125,7 @@ class OrderState:
         return restored
 
     def check_matches(self, version: str, config: OrderConfig, num_samples: int) -> None:
-        """Raise StateMismatchError if the state belongs to another version or another order."""
+        """Raise StateMismatchError if the state is of another version or order, or its position is out of range."""
         if self.version != version:
             raise StateMismatchError(
                 f"the state belongs to the samples of shard table {self.version[:12]}..., this loader reads "
@@ -148,14 +143,14 @@ class OrderState:
 
 @dataclass(frozen=True)
 class ShardWindows:
-    """Range of positions in which each shard is needed, in the order of first use.
+    """Range of positions that may need each shard, in the order of first use.
 
     A shard that is split between two lanes has one entry per lane, any other shard has one entry.
 
     Attributes:
         shards: `int64[n]`, shard numbers.
-        first: `int64[n]`, first position that may need the shard, ascending.
-        stop: `int64[n]`, first position from which on the shard is not needed.
+        first: `int64[n]`, first position of the range, ascending.
+        stop: `int64[n]`, first position after the range.
     """
 
     shards: Integers
@@ -184,7 +179,7 @@ class AccessOrder:
     """Access order of one epoch.
 
     Args:
-        samples_per_shard: samples of each shard, in the order of the shard table; zeros are allowed.
+        samples_per_shard: number of samples of each shard, in the order of the shard table; zeros are allowed.
         config: parameters of the order.
         epoch: epoch, counted from 0.
 
@@ -221,7 +216,9 @@ class AccessOrder:
         Raises:
             IndexError: a position is out of range.
         """
-        checked = self._check_positions(positions)
+        checked = np.asarray(positions, np.int64)
+        if checked.size and (checked.min() < 0 or checked.max() >= self.num_samples):
+            raise IndexError(f"a position is outside 0..{self.num_samples - 1}")
         shards, rows = np.empty_like(checked), np.empty_like(checked)
         # In chunks, so that all temporary arrays stay in the processor's cache: this doubles the speed.
         for start in range(0, len(checked), _CHUNK):
@@ -236,14 +233,7 @@ class AccessOrder:
         return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]
 
     def positions_of(self, shards: Integers | Sequence[int], rows: Integers | Sequence[int]) -> Integers:
-        """Return the position at which each sample is served; the inverse of `locate`.
-
-        Args:
-            shards: `int64[n]`, shard numbers.
-            rows: `int64[n]`, rows in these shards.
-
-        Returns:
-            `int64[n]` in range(num_samples).
+        """Return the position at which each sample is served: `int64[n]`; the inverse of `locate`.
 
         Raises:
             IndexError: a shard does not exist, or does not have the row.
@@ -264,7 +254,7 @@ class AccessOrder:
 
     @cached_property
     def windows(self) -> ShardWindows:
-        """Positions in which each shard is needed: the basis of prefetch and eviction."""
+        """Positions that may need each shard: the basis of prefetch and eviction."""
         cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
         stops = np.append(cuts[1:], self.num_samples)
         segment = np.searchsorted(self._segment_starts, cuts, side="right") - 1
@@ -279,8 +269,8 @@ class AccessOrder:
 
     def _lay_out(self) -> None:
         """Compute the sequence of samples before block permutation, as segments: runs of rows of one shard."""
-        occupied = np.flatnonzero(self._counts)
-        shards = occupied[self._permuted_shards(len(occupied))]
+        nonempty = np.flatnonzero(self._counts)
+        shards = nonempty[self._permuted_shards(len(nonempty))]
         lengths = self._counts[shards]
         starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
         rows = np.zeros_like(starts)
@@ -342,12 +332,6 @@ class AccessOrder:
             result[chosen] = map_values(within[chosen], tweaks[chosen])
         return block * self._block + result
 
-    def _check_positions(self, positions: Integers | Sequence[int]) -> Integers:
-        checked = np.asarray(positions, np.int64)
-        if checked.size and (checked.min() < 0 or checked.max() >= self.num_samples):
-            raise IndexError(f"a position is outside 0..{self.num_samples - 1}")
-        return checked
-
 
 def _merge(many: Integers, few: Integers) -> Integers:
     """Return the union of two ascending arrays without duplicates; `np.union1d` would sort everything again."""
@@ -357,13 +341,7 @@ def _merge(many: Integers, few: Integers) -> Integers:
 
 
 def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:
-    """Return an upper bound, for every epoch, of the shards that `run` consecutive positions may need.
-
-    Args:
-        samples_per_shard: see `AccessOrder`.
-        config: parameters of the order.
-        run: number of positions, such as those of a global batch and of prefetched batches.
-    """
+    """Return an upper bound, for every epoch, of the shards that `run` consecutive positions may need."""
     counts = np.sort(np.asarray(samples_per_shard, np.int64))
     counts = counts[counts > 0]
     if config.shuffle == "global" or not len(counts):
@@ -380,12 +358,9 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
 
 @dataclass(frozen=True)
 class Step:
-    """Positions [start, stop) of one global batch; positions from `num_samples` on are padding.
+    """Positions [start, stop) of one global batch in an epoch of `num_samples` samples.
 
-    Attributes:
-        start: first position.
-        stop: first position after the batch; more than `num_samples` only with tail="pad".
-        num_samples: samples of the epoch.
+    With tail="pad", positions from `num_samples` on are padding.
     """
 
     start: int
@@ -399,14 +374,10 @@ class Step:
 
 
 def plan_step(position: int, num_samples: int, global_batch: int, tail: Tail) -> Step | None:
-    """Return the next global batch from `position`, or None at the end of the epoch.
+    """Return the next global batch from `position`, or None at the end of the epoch of `num_samples` samples.
 
-    Args:
-        position: first position that is not served yet.
-        num_samples: samples of the epoch.
-        global_batch: samples of one step over all ranks.
-        tail: handling of a last batch with fewer than `global_batch` samples: "drop" it, serve it "short", or "pad"
-            it with masked samples.
+    `tail` decides about a last batch with fewer than `global_batch` samples, those of one step over all ranks: "drop"
+    it, serve it "short", or "pad" it with masked samples.
     """
     remaining = num_samples - position
     if remaining >= global_batch:
@@ -431,16 +402,10 @@ def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range
 
 
 def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tuple[Integers, npt.NDArray[np.bool_]]:
-    """Return the part of a global batch that one rank serves. The parts of all ranks together are the batch.
+    """Return the part of a global batch that one data rank serves. The parts of all ranks together are the batch.
 
     If the sizes divide, each rank serves whole lanes, so that its node needs only the shards of these lanes.
     Otherwise, ranks serve consecutive parts whose sizes differ by at most one.
-
-    Args:
-        step: global batch.
-        rank: data-parallel rank, 0 <= rank < world_size.
-        world_size: number of data-parallel ranks.
-        lanes: number of lanes of the order.
 
     Returns:
         Positions, `int64[n]`, in range(num_samples), and a mask, `bool[n]`, which is False for padding. The position
@@ -466,11 +431,7 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
 
 
 def parse_tail(tail: str) -> Tail:
-    """Return `tail` if it is valid.
-
-    Raises:
-        ConfigError: `tail` is not one of the three values.
-    """
-    if tail not in ("drop", "short", "pad"):
+    """Return `tail` if it is valid, otherwise raise ConfigError."""
+    if tail not in get_args(Tail):
         raise ConfigError(f"tail is {tail!r}; expected 'drop', 'short' or 'pad'")
     return cast("Tail", tail)

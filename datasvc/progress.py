@@ -1,4 +1,4 @@
-"""Progress of a long operation: the object that every such operation calls, and bars on a terminal that show it."""
+"""Progress of long operations: the object that an operation calls, and the bars that show it on a terminal."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class Progress:
     """
 
     def begin(self, total: int) -> None:
-        """Set the total amount, before the first `advance`; an operation of several passes calls it for each.
-
-        Args:
-            total: in the unit of `advance`.
-        """
+        """Set the total, in the unit of `advance`, before the first `advance` of each pass of the operation."""
 
     def advance(self, amount: int, *, source: str = "", num_samples: int = 0, num_shards: int = 0) -> None:
         """Add an amount that was done since the previous call.

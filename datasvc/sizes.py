@@ -1,23 +1,21 @@
-"""Parsing and formatting of sizes in bytes, such as "64MiB"."""
+"""Sizes in bytes: parse and format them, and divide values into groups of limited size."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
 
 from datasvc.errors import ConfigError
 
+_Value = TypeVar("_Value")
 _UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes of "64MiB", "1.5GB" or "1000".
-
-    Raises:
-        ConfigError: `text` is not a size.
-    """
+    """Return the number of bytes of "64MiB", "1.5GB" or "1000". Raise ConfigError if `text` is not a size."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise ConfigError(f"{text!r} is not a valid size; write for example 50GB, 512MiB or a number of bytes")
@@ -31,3 +29,24 @@ def format_size(size_bytes: float) -> str:
         if size_bytes >= size:
             return f"{size_bytes / size:.2f} {unit}"
     return f"{size_bytes:.0f} bytes"
+
+
+def group_by_size(
+    values: Iterable[_Value], size_of: Callable[[_Value], int], max_bytes: int
+) -> Iterator[list[_Value]]:
+    """Divide values into consecutive groups of at most `max_bytes`; a larger value is a group alone."""
+    group: list[_Value] = []
+    group_bytes = 0
+    for value in values:
+        size_bytes = size_of(value)
+        if group and group_bytes + size_bytes > max_bytes:
+            yield group
+            group, group_bytes = [], 0
+        group.append(value)
+        group_bytes += size_bytes
+        # Yield a large value before the next one is made: two of them may not fit into memory.
+        if group_bytes > max_bytes:
+            yield group
+            group, group_bytes = [], 0
+    if group:
+        yield group

@@ -1,4 +1,4 @@
-"""In-memory DuckDB databases for SQL of users: no files, no network, no extensions, no variables of this program."""
+"""In-memory DuckDB databases for SQL of users, without access to files, network, extensions or Python variables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def lock(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str) -> Any:
-    """Return the statement of `sql`.
+    """Return the only statement of `sql`.
 
     Raises:
         ConfigError: `sql` is not exactly one statement that only reads.

@@ -1,12 +1,15 @@
-"""Calls a function for many values in threads; runs hooks before the interpreter waits for threads at its exit."""
+"""Call a function for many values in threads; run hooks before the interpreter waits for threads at its exit."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import starmap
+from operator import itemgetter
 from typing import Final, TypeVar, TypeVarTuple
+
+from datasvc.sizes import group_by_size
 
 _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
@@ -23,18 +26,17 @@ def run_in_threads(
     *,
     sizes: Sequence[int] | None = None,
 ) -> list[_Result]:
-    """Call `work` with each of `arguments`; return the results in the same order.
+    """Call `work` with each of `arguments` in up to `threads` threads; return the results in the same order.
 
     After the first error, or an interrupt, no further call starts. When the running calls have ended, the error of
-    the earliest call that failed is raised.
-
-    Args:
-        work: function that is called from several threads.
-        arguments: arguments of each call.
-        threads: largest number of threads.
-        sizes: bytes that each call processes, if calls are fast: consecutive small calls then share a thread.
+    the earliest call that failed is raised. If calls are fast, give the bytes that each processes as `sizes`:
+    consecutive small calls then run in one thread, one after the other.
     """
-    groups = list(zip(arguments, strict=True)) if sizes is None else list(_group(arguments, sizes))
+    if sizes is None:
+        groups = [[call] for call in arguments]
+    else:
+        sized = group_by_size(zip(arguments, sizes, strict=True), itemgetter(1), _GROUP_BYTES)
+        groups = [[call for call, _ in group] for group in sized]
     if len(groups) <= 1:
         return list(starmap(work, arguments))
     stopped = threading.Event()
@@ -76,20 +78,6 @@ def run_before_threads_end(hook: Callable[[], object]) -> None:
     A hook can still use thread pools. Hooks run in reverse order of registration, and the one of `concurrent.futures`
     that shuts down all pools was registered when this module was imported.
     """
-    # The function is private: without it, the exit only takes longer.
+    # The function of Python is private and may disappear: without it, the exit only takes longer.
     if hasattr(threading, "_register_atexit"):
         threading._register_atexit(hook)  # noqa: SLF001
-
-
-def _group(arguments: Sequence[tuple[*_Arguments]], sizes: Sequence[int]) -> Iterator[Sequence[tuple[*_Arguments]]]:
-    """Yield groups of consecutive calls with few bytes in total."""
-    group: list[tuple[*_Arguments]] = []
-    group_bytes = 0
-    for call, size in zip(arguments, sizes, strict=True):
-        if group and group_bytes + size > _GROUP_BYTES:
-            yield group
-            group, group_bytes = [], 0
-        group.append(call)
-        group_bytes += size
-    if group:
-        yield group

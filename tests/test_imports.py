@@ -18,7 +18,7 @@ ALLOWED = {
     "datasvc.extras": set(),
     "datasvc.child_process": set(),
     "datasvc.processors": set(),
-    "datasvc.threads": set(),
+    "datasvc.threads": {"datasvc.sizes"},
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},

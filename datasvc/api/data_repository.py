@@ -1,4 +1,4 @@
-"""An open repository, as `datasvc.open` returns it."""
+"""Facade of one repository: its data sets, its models and its garbage collection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasvc.shards.versions.dataset import open_dataset
 
 
 class DataRepository:
-    """An open repository with its data sets and models. Created by `datasvc.open`.
+    """An open repository, as `datasvc.open` returns it.
 
     Attributes:
         datasets: the data sets: ingest, delete, merge, diff, tag, verify, export and other operations. `dataset` is

@@ -72,14 +72,7 @@ class Models(Collection):
         progress: Progress = NO_PROGRESS,
     ) -> TransferReport:
         """Copy model versions from the repository `origin`, or its URL; for arguments and errors, see `transfer`."""
-        return transfer(
-            origin,
-            self.repository,
-            refs,
-            name=name,
-            with_parents=with_parents,
-            with_data=with_data,
-            data_names=data_names,
-            trusted_keys=trusted_keys,
-            progress=progress,
-        )
+        # The signature above is that of `transfer`, so that editors show it; a test compares the two.
+        options = locals()
+        del options["self"], options["origin"]
+        return transfer(origin, self.repository, **options)

@@ -1,4 +1,4 @@
-"""What data sets and models have in common: methods that are library functions, names, versions and tags."""
+"""Base of `repo.datasets` and `repo.models`: library functions as methods; names, versions and tags."""
 
 from __future__ import annotations
 
@@ -22,11 +22,8 @@ class HasRepository(Protocol):
 class Operation(Generic[P, R_co]):
     """A function whose first parameter is the repository, as a method of an object that has one.
 
-    Signature and docstring stand once, at the function: `help(repo.datasets.ingest)`, editors and type checkers show
-    every argument of it.
-
-    Args:
-        function: function, or class, to call with the repository and the arguments of the method.
+    The method has the signature and the docstring of the function, or class, so `help(repo.datasets.ingest)`, editors
+    and type checkers show every argument.
     """
 
     def __init__(self, function: Callable[Concatenate[Repository, P], R_co]) -> None:
@@ -42,11 +39,7 @@ class Operation(Generic[P, R_co]):
 
 
 class Collection:
-    """The named logs of versions of one kind, data sets or models.
-
-    Args:
-        repository: repository that stores them.
-    """
+    """The named logs of versions of one kind, data sets or models."""
 
     kind: ClassVar[Kind]
 

@@ -53,7 +53,7 @@ def restore(
 
     Example: datasvc models restore gpt@prod ./restored --repo s3://bucket/repo --cache /nvme/cache
     """
-    from datasvc.models.interop.checkpoint_files import export_checkpoint
+    from datasvc.models.interop.exporting import export_checkpoint
     from datasvc.models.interop.whole_folder import check_target
     from datasvc.models.restoring.restore import restore as run_restore
     from datasvc.models.tensors.name_filter import parse_name_map

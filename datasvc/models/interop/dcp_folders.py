@@ -1,4 +1,8 @@
-"""Read folders of torch's distributed checkpoint (DCP) without executing their pickles; write them with torch."""
+"""Read folders of torch's distributed checkpoint (DCP) without executing their pickles; write them with torch.
+
+A folder has a pickle with metadata, and files with blocks of tensors and other values. The folder is not trusted: all
+names, shapes and byte ranges in the metadata are checked before a tensor is read.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name
+from datasvc.models.interop.state import ForeignState, ForeignTensor, check_file_name, check_tensor_name
 from datasvc.models.interop.torch_reader import MAX_NODES, Extent, TorchReader, check_shared_bytes
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.tensors.chunks import Shape, is_tiling
@@ -32,10 +35,6 @@ BlockKey = tuple[str, Shape | None]
 
 def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a folder that `torch.distributed.checkpoint` wrote with any number of ranks.
-
-    Args:
-        folder: the folder.
-        memory_bytes: see `TorchReader`.
 
     Raises:
         ConfigError: the metadata or a value refers to a class that is not allowed, or an extension of DCP has
@@ -114,21 +113,19 @@ def _value(reader: TorchReader, extent: Extent) -> Any:
 def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
     """Return the skeleton of a tree of foreign tensors, and the tensors with their names in it."""
     import torch
+    from torch.utils import _pytree as pytree
 
     foreign: dict[int, ForeignTensor] = {}
-    kept: list[torch.Tensor] = []
+    placeholders: list[torch.Tensor] = []  # keeps a reference to each, so that its id stays unique
 
     def stand_in(value: Any) -> Any:
-        if isinstance(value, ForeignTensor):
-            # `flatten` needs a tensor here. `kept` holds a reference, so that its id stays unique.
-            kept.append(torch.empty(0))
-            foreign[id(kept[-1])] = value
-            return kept[-1]
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(stand_in, value))
-        return {key: stand_in(child) for key, child in value.items()} if isinstance(value, dict) else value
+        if not isinstance(value, ForeignTensor):
+            return value
+        placeholders.append(torch.empty(0))  # `flatten` needs a tensor here
+        foreign[id(placeholders[-1])] = value
+        return placeholders[-1]
 
-    skeleton, leaves = flatten(stand_in(tree), max_nodes=MAX_NODES)
+    skeleton, leaves = flatten(pytree.tree_map(stand_in, tree), max_nodes=MAX_NODES)
     return skeleton, [replace(foreign[id(leaf)], name=name) for name, leaf in leaves.items()]
 
 
@@ -138,7 +135,7 @@ def _extents(folder: Path, described: Iterable[Sequence[Any]]) -> dict[BlockKey,
     for name, block, file, start, length, is_transformed in described:
         if is_transformed:
             raise ConfigError(f"{folder}: {name!r} was transformed by an extension of DCP; save it without one")
-        path = _plain_file(folder, file)
+        path = check_file_name(folder, file, listed_in=METADATA_FILE)
         if not all(type(number) is int and number >= 0 for number in (start, length)):
             raise CorruptDataError(
                 f"{folder / METADATA_FILE}: {name!r} has the offset {start!r} and length {length!r}; expected "
@@ -151,12 +148,7 @@ def _extents(folder: Path, described: Iterable[Sequence[Any]]) -> dict[BlockKey,
 
 
 def _existing(extent: Extent) -> Extent:
-    """Return an extent if its file has these bytes.
-
-    Raises:
-        CorruptDataError: the file ends before the extent.
-        OSError: there is no such file.
-    """
+    """Return an extent if its file has these bytes, otherwise raise CorruptDataError or OSError."""
     if extent.offset + extent.length > extent.path.stat().st_size:
         raise CorruptDataError(
             f"{extent.location}: the file is truncated, it should have {extent.offset + extent.length} bytes or more"
@@ -165,23 +157,11 @@ def _existing(extent: Extent) -> Extent:
 
 
 def _check_no_overlap(extents: Iterable[Extent]) -> None:
-    """Check that no two ranges overlap: a range that many names share would be loaded once for each of them.
-
-    Raises:
-        CorruptDataError: two ranges overlap.
-    """
+    """Raise CorruptDataError if two ranges overlap: a range with many names would be loaded once for each name."""
     ordered = sorted(extents, key=lambda extent: (extent.path, extent.offset, extent.length))
     for extent, following in itertools.pairwise(ordered):
         if extent.path == following.path and extent.offset + extent.length > following.offset:
             raise CorruptDataError(f"{extent.path}: two values overlap at byte {following.offset}")
-
-
-def _plain_file(folder: Path, name: object) -> Path:
-    if not isinstance(name, str) or not is_plain_name(name):
-        raise CorruptDataError(
-            f"{folder / METADATA_FILE} refers to {str(name)[:80]!r}; expected the name of a file in the same folder"
-        )
-    return folder / name
 
 
 def _tensor(
@@ -198,8 +178,8 @@ def _tensor(
     def read() -> Iterator[tuple[Shape, torch.Tensor]]:
         for start, spec, extent in placed:
             tensors = reader.read_state(_existing(extent)).tensors
-            found = [TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors]
-            if found != [spec] or spec.nbytes > extent.length:
+            stored = [TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors]
+            if stored != [spec] or spec.nbytes > extent.length:
                 raise CorruptDataError(f"{extent.location} is not {spec}, as the metadata describe it")
             for inner, values in tensors[0].blocks():
                 yield tuple(map(operator.add, start, inner)), values
@@ -208,11 +188,7 @@ def _tensor(
 
 
 def _sizes(values: object) -> Shape:
-    """Return the values of a shape.
-
-    Raises:
-        ValueError: it is not a valid shape.
-    """
+    """Return a shape or first index as a tuple, or raise ValueError if it is not valid."""
     if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
         raise ValueError(f"a shape is not a list of at most {_MAX_DIMENSIONS} sizes")
     if not all(type(number) is int and 0 <= number < 1 << 60 for number in values):
@@ -221,11 +197,11 @@ def _sizes(values: object) -> Shape:
 
 
 class _Node(dict[Any, Any]):
-    """An inner node of the tree: a dict, or a list whose type is not decided yet."""
+    """An inner node of the tree under construction, which becomes a dict or a list."""
 
 
 def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str) -> Any:
-    """Build the state tree from flat names and their paths; a name without a path becomes a key of the root."""
+    """Build the state tree of dicts and lists; a name without a path becomes a key of the root."""
     root = _Node()
     for name, value in items.items():
         path = paths.get(name, (name,))
@@ -241,10 +217,10 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
 
 
 def _lists_of_nodes(value: Any) -> Any:
-    """Convert nodes whose keys are 0, 1, 2, ... to lists."""
+    """Convert nodes whose keys are 0, 1, 2, ... to lists, and other nodes to dicts."""
     if not isinstance(value, _Node):
         return value
-    node = _Node((key, _lists_of_nodes(child)) for key, child in value.items())
-    if all(type(key) is int for key in node) and node.keys() == set(range(len(node))):
-        return [node[index] for index in range(len(node))] if node else {}
+    node = {key: _lists_of_nodes(child) for key, child in value.items()}
+    if node and all(type(key) is int for key in node) and node.keys() == set(range(len(node))):
+        return [node[index] for index in range(len(node))]
     return node

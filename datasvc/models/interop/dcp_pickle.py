@@ -1,6 +1,6 @@
-"""Reads the metadata of a DCP folder, a pickle, with the classes that torch writes there and no others.
+"""Read the metadata of a DCP folder, a pickle, with the classes that torch writes there and no others.
 
-For the child process of `torch_reader`: nothing here limits the memory that a hostile pickle uses.
+Only the child process of `torch_reader` calls this: nothing here limits the memory that a hostile pickle uses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ _DCP_CLASSES: Final = frozenset({
 
 
 class _DcpUnpickler(pickle.Unpickler):
-    """An unpickler with the classes that torch writes into DCP metadata, and no others."""
-
-    location = ""
+    location = ""  # of the pickle, for messages
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)

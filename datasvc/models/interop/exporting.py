@@ -1,4 +1,8 @@
-"""Export model versions to file formats that can be read without datasvc. The folder is created atomically."""
+"""Export model versions to file formats that can be read without datasvc.
+
+The folder of an export is created atomically, with all its files. For safetensors and Hugging Face, memory does not
+grow with the model: the tensors are loaded in groups.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +19,23 @@ from datasvc.models.interop.dcp_folders import write_dcp_folder
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import TensorSpec
+from datasvc.models.restoring.load_into_module import spec_of
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.dtypes import cast
 from datasvc.models.tensors.name_filter import is_below, map_names, select_names
 from datasvc.models.tensors.read import load_tensors
-from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
+from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, flatten, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.sizes import group_by_size
 
 if TYPE_CHECKING:
     import torch
+
+    from datasvc.models.restoring.restore import Checkpoint
 
 FORMATS: Final = ("safetensors", "huggingface", "torch", "dcp")
 FLOATS: Final = ("float64", "float32", "float16", "bfloat16")
@@ -37,15 +45,7 @@ _MODEL: Final = "model"
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Result of an export.
-
-    Attributes:
-        version: version that was exported.
-        format: format of the files, one of `FORMATS`.
-        files: paths of the files, sorted by name.
-        num_tensors: number of tensors.
-        bytes: size of these tensors.
-    """
+    """Result of an export; `files` are sorted by name, and `bytes` is the size of the tensors."""
 
     version: Resolved
     format: str
@@ -56,18 +56,10 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class _ExportPart:
-    """Tensors to export.
-
-    Attributes:
-        source: source of the chunks.
-        read: function that reads a whole object of the version.
-        records: records by the new names of the tensors.
-        dtype: dtype for floating-point tensors; None keeps theirs.
-        progress: counts the bytes of each chunk that was read.
-    """
+    """Tensors to export, by their new names, and the dtype for those of floating point; None keeps theirs."""
 
     source: ChunkSource
-    read: Callable[[Digest], bytes]
+    read: Callable[[Digest], bytes]  # reads a whole object of the version
     records: Mapping[str, TensorRecord]
     dtype: str | None
     progress: Progress
@@ -112,8 +104,8 @@ def export_model(
     - "torch": `checkpoint.pt`, for `torch.load(weights_only=True)`.
     - "dcp": a folder of torch.distributed.checkpoint.
 
-    With `only`, `exclude` or `rename`, the exported state is a dict of tensors by name. For safetensors and Hugging
-    Face, memory does not grow with the model; the other formats hold the whole model in memory.
+    With `only`, `exclude` or `rename`, the exported state is a dict of tensors by name. "torch" and "dcp" hold the
+    whole model in memory.
 
     Args:
         repository: repository of the version.
@@ -158,9 +150,36 @@ def export_model(
     progress.begin(sum(record.nbytes for record in chosen.values()))
     target = Path(folder)
     with create_folder(target) as temporary:
-        _WRITERS[format](temporary, part, skeleton, stored.entry, max_shard_bytes)
+        if format == "safetensors":
+            safetensors.write_checkpoint(temporary, part.specs, part.load, skeleton, stored.entry)
+        elif format == "huggingface":
+            _write_huggingface(temporary, part, stored.entry, max_shard_bytes)
+        else:
+            tensors = part.load(list(part.records))
+            state = tensors if skeleton is None else unflatten(skeleton, tensors)
+            if format == "torch":
+                write_torch_file(temporary / CHECKPOINT_FILE, state)
+            else:
+                write_dcp_folder(temporary, state)
         files = tuple(target / file.name for file in sorted(temporary.iterdir()))
     return ModelExport(stored.version, format, files, len(chosen), sum(spec.nbytes for spec in part.specs.values()))
+
+
+def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
+    """Write a restored checkpoint as `export_model` writes "safetensors", with the same errors.
+
+    Returns:
+        The paths of `tensors.safetensors`, `state.json` and `entry.json`.
+    """
+    skeleton, tensors = flatten(checkpoint.state)
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+
+    def load(names: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: tensors[name].detach().cpu() for name in names}
+
+    with create_folder(folder) as temporary:
+        safetensors.write_checkpoint(temporary, specs, load, skeleton, checkpoint.entry)
+    return [folder / name for name in (safetensors.TENSORS_FILE, safetensors.STATE_FILE, safetensors.ENTRY_FILE)]
 
 
 def weights_only(
@@ -178,7 +197,7 @@ def weights_only(
 
 def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[str, list[str]]:
     """Return the names of the tensors in each file of a folder in Hugging Face's layout."""
-    groups = list(safetensors.group_names(specs, specs, max_shard_bytes)) or [[]]
+    groups = list(group_by_size(specs, lambda name: specs[name].nbytes, max_shard_bytes)) or [[]]
     if len(groups) == 1:
         return {f"model{safetensors.SUFFIX}": groups[0]}
     return {
@@ -187,13 +206,9 @@ def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[st
     }
 
 
-def _write_safetensors(folder: Path, part: _ExportPart, skeleton: Any, entry: Mapping[str, Any], _shard: int) -> None:
-    safetensors.write_checkpoint(folder, part.specs, part.load, skeleton, entry)
-
-
-def _write_huggingface(folder: Path, part: _ExportPart, _skeleton: Any, entry: Mapping[str, Any], shard: int) -> None:
+def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any], max_shard_bytes: int) -> None:
     specs = part.specs
-    files = plan_files(specs, shard)
+    files = plan_files(specs, max_shard_bytes)
     for name, names in files.items():
         safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
     if len(files) > 1:
@@ -220,27 +235,6 @@ def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
         config = entry.get("config", {}).get("huggingface")
     if not isinstance(config, dict):
         return None if digest is None else raw
-    # The key is `torch_dtype` before transformers 5, and `dtype` since.
+    # The key is `torch_dtype` before release 5 of transformers, and `dtype` since.
     dtypes = {name: part.dtype for name in ("torch_dtype", "dtype") if name in config and part.dtype is not None}
     return (json.dumps({**config, **dtypes}, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _write_torch(folder: Path, part: _ExportPart, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
-    write_torch_file(folder / CHECKPOINT_FILE, _state(part, skeleton))
-
-
-def _write_dcp(folder: Path, part: _ExportPart, skeleton: Any, _entry: Mapping[str, Any], _shard: int) -> None:
-    write_dcp_folder(folder, _state(part, skeleton))
-
-
-_WRITERS: Final[Mapping[str, Callable[[Path, _ExportPart, Any, Mapping[str, Any], int], None]]] = {
-    "safetensors": _write_safetensors,
-    "huggingface": _write_huggingface,
-    "torch": _write_torch,
-    "dcp": _write_dcp,
-}
-
-
-def _state(part: _ExportPart, skeleton: Any) -> Any:
-    tensors = part.load(list(part.records))
-    return tensors if skeleton is None else unflatten(skeleton, tensors)

@@ -1,15 +1,15 @@
-"""Import models of other formats as versions. The format is recognised by content, not by file names.
+"""Import models of other file formats as versions. The format is recognised by content, not by file names.
 
-Tensors are read and stored block by block, so memory does not grow with the model. Nothing in the source is executed.
+Tensors are read and stored block by block, so memory does not grow with the model. No code in the source is executed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.interop.dcp_folders import METADATA_FILE, read_dcp_folder
@@ -27,6 +27,7 @@ from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
+from datasvc.sizes import group_by_size
 
 BATCH_BYTES: Final = 64 << 20
 _HEAD_BYTES: Final = 16
@@ -39,7 +40,6 @@ class ImportReport:
     Attributes:
         version: the new version.
         format: format of the source: "safetensors", "huggingface", "torch" or "dcp".
-        num_tensors: number of tensors.
         bytes: size of the tensors in memory.
         new_bytes: number of bytes that were not in the repository before.
         ignored: names of tensors in the source that its index does not contain.
@@ -208,43 +208,24 @@ def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: st
     _check_skeleton(skeleton, [tensor.name for tensor in tensors], location)
 
 
-class _TensorPlaceholder:
-    """Placeholder for a tensor in the state tree."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
 def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
-    """Check that a state can be stored and restored, and has every tensor exactly once.
+    """Check that a state can be stored and restored, and has every tensor exactly once."""
+    from torch.utils import _pytree as pytree
 
-    Raises:
-        CorruptDataError: it is not a skeleton of `state_tree.flatten`, or a tensor is missing or repeated in it.
-        ConfigError: it cannot be stored: a number has no JSON form, or the state is too large.
-    """
-    placeholders = {name: _TensorPlaceholder(name) for name in names}
+    placeholders = {name: object() for name in names}
     try:
-        tree = unflatten(skeleton, placeholders)  # type: ignore[arg-type] # `unflatten` only places them in the tree
+        tree = unflatten(skeleton, cast("Any", placeholders))  # it only puts them into the tree
     except (ArithmeticError, CorruptDataError, RecursionError) as error:
         raise CorruptDataError(f"{location}: {error}") from error
-    num_placed = Counter(leaf.name for leaf in _leaves(tree))
-    for name in placeholders:
-        if num_placed[name] != 1:
-            raise CorruptDataError(
-                f"{location}: its state has tensor {name!r} {num_placed[name]} times; expected exactly once"
-            )
+    counts = Counter(map(id, pytree.tree_leaves(tree)))
+    for name, placeholder in placeholders.items():
+        count = counts[id(placeholder)]
+        if count != 1:
+            raise CorruptDataError(f"{location}: its state has tensor {name!r} {count} times; expected exactly once")
     try:
         encode_state(skeleton)
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{location}: its state cannot be stored: {error}") from error
-
-
-def _leaves(value: Any) -> Iterator[_TensorPlaceholder]:
-    if isinstance(value, _TensorPlaceholder):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for child in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(child)
 
 
 def store_blocks(
@@ -255,14 +236,11 @@ def store_blocks(
     codec: Codec = "delta",
     progress: Progress = NO_PROGRESS,
 ) -> StoredState:
-    """Store foreign tensors in batches; memory holds at most two batches of 64 MiB, or one larger block.
-
-    Raises:
-        Same errors as `import_model`.
-    """
+    """Store foreign tensors in batches; memory holds at most two batches of 64 MiB, or one larger block."""
+    blocks = (TensorBlock(tensor.name, start, block) for tensor in tensors for start, block in tensor.blocks())
     chunks: dict[str, list[Chunk]] = {tensor.name: [] for tensor in tensors}
     new_bytes, num_nonfinite = 0, Counter[str]()
-    for batch in _batches(tensors):
+    for batch in group_by_size(blocks, lambda block: block.tensor.nbytes, BATCH_BYTES):
         stored = store_chunks(repository.objects, batch, base=base, codec=codec, progress=progress)
         for name, chunk in stored.chunks:
             chunks[name].append(chunk)
@@ -270,17 +248,3 @@ def store_blocks(
         num_nonfinite.update(stored.num_nonfinite)
     records = tuple(join_chunks(tensor.name, tensor.dtype, tensor.shape, chunks[tensor.name]) for tensor in tensors)
     return StoredState(records, None, new_bytes, dict(num_nonfinite))
-
-
-def _batches(tensors: Iterable[ForeignTensor]) -> Iterator[list[TensorBlock]]:
-    batch: list[TensorBlock] = []
-    batch_bytes = 0
-    for tensor in tensors:
-        for start, block in tensor.blocks():
-            batch.append(TensorBlock(tensor.name, start, block))
-            batch_bytes += block.nbytes
-            if batch_bytes >= BATCH_BYTES:
-                yield batch
-                batch, batch_bytes = [], 0
-    if batch:
-        yield batch

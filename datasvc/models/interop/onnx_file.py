@@ -35,7 +35,7 @@ class OnnxExport:
     Attributes:
         version: version that was exported.
         files: paths of the files: the program, and its weights if they are too large to be part of it.
-        loaded: report on how the tensors of the version fit the module.
+        loaded: tensors of the version that were loaded into the module, and those that it lacks.
     """
 
     version: Resolved
@@ -55,7 +55,7 @@ def export_onnx(
     dynamic_batch: bool = True,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> OnnxExport:
-    """Write a version as `model.onnx`.
+    """Write a version as `model.onnx`. Other arguments are those of `load_into_module.load_version_into`.
 
     Args:
         repository: repository of the version.
@@ -63,8 +63,8 @@ def export_onnx(
         folder: local folder; must be empty or not exist.
         model: module of the right architecture. Its tensors are overwritten, and it is set to evaluation mode.
         inputs: an example of each input.
-        prefix: see `load_into_module.load_version_into`.
-        rename: see `load_into_module.load_version_into`.
+        prefix: key of the module's tensors in the state.
+        rename: new names of tensors.
         dynamic_batch: whether the first dimension of every input may have any size; the examples then need a size of
             2 or more there.
         trusted_keys: see `stored_version.read_version`.

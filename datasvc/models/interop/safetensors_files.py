@@ -10,16 +10,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.safetensors_header import PlacedTensor, encode_header, parse_object, read_header
-from datasvc.models.interop.state import ForeignState, ForeignTensor, bytes_of, flat_skeleton, read_block
+from datasvc.models.interop.state import (
+    ForeignState,
+    ForeignTensor,
+    bytes_of,
+    check_file_name,
+    flat_skeleton,
+    read_block,
+)
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.tensors.chunks import Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from datasvc.repository.logs.log import encode_entry
+from datasvc.sizes import group_by_size
 
 if TYPE_CHECKING:
     import torch
@@ -79,11 +87,8 @@ def write_safetensors(
 ) -> None:
     """Write tensors to a file, atomically.
 
-    Args:
-        path: path of the file.
-        specs: dtypes and shapes of the tensors, by name.
-        load: function that loads tensors by name; called with groups of at most `group_bytes`, or one larger tensor.
-        group_bytes: maximum size of the tensors to hold in memory.
+    `load` loads tensors by name. It is called with groups of at most `group_bytes`, or one larger tensor, so that
+    only these tensors are in memory.
 
     Raises:
         ConfigError: safetensors does not support the dtype of a tensor.
@@ -94,10 +99,11 @@ def write_safetensors(
     header = encode_header(((name, specs[name].dtype, specs[name].shape) for name in names), _METADATA)
     with durable.replacing(path) as file:
         file.write(header)
-        for group in group_names(names, specs, group_bytes):
+        for group in group_by_size(names, lambda name: specs[name].nbytes, group_bytes):
             loaded = load(group)
             for name in group:
-                _write_tensor(file, loaded[name])
+                if loaded[name].numel():
+                    file.write(bytes_of(loaded[name].contiguous()))
 
 
 def write_checkpoint(
@@ -109,56 +115,23 @@ def write_checkpoint(
 ) -> None:
     """Write the tensors, the state and the entry of a version, in the form that `read_safetensors_folder` reads.
 
-    Args:
-        folder: existing folder.
-        specs: see `write_safetensors`.
-        load: see `write_safetensors`.
-        skeleton: skeleton of the state; None writes no `state.json`.
-        entry: content of the entry.
-
-    Raises:
-        Same errors as `write_safetensors`.
+    If `skeleton` is None, no `state.json` is written. Other arguments and errors as of `write_safetensors`.
     """
     write_safetensors(folder / TENSORS_FILE, specs, load)
     if skeleton is not None:
-        write_json(folder / STATE_FILE, skeleton)
-    write_json(folder / ENTRY_FILE, dict(entry))
+        _write_json(folder / STATE_FILE, skeleton)
+    _write_json(folder / ENTRY_FILE, dict(entry))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write an indented JSON file. Raise OSError if it cannot be written."""
-    durable.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> Path:
-    """Write the index of a folder in Hugging Face's layout.
-
-    Args:
-        folder: existing folder.
-        files: names of the tensors in each file, by file name.
-        total_bytes: size of all tensors.
-
-    Raises:
-        OSError: the index cannot be written.
-    """
+def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+    """Write the index of a folder in Hugging Face's layout; `files` has the names of the tensors by file name."""
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    durable.write_file(folder / INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
-    return folder / INDEX_FILE
+    _write_json(folder / INDEX_FILE, index)
 
 
-def group_names(names: Iterable[str], specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[list[str]]:
-    """Divide names into consecutive groups of tensors of at most `max_bytes`; a larger tensor is a group alone."""
-    group: list[str] = []
-    group_bytes = 0
-    for name in names:
-        if group and group_bytes + specs[name].nbytes > max_bytes:
-            yield group
-            group, group_bytes = [], 0
-        group.append(name)
-        group_bytes += specs[name].nbytes
-    if group:
-        yield group
+def _write_json(path: Path, value: Any) -> None:
+    durable.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _read_indexed(folder: Path) -> ForeignState:
@@ -166,7 +139,9 @@ def _read_indexed(folder: Path) -> ForeignState:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CorruptDataError(f"{folder / INDEX_FILE} has no weight_map; expected an object with a file per tensor")
-    files = {name: _plain_file(folder, file) for name, file in weight_map.items()}
+    files = {
+        name: check_file_name(folder, file, listed_in=INDEX_FILE, suffix=SUFFIX) for name, file in weight_map.items()
+    }
     tensors: list[ForeignTensor] = []
     ignored: list[str] = []
     for path in sorted(set(files.values())):
@@ -181,20 +156,6 @@ def _read_indexed(folder: Path) -> ForeignState:
             "tensors are missing in all"
         )
     return _with_config(ForeignState("huggingface", tensors, ignored=tuple(ignored)), folder)
-
-
-def _plain_file(folder: Path, name: object) -> Path:
-    """Return the path of a file in the index.
-
-    Raises:
-        CorruptDataError: it is not the name of a safetensors file in the same folder.
-    """
-    if not isinstance(name, str) or not name.endswith(SUFFIX) or not durable.is_plain_name(name):
-        raise CorruptDataError(
-            f"{folder / INDEX_FILE} refers to {str(name)[:80]!r}; expected the name of a {SUFFIX} file in the same "
-            "folder"
-        )
-    return folder / name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -216,8 +177,8 @@ def _with_config(state: ForeignState, folder: Path) -> ForeignState:
     raw = path.read_bytes()
     config: Mapping[str, Any] = {}
     if len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
-        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. An export
-        # uses the bytes, so the parsed content may be absent.
+        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. The parsed
+        # content may then be absent, because an export uses the bytes.
         with suppress(CorruptDataError, ConfigError):
             parsed = parse_object(raw, str(path))
             encode_entry(parsed)
@@ -233,16 +194,11 @@ def _tensors(path: Path) -> list[ForeignTensor]:
 
 def _reader(path: Path, placed: PlacedTensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
-        # Read the file, which safetensors would map: if it is truncated meanwhile, this raises an error. Access to
-        # a mapped file would kill the process with SIGBUS.
+        # Ordinary reads, and not the package safetensors, which maps the file: if another process truncates the file,
+        # a read raises an error, but an access to a mapped page would kill this process with SIGBUS.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)
             for start, shape in plan_chunks(placed.shape, ITEM_BYTES[placed.dtype]):
                 yield start, read_block(file, placed.dtype, shape, f"{path}: tensor {placed.name!r}")
 
     return blocks
-
-
-def _write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
-    if tensor.numel():
-        file.write(bytes_of(tensor.contiguous()))

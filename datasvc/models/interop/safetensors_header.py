@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file with safetensors; write one before its tensors are in memory.
+"""Header of a safetensors file: read it with the package safetensors; encode one before the tensors are in memory.
 
 Layout: length of the header (8 bytes, little-endian); the header, a JSON object; the bytes of the tensors, without
 gaps. See https://github.com/huggingface/safetensors, "Format".
@@ -28,8 +28,7 @@ DTYPES: Final[Mapping[str, str]] = {
 
 NAMES: Final[Mapping[str, str]] = {dtype: name for name, dtype in DTYPES.items()}
 
-# Enough for about 200,000 tensors. Parsed JSON takes many times its length in memory, so a malicious header must be
-# limited.
+# Enough for about 200,000 tensors. Parsed JSON takes many times its length in memory, so a larger header is refused.
 MAX_HEADER_BYTES: Final = 32 << 20
 _METADATA: Final = "__metadata__"
 _LENGTH_BYTES: Final = 8
@@ -58,7 +57,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    # safetensors checks the length against the file, and accepts more than this.
+    # The package checks the length against the file, but has a higher limit.
     if MAX_HEADER_BYTES < header_bytes < path.stat().st_size:
         raise CorruptDataError(
             f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are supported"
@@ -66,7 +65,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
     try:
         with safe_open(path, "numpy") as opened:
             slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            described = [(name, found.get_dtype(), tuple(found.get_shape())) for name, found in slices]
+            described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
     except SafetensorError as error:
         raise CorruptDataError(f"{path} is damaged, or is not a safetensors file: {error}") from None
     placed: list[PlacedTensor] = []
@@ -112,9 +111,7 @@ def _refuse_constant(text: str) -> None:
 def encode_header(tensors: Iterable[tuple[str, str, Shape]], metadata: Mapping[str, str]) -> bytes:
     """Return the length and the header of a file, padded to 8 bytes; the tensors follow in the given order.
 
-    Args:
-        tensors: triples (name, torch's name of the dtype, shape).
-        metadata: metadata of the file, text by text.
+    A tensor is a triple (name, torch's name of the dtype, shape).
 
     Raises:
         ConfigError: safetensors does not support the dtype or the name of a tensor.

@@ -1,12 +1,14 @@
-"""A state in a foreign format: tensors that are read block by block, and the skeleton of their state tree."""
+"""Common form of a model in another file format: tensors that are read block by block, and their state tree."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from datasvc.durable import is_plain_name
 from datasvc.errors import CorruptDataError
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
@@ -24,7 +26,6 @@ class ForeignTensor:
     Attributes:
         name: name in the file.
         dtype: torch's name of the dtype.
-        shape: shape of the tensor.
         blocks: function that reads the tensor: yields pairs (first index, values) of blocks that tile it, a few MiB
             each if the format allows. Raises CorruptDataError, OSError.
     """
@@ -63,11 +64,7 @@ class ForeignState:
 
 
 def check_tensor_name(name: object, location: str) -> str:
-    """Return `name` if it is a valid name of a tensor.
-
-    Raises:
-        CorruptDataError: it is not a text, is empty or too long, or cannot be encoded in UTF-8.
-    """
+    """Return `name` if it is a text of 1 to 4096 bytes in UTF-8, otherwise raise CorruptDataError."""
     try:
         if isinstance(name, str) and 0 < len(name.encode()) <= _MAX_NAME_BYTES:
             return name
@@ -77,6 +74,20 @@ def check_tensor_name(name: object, location: str) -> str:
         f"{location}: {str(name)[:60]!r} is not a valid name of a tensor; expected a text of "
         f"1 to {_MAX_NAME_BYTES} bytes"
     )
+
+
+def check_file_name(folder: Path, name: object, *, listed_in: str, suffix: str = "") -> Path:
+    """Return the path of a file that the file `listed_in` of an untrusted folder refers to.
+
+    Raises:
+        CorruptDataError: it is not the name of a file in the same folder, or does not end with `suffix`.
+    """
+    if not isinstance(name, str) or not name.endswith(suffix) or not is_plain_name(name):
+        kind = f"{suffix} file".strip()
+        raise CorruptDataError(
+            f"{folder / listed_in} refers to {str(name)[:80]!r}; expected the name of a {kind} in the same folder"
+        )
+    return folder / name
 
 
 def flat_skeleton(names: Mapping[str, str]) -> Any:
@@ -93,10 +104,10 @@ def dict_skeleton(parts: Mapping[str, Any]) -> Any:
 
 
 def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torch.Tensor:
-    """Return a block of a tensor whose bytes come next in a file.
+    """Read a block of a tensor at the current position of a file.
 
     Raises:
-        CorruptDataError: the file ends before.
+        CorruptDataError: the file ends inside the block.
         OSError: the file cannot be read.
     """
     import torch

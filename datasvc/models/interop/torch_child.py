@@ -1,7 +1,7 @@
-"""The child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
+"""Child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
-No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` reads the metadata of DCP with
-torch's own classes for them and no others. What a hostile file can still do, it does to this process alone.
+No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` reads the metadata of DCP with the
+classes that torch writes there and no others. A hostile file can still crash or block a reader: it is this process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from datasvc.sizes import format_size
 
 # The JSON takes up to 25 times as much memory in the parent. Enough for about 200,000 tensors.
 _MAX_METADATA_BYTES: Final = 32 << 20
-# Processor time: some values are made to be slow, such as a nested tuple as a key of a dict.
+# Limit the processor time: a hostile value can be slow to read, such as a nested tuple as a key of a dict.
 _MIN_CPU_S: Final = 120
 _MIN_BYTES_PER_CPU_S: Final = 16 << 20
 _MAX_MESSAGE: Final = 2000
 
-# The forms of torch's messages for a class that it refuses to create.
+# torch's messages for a class that it refuses to create; it has no exception of its own for them.
 _REFUSED = re.compile(
     r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
 )
@@ -56,7 +56,7 @@ class _PickleServer:
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
         self._max_nodes = max_nodes
-        # What torch has mapped already does not count: a build for GPUs maps many GB.
+        # The limit is relative to the memory that is mapped now: torch for GPUs maps many GB.
         self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._extent: Extent | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -107,14 +107,9 @@ class _PickleServer:
 
 
 def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
-    """Load the output of torch.save in an extent. A whole file is mapped, unless it is from before torch 1.6.
+    """Return the value of torch.save in an extent, and the lengths of the memory that the file fills, by address.
 
-    Returns:
-        The value, and the lengths of the memory that is filled from the file, by address.
-
-    Raises:
-        CorruptDataError: it is damaged.
-        Exception: see `_explain`.
+    A whole file is mapped, unless it is from before torch 1.6.
     """
     with extent.path.open("rb") as file:
         file.seek(extent.offset)
@@ -144,12 +139,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
 
 
 def _check_archive(source: Any, location: str) -> None:
-    """Check the zip archive of a state and its checksums, which torch does not check in a file that it maps.
-
-    Raises:
-        ConfigError: it is a TorchScript program.
-        CorruptDataError, zipfile.BadZipFile: it is damaged, or was not written by torch.
-    """
+    """Check the zip archive of a state and its checksums, which torch does not check in a file that it maps."""
     with zipfile.ZipFile(source) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
             raise ConfigError(_SCRIPT.format(location))
@@ -160,16 +150,9 @@ def _check_archive(source: Any, location: str) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
-    """Check that tensors are dense and consist of bytes of their file: with strides, few bytes describe any amount.
+    """Check that tensors are dense and consist of bytes of their file: with strides, few bytes make any large tensor.
 
-    Args:
-        tensors: tensors by name.
-        stored: addresses and lengths of the memory that was filled from the file.
-        extent: the file.
-
-    Raises:
-        ConfigError: a tensor is not dense, or repeats its values.
-        CorruptDataError: a tensor has values that are not in the file, or the storages are larger than the file.
+    `stored` has the addresses and lengths of the memory that was filled from the file.
     """
     starts = sorted(stored)
     used: dict[int, int] = {}
@@ -201,11 +184,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
 
 
 def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
-    """Return the reply with a value.
-
-    Raises:
-        ConfigError: it has more than `max_bytes`, without its frame.
-    """
+    """Return the reply with a value of at most `max_bytes`, as a line of JSON."""
     line = json.dumps({"value": value}).encode()
     if len(line) > max_bytes + 20:
         raise ConfigError(

@@ -20,11 +20,7 @@ def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a `torch.save` file.
 
     Its tensors are read block by block, so a file larger than memory can be read. In the format before torch 1.6, the
-    process that reads it holds all of them in memory.
-
-    Args:
-        path: path of the file.
-        memory_bytes: see `TorchReader`.
+    child process holds all of them in memory.
 
     Raises:
         ConfigError, CorruptDataError, OSError: see `TorchReader.read_state`; or tensors share so much memory that
@@ -57,11 +53,7 @@ def save_to(file: BinaryIO, state: Any) -> None:
 
 
 class _TorchFile(io.RawIOBase):
-    """File object for torch.save that records why a write failed.
-
-    Attributes:
-        failure: the first error; None if there was none.
-    """
+    """File object for torch.save that records the first error of a write in `failure`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

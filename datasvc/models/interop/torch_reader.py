@@ -1,7 +1,7 @@
-"""Reads files of `torch.save` and metadata of DCP in a child process with limits, and receives plain values from it.
+"""Read files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
 
-Both are pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still claim any
-amount of memory, compute without end, or crash the process that reads it. The child is `torch_child`.
+Both are pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still need any
+amount of memory, compute without end, or crash the process that reads it. The child process is `torch_child`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 READER_MEMORY_BYTES: Final = 1 << 30
-"""Default memory of the child, beside the file itself: enough for some millions of values that are not tensors."""
+"""Default memory of the child, beside the tensors: enough for some millions of values that are not tensors."""
 MAX_NODES: Final = 1 << 20
-"""Maximum number of values in a state: a small file can contain the same list very often."""
+"""Maximum number of values in a state: a small file can refer to the same list very often."""
 _CHILD: Final = "datasvc.models.interop.torch_child"
 _ERRORS: Final[dict[str, type[Exception]]] = {
     "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
@@ -68,24 +68,18 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class DescribedState:
-    """A state in a file of torch.save.
-
-    Attributes:
-        skeleton: skeleton of the state tree, see `state_tree.flatten`.
-        tensors: its tensors.
-        is_bare: whether it is only a tensor, or a dict of tensors.
-    """
+    """A state in a file of torch.save: its skeleton, see `state_tree.flatten`, and its tensors."""
 
     skeleton: Any
     tensors: Sequence[ForeignTensor]
-    is_bare: bool
+    is_bare: bool  # only a tensor, or a dict of tensors
 
 
 class TorchReader:
     """A child process that reads files; it ends when this object is deleted, or with this process.
 
     Args:
-        memory_bytes: memory that the child may use beside the tensors of the file.
+        memory_bytes: memory that the child may use, beside the tensors of the file.
 
     Raises:
         OSError: the process could not be started.
@@ -154,11 +148,7 @@ class TorchReader:
 
 
 def check_shared_bytes(tensors: Sequence[ForeignTensor], file_bytes: int, location: str) -> None:
-    """Check that tensors that share memory in a file do not become far larger than the file.
-
-    Raises:
-        ConfigError: they do.
-    """
+    """Raise ConfigError if tensors that share memory in a file would become far larger than the file."""
     total_bytes = sum(tensor.nbytes for tensor in tensors)
     if total_bytes > _MAX_SHARED * max(file_bytes, MAX_REPEATED_BYTES):
         raise ConfigError(

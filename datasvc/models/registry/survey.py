@@ -31,7 +31,7 @@ _MAX_BYTES: Final[Mapping[Role, int]] = {
 }
 
 BAD: Final = (CorruptDataError, NotFoundError)
-# On a local disk, an I/O or permission error is a fault of the stored data. A remote store may fail for other reasons.
+# On a local disk, an I/O or permission error is a fault of the stored data. A remote store can have other reasons.
 BAD_DISK: Final = (*BAD, UnavailableError, ConfigError)
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from datasvc.errors import ConfigError
 from datasvc.models import restore, save
-from datasvc.models.interop.checkpoint_files import export_checkpoint
+from datasvc.models.interop.exporting import export_checkpoint
 
 
 def test_an_exported_checkpoint_is_read_by_safetensors_and_json(repository, tmp_path):
