@@ -10,7 +10,10 @@ import re
 import sys
 from pathlib import Path
 
+import datasvc
+from datasvc.api import Datasets, Models
 from datasvc.api.operation import Operation
+from datasvc.models.transfer import transfer
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("public_names.txt")
@@ -132,6 +135,18 @@ def test_every_public_parameter_is_spelt_out():
         if parameter.kind is parameter.VAR_KEYWORD
     }
     assert any_keyword == set(ANY_KEYWORD)
+
+
+def test_calls_that_repeat_a_signature_have_the_parameters_defaults_and_types_of_the_original():
+    ingest, pull = inspect.signature(datasvc.ingest), inspect.signature(Models.pull)
+    originals = [
+        inspect.signature(Datasets.ingest).parameters.values(),
+        inspect.signature(transfer).parameters.values(),
+    ]
+    ingest_parameters = [parameter for name, parameter in ingest.parameters.items() if name != "repo"]
+    assert ingest_parameters == [parameter for parameter in originals[0] if parameter.name != "repository"]
+    pull_parameters = [parameter for name, parameter in pull.parameters.items() if name not in {"self", "origin"}]
+    assert pull_parameters == [parameter for parameter in originals[1] if parameter.name not in {"source", "target"}]
 
 
 def test_the_page_about_python_lists_every_method_of_the_facade():

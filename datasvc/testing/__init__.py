@@ -1,4 +1,4 @@
-"""Provides what tests of programs on datasvc need: a store that fails on request, a clock, small data, source checks.
+"""Tools for tests of programs that use datasvc: a store that fails on request, a clock, small data, source checks.
 
 Nothing in the product imports this package.
 """

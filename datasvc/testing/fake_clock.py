@@ -1,14 +1,10 @@
-"""A clock that only a test advances."""
+"""A clock for tests, which advances only on request."""
 
 from __future__ import annotations
 
 
 class FakeClock:
-    """Stands in for `time.monotonic` where a `clock` is taken.
-
-    Attributes:
-        now_s: time that the next call returns, in seconds.
-    """
+    """Replaces `time.monotonic` as the `clock` of a function or class; `now_s` is its time in seconds."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

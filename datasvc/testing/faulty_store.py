@@ -1,4 +1,4 @@
-"""A store in memory, at a URL of its own, that fails on request and records its requests."""
+"""A store in memory, with its own URL, that fails on request and records its requests."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class _Fault:
 
 
 class FaultyStore:
-    """A store of its own in the memory of this process; `url` names it wherever a URL is taken.
+    """A store in the memory of this process, for any argument that is the URL of a store.
 
-    Reads of it are not retried, so its errors reach the caller at once. Safe for threads. As a context manager it
+    Reads are not retried, so errors of the store reach the caller at once. Safe for threads. As a context manager, it
     removes its files at the end.
 
     Args:
-        creates_exclusively: False: the store overwrites where it is asked to create, as some stores do.
+        creates_exclusively: False: creating an existing file overwrites it, as on some stores.
 
     Attributes:
         url: URL of the store.
-        requests: operation and path below the URL of all requests so far, in their order.
+        requests: operation and path below the URL of all requests so far, in order.
     """
 
     def __init__(self, *, creates_exclusively: bool = True) -> None:
@@ -65,14 +65,14 @@ class FaultyStore:
         effect: Effect = "refused",
         error: Exception | None = None,
     ) -> None:
-        """Let requests fail from now on. The first fault that fits a request decides.
+        """Let requests fail from now on. If several faults match a request, the first one applies.
 
         Args:
             operation: kind of the requests.
             path: pattern of the paths below the URL, with `*` and `?`, as in "objects/*".
             times: number of requests that fail; None: all.
-            effect: "refused": nothing is done. "unanswered": it is done, and its answer is lost. "silent": no error,
-                but a write stores nothing and a read returns the first half of its bytes.
+            effect: "refused": nothing is done. "unanswered": the request is done, but its answer is lost. "silent":
+                no error, but a write stores nothing and a read returns the first half of its bytes.
             error: error that the driver raises; default: an OSError.
         """
         error = error or OSError(f"injected fault: {operation}")
@@ -80,7 +80,7 @@ class FaultyStore:
             self._faults.append(_Fault(operation, path, times, effect, error))
 
     def heal(self) -> None:
-        """Let no further request fail."""
+        """End all faults: no further request fails."""
         with self._lock:
             self._faults.clear()
 
@@ -102,7 +102,7 @@ class FaultyStore:
         self.close()
 
     def _begin(self, operation: Operation, path: str) -> _Fault | None:
-        """Record a request, and return the fault that it meets; raise the error of a refused one."""
+        """Record a request, and return its fault; raise the error of a refused request."""
         with self._lock:
             self.requests.append((operation, path))
             fault = next((fault for fault in self._faults if _fits(fault, operation, path)), None)
@@ -121,7 +121,7 @@ _stores: weakref.WeakValueDictionary[str, FaultyStore] = weakref.WeakValueDictio
 
 
 def _request(operation: Operation, path: str, do: Callable[[], Any]) -> Any:
-    """Return the result of `do`, unless a fault of the path's store fits."""
+    """Return the result of `do`, or apply the fault of the store that matches the request."""
     name, _, below = path.strip("/").partition("/")
     store = _stores.get(name)
     fault = None if store is None else store._begin(operation, below)  # noqa: SLF001 - same module
@@ -136,8 +136,8 @@ def _request(operation: Operation, path: str, do: Callable[[], Any]) -> Any:
 
 
 class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    # With "memory" among its protocols its reads are not retried. `pipe_file` is inherited and not overridden: only
-    # then are create-only writes accepted as atomic, see `exclusive_create`.
+    # Reads of a driver with the protocol "memory" are not retried. `pipe_file` is not overridden: only then does
+    # `exclusive_create` accept create-only writes as atomic.
     protocol: ClassVar[tuple[str, ...]] = (_SCHEME, "memory")
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
@@ -152,7 +152,7 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         path, open_file = self._strip_protocol(path), super()._open
         if mode == "rb":
-            # A copy: the stored object has one position for all its readers.
+            # A copy, because the stored object has one position that all its readers would share.
             return io.BytesIO(_request("read", path, lambda: open_file(path, mode, **options).getvalue()))
         store = _stores.get(path.strip("/").partition("/")[0])
         if store is not None and not store.creates_exclusively:
@@ -160,7 +160,7 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
         return _request("write", path, partial(open_file, path, mode, **options))
 
     def put_file(self, lpath: Any, rpath: str, *_callback: Any, **_options: Any) -> None:
-        # In one request, so that a fault stores all of the file or nothing.
+        # One request for the whole file, so that a fault stores all of it or nothing.
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def ls(self, path: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Images and data sets of a size that a test makes in milliseconds."""
+"""Small images and data sets, which a test creates in milliseconds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
 
 
 def encode_jpeg(width: int = 40, height: int = 30, seed: int = 0, **options: Any) -> bytes:
-    """Return a JPEG of 16 blocks of colour; the same bytes for the same arguments and the same Pillow.
+    """Return a JPEG of 16 blocks of colour; the same bytes for the same arguments and the same release of Pillow.
 
-    Args:
-        width: width in pixels.
-        height: height in pixels.
-        seed: selects the colours.
-        options: options of Pillow's JPEG writer, such as `quality=90`.
+    The seed selects the colours. `options` are those of Pillow's JPEG writer, such as `quality=90`.
     """
     blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -52,9 +48,9 @@ def small_dataset(
         name: name of the data set.
         samples: number of samples of the split "train".
         image_size: width and height of the images in pixels.
-        classes: number of classes, of which the samples take turns.
-        splits: number of samples of each split, in place of `samples`.
-        shard_bytes: size of a full shard; so small that a data set has several.
+        classes: number of classes; consecutive samples have consecutive classes.
+        splits: number of samples of each split, instead of `samples`.
+        shard_bytes: size of a full shard; the default is so small that a data set has several.
 
     Raises:
         DatasvcError: see `shards.ingest`.
@@ -64,9 +60,9 @@ def small_dataset(
     elif not isinstance(repository, Repository):
         repository = repository.repository
     with tempfile.TemporaryDirectory(prefix="datasvc-testing-") as folder:
-        named = [split for split, count in (splits or {"train": samples}).items() for _ in range(count)]
+        split_of_sample = [split for split, count in (splits or {"train": samples}).items() for _ in range(count)]
         # Numbered over all splits: an ingest refuses keys and images that two splits share.
-        for number, split in enumerate(named):
+        for number, split in enumerate(split_of_sample):
             path = Path(folder, split, f"class{number % classes}", f"{number:06d}.jpg")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(encode_jpeg(image_size, image_size, seed=number))

@@ -1,4 +1,4 @@
-"""Check of what every source promises; for sources of your own, and for all of ours."""
+"""Check that a source keeps what `StreamedSource` promises; for your own sources, and in the tests of ours."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 
 class CheckedSamples(NamedTuple):
-    """What was read from a source.
-
-    Attributes:
-        table: good samples of all parts in the order of the source, with the source's columns.
-        bad: bad samples in the order of the source.
-    """
+    """Good samples of a source, with its columns, and bad samples; both in the order of the source."""
 
     table: pa.Table
     bad: list[BadSample]
@@ -28,13 +23,13 @@ class CheckedSamples(NamedTuple):
 def check_source(source: StreamedSource, *, is_read_once: bool = False) -> CheckedSamples:
     """Read all parts of a source, and return their samples if it keeps what `StreamedSource` promises.
 
-    Batches have the source's columns and bounds, nulls only where the schema permits them, and as many samples as the
-    listing says; keys are unique in each split. A pickled copy, as worker processes get it, has the same fingerprint,
-    and gives the same samples in whatever order its parts are read.
+    Batches have the source's columns, a bounded size, nulls only where the schema permits them, and the number of
+    samples in the listing. Keys are unique in each split. A pickled copy, as worker processes get it, has the same
+    fingerprint and gives the same samples, whatever the order in which its parts are read.
 
     Args:
-        source: the source.
-        is_read_once: the source holds an iterator, which can be neither read again nor sent to a process.
+        source: source to check.
+        is_read_once: the source has an iterator, which can be neither read again nor sent to a process.
 
     Raises:
         ConfigError: the source breaks a promise; the message has the part and the promise.
@@ -59,18 +54,18 @@ def check_source(source: StreamedSource, *, is_read_once: bool = False) -> Check
 def read_part(source: StreamedSource, part: SourcePart) -> CheckedSamples:
     """Read one part once; for what is checked and for errors, see `check_source`."""
     batches: list[pa.RecordBatch] = []
-    rejected: list[BadSample] = []
-    for piece in source.read(part):
-        if isinstance(piece, BadSample):
-            _require(piece.split == part.split, part.name, "a bad sample is of the split of its part")
-            rejected.append(piece)
+    bad: list[BadSample] = []
+    for item in source.read(part):
+        if isinstance(item, BadSample):
+            _require(item.split == part.split, part.name, "a bad sample is of the split of its part")
+            bad.append(item)
         else:
-            _check_batch(piece, source.schema, part.name)
-            batches.append(piece)
+            _check_batch(item, source.schema, part.name)
+            batches.append(item)
     table = pa.Table.from_batches(batches, source.schema)
-    is_complete = bool(rejected) or part.num_samples in {None, table.num_rows}
+    is_complete = bool(bad) or part.num_samples in {None, table.num_rows}
     _require(is_complete, part.name, f"it has the {part.num_samples} samples of the listing")
-    return CheckedSamples(table, rejected)
+    return CheckedSamples(table, bad)
 
 
 def _check_batch(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> None:
@@ -91,7 +86,7 @@ def _keys(samples: CheckedSamples) -> list[str]:
 
 
 def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
-    # Digests and not tables: Arrow takes NaN as different from NaN.
+    # Digests and not tables are compared, because NaN is not equal to NaN for Arrow.
     digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
     return _keys(samples), digests, samples.bad
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,11 +112,7 @@ def _tensor_line(record: TensorRecord) -> str:
 
 
 def _tensor_type(record: TensorRecord) -> str:
-    return f"{record.dtype}[{_joined(record.shape)}]"
-
-
-def _joined(shape: Iterable[int]) -> str:
-    return ", ".join(map(str, shape))
+    return f"{record.dtype}[{', '.join(map(str, record.shape))}]"
 
 
 def _change_line(change: TensorChange) -> str:

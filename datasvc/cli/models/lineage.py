@@ -40,11 +40,7 @@ def lineage(
 
 
 def _model_lines(tree: Lineage) -> Iterator[str]:
-    """Yield the lines about the model versions, newest first.
-
-    Consecutive versions of a run are printed as one entry. The first version of a model is printed separately, and so
-    are the others with a unique `_run_key`.
-    """
+    """Yield the lines about the model versions, newest first; consecutive versions of a run are one entry."""
     printed: dict[str, Any] = {}
     for _, group in groupby(tree.models.values(), key=_run_key):
         versions = list(group)
@@ -52,6 +48,7 @@ def _model_lines(tree: Lineage) -> Iterator[str]:
         name = newest.name if len(versions) == 1 else f"{newest.name} to {oldest.name}, {len(versions)} versions"
         facts = [f"step {newest.step}", *([newest.created] if newest.created else []), newest.message]
         yield f"{name}: {', '.join(fact for fact in facts if fact)}"
+        # Code and environment that are equal to those of the entry before are not repeated.
         settings = {"code": _code(newest.code), "environment": _environment(newest.environment)}
         for title, text in settings.items():
             if text and text != printed.get(title):
@@ -70,10 +67,8 @@ def _model_lines(tree: Lineage) -> Iterator[str]:
 
 
 def _run_key(model: ModelOrigin) -> tuple[Any, ...]:
-    """Return a key that is equal for versions that are printed as one entry.
-
-    The key is unique for a version with no parent, with several parents, or with a parent of another model.
-    """
+    """Return a key that is equal for versions that are printed as one entry."""
+    # A version with no parent, several parents, or a parent of another model is the start of an entry of its own.
     name = model.name.partition("@")[0]
     has_plain_parent = len(model.parents) == 1 and model.parents[0].partition("@")[0] == name
     data = {(use["data"], use["table"]) for use in model.consumed}
@@ -100,7 +95,7 @@ def _consumed(use: Mapping[str, Any], versions: Sequence[ModelOrigin]) -> str:
 
 def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
     """Yield the lines about the data: the versions that were read, their ancestors and sources; then shard tables."""
-    tables = {table: data for model in tree.models.values() for table, data in _tables(model)}
+    tables = {use["table"]: str(use["data"]) for model in tree.models.values() for use in model.consumed}
     printed: set[str] = set()
     for version in dict.fromkeys(data.rpartition("/")[0] for data in tables.values()):
         if version in tree.datasets:
@@ -109,10 +104,6 @@ def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
         table_shards = tree.shards[table]
         yield f"{data}: shard table {table}, {len(table_shards)} shards"
         yield from (f"{_STEP}{shard}" for shard in table_shards if shards)
-
-
-def _tables(model: ModelOrigin) -> Iterator[tuple[Any, str]]:
-    return ((use["table"], str(use["data"])) for use in model.consumed)
 
 
 def _dataset_lines(tree: Lineage, root: str, printed: set[str]) -> Iterator[str]:
@@ -127,15 +118,11 @@ def _dataset_lines(tree: Lineage, root: str, printed: set[str]) -> Iterator[str]
         else:
             printed.add(name)
             yield f"{_STEP * depth}{name}: {_origin(origin)}"
-            # Successive versions of one data set have the same indentation: a history of 100 versions stays readable.
-            stack += [
-                (parent, depth + (len(origin.parents) > 1 or _is_other_dataset(parent, name)))
-                for parent in reversed(origin.parents)
-            ]
-
-
-def _is_other_dataset(parent: str, name: str) -> bool:
-    return parent.partition("@")[0] != name.partition("@")[0]
+            dataset = name.partition("@")[0]
+            for parent in reversed(origin.parents):
+                # Successive versions of one data set have the same indentation, so that a long history is readable.
+                is_indented = len(origin.parents) > 1 or parent.partition("@")[0] != dataset
+                stack.append((parent, depth + is_indented))
 
 
 def _origin(origin: DataOrigin) -> str:

@@ -14,9 +14,9 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from datasvc.models import ConsumerReport, SampleUse, VersionUses
+    from datasvc.models import ConsumerReport, VersionUses
 
-_MAX_SHOWN: int = 10
+_MAX_SHOWN = 10
 
 
 def trained_on(
@@ -74,7 +74,10 @@ def trained_on(
 
 
 def _facts(report: ConsumerReport, show: int) -> dict[str, Any]:
-    uses = report.all_uses() if show >= len(report.keys) else _first_uses(report, show)
+    if show >= len(report.keys):
+        uses = report.all_uses()  # one pass over all uses, instead of one for each key
+    else:
+        uses = (use for number in range(show) for use in report.uses(number))
     return {
         "samples": len(report.keys),
         "missing": [report.keys[number] for number in report.missing.tolist()],
@@ -102,10 +105,10 @@ def _print(report: ConsumerReport, show: int) -> None:
         _print_line(f"{len(report.missing)} are in no data that these versions read: {names}{more}")
     rows = [
         (
-            _range(group),
+            _range([version.name for version in group]),
             f"{group[0].num_samples} of {num_keys}",
             sum(version.num_own for version in group),
-            _completeness(group[0]),
+            "" if group[0].is_complete else "or more: records are incomplete",
         )
         for group in _group_versions(report.versions)
     ]
@@ -131,39 +134,29 @@ def _print_sample(report: ConsumerReport, number: int) -> None:
     _print_line(f"  so it is in {', '.join(_ranges(report.versions_with(number)))}")
 
 
-def _first_uses(report: ConsumerReport, show: int) -> Iterator[SampleUse]:
-    return (use for number in range(show) for use in report.uses(number))
-
-
 def _group_versions(versions: Sequence[VersionUses]) -> Iterator[list[VersionUses]]:
     """Yield consecutive versions of one model with equal counts as one group, for one row of the table."""
     for _, group in groupby(
-        versions, key=lambda version: (_model(version.name), version.num_samples, version.is_complete)
+        versions, key=lambda version: (version.name.partition("@")[0], version.num_samples, version.is_complete)
     ):
         yield list(group)
 
 
-def _range(group: Sequence[VersionUses]) -> str:
-    return group[0].name if len(group) == 1 else f"{group[0].name} to {group[-1].name}"
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _ranges(names: Sequence[str]) -> Iterator[str]:
     """Yield version names, with consecutive versions of one model as one: "digits-cnn@3 to digits-cnn@9"."""
-    # Within consecutive versions of a model, the version number minus the index is constant.
-    keys = [(_model(name), int(name.rpartition("@")[2]) - number) for number, name in enumerate(names)]
-    start = 0
-    for _, group in groupby(keys):
-        stop = start + sum(1 for _ in group)
-        yield names[start] if stop - start == 1 else f"{names[start]} to {names[stop - 1]}"
-        start = stop
 
+    def run_key(indexed: tuple[int, str]) -> tuple[str, int]:
+        # Within consecutive versions of a model, the version number minus the index is constant.
+        index, name = indexed
+        model, _, number = name.partition("@")
+        return model, int(number) - index
 
-def _completeness(version: VersionUses) -> str:
-    return "" if version.is_complete else "or more: records are incomplete"
-
-
-def _model(name: str) -> str:
-    return name.partition("@")[0]
+    for _, group in groupby(enumerate(names), run_key):
+        yield _range([name for _, name in group])
 
 
 def _print_line(line: str) -> None:
