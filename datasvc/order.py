@@ -351,9 +351,10 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
     # A run may start and end inside a block, so it may overlap one more block than its length implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
     # Both ends of a span may be inside a shard. Between them, the number is largest for the smallest shards.
-    whole = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
-    cut_by_lanes = 2 if config.sticky else 0
-    return min(len(counts), config.lanes * (whole + 2 + cut_by_lanes))
+    num_inside = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
+    # With sticky lanes, the parts of the two shards at the ends of a lane may be anywhere in it.
+    num_cut_by_lanes = 2 if config.sticky else 0
+    return min(len(counts), config.lanes * (num_inside + 2 + num_cut_by_lanes))
 
 
 @dataclass(frozen=True)

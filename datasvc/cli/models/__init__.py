@@ -1,4 +1,7 @@
-"""`datasvc models`: commands for model versions, one module per group."""
+"""`datasvc models`: commands for model versions, one module per group.
+
+The commands import the library when they run, so that `--help` does not wait for torch.
+"""
 
 from __future__ import annotations
 

@@ -81,6 +81,7 @@ def _lines(changes: ValueChanges) -> dict[str, object]:
 def _value_change(old: Any, new: Any) -> str:
     if old == new:
         return str(old)
+    # For Python a boolean is an integer; a difference of booleans says nothing.
     are_numbers = isinstance(old, int | float) and isinstance(new, int | float)
     return f"{old} -> {new}" + (f" ({new - old:+.4g})" if are_numbers and not isinstance(old, bool) else "")
 

@@ -18,13 +18,13 @@ from datasvc.cli.models.arguments import (
 )
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
 from datasvc.cli.terminal.values import text_value
+from datasvc.errors import ConfigError
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from datasvc.repository import Repository
 
-
-DEFAULT_SHARD_SIZE = "5GB"
+_DEFAULT_SHARD_SIZE = "5GB"
 
 
 class CodecName(StrEnum):
@@ -133,7 +133,7 @@ def export_model(
         typer.Option(help="Convert floating-point tensors to this type: float32, bfloat16, float16 or float64."),
     ] = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(help="With huggingface: maximum size of a file; default: 5GB.")
+        str | None, typer.Option(help=f"With huggingface: maximum size of a file; default: {_DEFAULT_SHARD_SIZE}.")
     ] = None,
     model: Annotated[
         str | None,
@@ -160,7 +160,12 @@ def export_model(
     repository, rules = Repository.open(repo), parse_name_map(rename or ())
     if export_format is ModelFormat.onnx:
         not_for_onnx = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
-        _refuse_options([option for option, value in not_for_onnx.items() if value])
+        refused = [option for option, value in not_for_onnx.items() if value]
+        if refused:
+            raise ConfigError(
+                f"{' and '.join(refused)} cannot be used with --format onnx: the module determines the tensors and "
+                "their types; leave it out, or export as safetensors"
+            )
         _export_onnx(repository, ref, folder, model, inputs or [], rules, trusted, as_json=as_json)
         return
     with byte_progress(f"exporting {ref}") as progress:
@@ -173,7 +178,7 @@ def export_model(
             exclude=exclude or (),
             rename=rules,
             dtype=dtype,
-            max_shard_bytes=parse_size(max_shard_size or DEFAULT_SHARD_SIZE),
+            max_shard_bytes=parse_size(max_shard_size or _DEFAULT_SHARD_SIZE),
             trusted_keys=trusted or None,
             progress=progress,
         )
@@ -206,7 +211,6 @@ def _export_onnx(
     *,
     as_json: bool,
 ) -> None:
-    from datasvc.errors import ConfigError
     from datasvc.models.interop.onnx_file import export_onnx, make_input, make_model
 
     if model is None or not inputs:
@@ -223,13 +227,3 @@ def _export_onnx(
         print_json({"version": str(result.version), "format": "onnx", "files": files, "tensors": num_tensors})
     else:
         typer.echo(f"exported {result.version} as onnx: {', '.join(files)}")
-
-
-def _refuse_options(options: list[str]) -> None:
-    from datasvc.errors import ConfigError
-
-    if options:
-        raise ConfigError(
-            f"{' and '.join(options)} cannot be used with --format onnx: the module determines the tensors and their "
-            "types; leave it out, or export as safetensors"
-        )

@@ -1,4 +1,4 @@
-"""`datasvc models lineage`: show what a model version was made from, down to shards and sources."""
+"""`datasvc models lineage`: show the origin of a model version, down to shards and sources."""
 
 from __future__ import annotations
 

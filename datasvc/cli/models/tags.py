@@ -76,7 +76,7 @@ def parse_time(text: str) -> datetime:
     try:
         return datetime.now(UTC) - timedelta(seconds=parse_duration(age))
     except (ConfigError, OverflowError):
-        pass
+        pass  # not an age, but a day or a time
     try:
         time = datetime.fromisoformat(text.strip())
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -55,14 +55,9 @@ def verify(
     versions = _choose(repository, refs or [], every=every)
     with byte_progress(f"verifying {len(versions)} versions") as progress:
         outcome = verify_and_repair(
-            repository,
-            versions,
-            repair_from or (),
-            deep=deep,
-            trusted_keys=trusted or None,
-            progress=progress,
+            repository, versions, repair_from or (), deep=deep, trusted_keys=trusted or None, progress=progress
         )
-    report, remaining = outcome.found, outcome.left
+    report, remaining = outcome.verified, outcome.remaining
     if as_json:
         repairs = [asdict(repair) for repair in outcome.repairs]
         print_json({**asdict(report), "repairs": repairs, "num_left": len(remaining)})
@@ -91,5 +86,5 @@ def _choose(repository: Repository, refs: list[str], *, every: bool) -> list[Res
 def _describe(repair: Repair) -> str:
     if repair.failure is not None:
         return f"not repaired: {repair.digest}: {repair.failure}"
-    quarantine: Any = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
+    quarantine = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
     return f"repaired: {repair.digest}{quarantine}"

@@ -217,7 +217,7 @@ def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, s
     # torch puts advice around the reason, such as to load without `weights_only`.
     lines = text.partition("WeightsUnpickler error:")[2].strip().splitlines() or text.strip().splitlines()
     reason = lines[0][:200] if lines else type(error).__name__
-    return "CorruptDataError", f"{location} is damaged, or is not what it seems: {reason}"
+    return "CorruptDataError", f"{location} is damaged, or has another format: {reason}"
 
 
 def main() -> None:

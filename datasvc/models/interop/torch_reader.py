@@ -55,7 +55,7 @@ class ReadRequest:
     Attributes:
         kind: "state" describes the output of torch.save in the extent, "block" sends a block of one of its tensors,
             "metadata" describes the metadata of a DCP folder.
-        extent: what to read.
+        extent: bytes to read.
         name: name of the tensor for "block".
         box: the block of this tensor.
     """

@@ -173,7 +173,7 @@ class _ConsumerSearch:
                     split_lookups.append(_Lookup(number, digest, in_all=False))
                 elif query.may_be_older(names) and table is None:
                     self._add_missing_table(order, digest, name)
-                elif query.may_be_older(names) and digest not in deletion.known:
+                elif query.may_be_older(names) and digest not in deletion.tables:
                     # The data set has no version with this table here: other shards may contain the same samples.
                     self._add_gap(
                         order,
@@ -195,8 +195,8 @@ class _ConsumerSearch:
         for (number, in_all), tables in tables_of.items():
             query = self._queries[number]
             shards = None if in_all or query.deletion is None else query.deletion.shards
-            for digest, of_query in find_places(self._objects, tables, query.keys, shards=shards).items():
-                places[_Lookup(number, digest, in_all)] = replace(of_query, keys=of_query.keys + first_keys[number])
+            for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
+                places[_Lookup(number, digest, in_all)] = replace(found, keys=found.keys + first_keys[number])
         return places
 
     def _has_all_tables(self, order: ReadOrder) -> bool:

@@ -28,14 +28,14 @@ class Deletion:
     Attributes:
         version: name with version, such as "pets@2".
         name: name of the data set.
-        known: digests of the shard tables of all its versions in this repository.
+        tables: digests of the shard tables of all versions of the data set in this repository.
         shards: digests of the shards that contained the samples. A data set that uses one of them contains the
             samples, whatever its name: earlier versions, versions derived from them, and copies.
     """
 
     version: str
     name: str
-    known: frozenset[Digest]
+    tables: frozenset[Digest]
     shards: frozenset[Digest]
 
 
@@ -110,7 +110,7 @@ def query_deleted(
     splits = diff(repository, parent, str(version)).splits
     entries = repository.entries("datasets", version.name)
     tables = {entry.number: split_tables(entry.content, f"{version.name}@{entry.number}") for entry in entries}
-    known = frozenset(table for by_split in tables.values() for table in by_split.values())
+    all_tables = frozenset(table for by_split in tables.values() for table in by_split.values())
     queries = []
     for name, changes in splits.items():
         if split in {None, name} and len(changes.deleted):
@@ -124,7 +124,7 @@ def query_deleted(
                 if table is not None
                 for shard in table.shards()
             )
-            deletion = Deletion(str(version), version.name, known, shards)
+            deletion = Deletion(str(version), version.name, all_tables, shards)
             data_tables = _tables_of(repository, data, name)
             queries.append(SampleQuery(tuple(changes.deleted), data, name, data_tables, deletion))
     return queries

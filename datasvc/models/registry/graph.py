@@ -198,7 +198,7 @@ class _Drawing:
         return self._lanes.index(None)
 
     def _row(self, marks: Mapping[int, str], low: int = 0, high: int = 0, toward: str = "") -> str:
-        columns = [marks.get(column, "|" if held else " ") for column, held in enumerate(self._lanes)]
+        columns = [marks.get(column, "|" if lane else " ") for column, lane in enumerate(self._lanes)]
         between = ["-" if low <= column < high else " " for column in range(len(columns))]
         if toward:
             between[high - 1 if toward == ">" else low] = toward

@@ -137,7 +137,7 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
-    # A tagged version is not removed: the removal of a version that was tagged meanwhile is reverted.
+    # A tagged version is not removed: a removal that ran at the same time as the tag was set is reverted.
     return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
 
 

@@ -94,7 +94,7 @@ def retain(
         # The plan keeps every tagged version: a tag on a version to remove was set after the log was read.
         tagged = _tags_on(repository, name, set(plan.removed))
         if tagged:
-            raise ConflictError(f"tags of {name} were moved meanwhile: {tagged}; nothing was removed, plan again")
+            raise ConflictError(f"another process moved tags of {name}: {tagged}; nothing was removed, plan again")
         _remove_untagged(repository, name, set(plan.removed), f"retain {policy}")
     return versions, plan
 
@@ -125,7 +125,9 @@ def _remove_tagged(
                 # With `expect`, the deletion fails if another process has moved the tag.
                 repository.untag("models", name, tag, expect=number)
             except (ConflictError, NotFoundError) as error:
-                raise ConflictError(f"{name}@{tag} was moved meanwhile; no version of {name} was removed") from error
+                raise ConflictError(
+                    f"another process moved {name}@{tag}; no version of {name} was removed: run the command again"
+                ) from error
             deleted[tag] = number
         _remove_untagged(repository, name, versions, message)
     except DatasvcError:
@@ -145,7 +147,7 @@ def _remove_untagged(repository: Repository, name: str, versions: Iterable[int],
         restored = set(tagged.values())
         removals.give_back(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
         raise ConflictError(
-            f"tags were moved while versions of {name} were removed: {tagged} stay, the others are removed"
+            f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are removed"
         )
 
 

@@ -47,14 +47,14 @@ class RepairReport:
     """Result of `verify_and_repair`.
 
     Attributes:
-        found: report of the first pass, with the problems of all passes.
+        verified: report of the first pass, with the problems of all passes.
         repairs: result for each object whose repair was tried.
-        left: problems that remain.
+        remaining: problems that could not be repaired.
     """
 
-    found: ModelVerifyReport
+    verified: ModelVerifyReport
     repairs: tuple[Repair, ...]
-    left: tuple[ModelProblem, ...]
+    remaining: tuple[ModelProblem, ...]
 
 
 def repair(
@@ -117,8 +117,8 @@ def verify_and_repair(
             break
         again = [version for name, version in by_name.items() if name in hidden]
         more = verify(repository, again, deep=deep, trusted_keys=trusted_keys, progress=progress).problems
-        known = set(map(_identity, remaining))
-        new = [problem for problem in more if _identity(problem) not in known]
+        listed = set(map(_identity, remaining))
+        new = [problem for problem in more if _identity(problem) not in listed]
         remaining += new
         problems += new
     return RepairReport(replace(first_pass, problems=tuple(problems)), tuple(repairs.values()), tuple(remaining))

@@ -229,7 +229,7 @@ def nothing(metadata):
         (behind_the_end, "is truncated"),
         (shared, "two values overlap at byte"),
         (two_in_one_place, "two values have the same path"),
-        (nothing, "is damaged, or is not what it seems"),
+        (nothing, "is damaged, or has another format"),
     ],
 )
 def test_metadata_that_lies_is_refused_and_leaves_nothing(repository, tmp_path, change, message):
