@@ -66,6 +66,7 @@ class MixOrder:
         """Return the samples at positions of an epoch of the mixture: `int64[n]` in range(num_samples)."""
         blocks, within = np.divmod(epoch * self.num_samples + positions, self._block)
         sources, ordinals = np.empty_like(within), np.empty_like(within)
+        # Neighbouring positions are mostly in one block: look it up once for each run of them.
         cuts = (np.flatnonzero(np.diff(blocks)) + 1).tolist()
         for start, stop in pairwise([0, *cuts, len(blocks)] if len(blocks) else []):
             block = self._read_block(int(blocks[start]))
@@ -84,6 +85,7 @@ class MixOrder:
         Returns:
             `int64[n]`: epoch of the mixture * samples of an epoch + position there.
         """
+        # Sorted, so that each block is computed once.
         order = np.argsort(ordinals, kind="stable")
         ascending = ordinals[order]
         positions = np.empty_like(ascending)

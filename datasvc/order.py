@@ -106,7 +106,7 @@ class OrderState:
             ConfigError: the state has another format, or a field is missing, invalid or unknown.
         """
         fields = dict(state)
-        fields.pop("decode", None)  # decoder of an image loader, which is not part of the order
+        fields.pop("decode", None)  # the decoder of an image loader is not part of the order
         stored_format = fields.pop("format", None)
         if stored_format != STATE_FORMAT:
             raise ConfigError(
@@ -244,6 +244,7 @@ class AccessOrder:
         if ((row_of < 0) | (row_of >= self._counts[shard_of])).any():
             raise IndexError("a row is outside its shard")
         identity: Integers = self._bases[shard_of] + row_of
+        # The inverse of each step of `_locate_chunk`, in reverse order.
         by_identity, search = self._by_identity
         segment = by_identity[search.find(identity)]
         line = self._segment_starts[segment] + row_of - self._segment_rows[segment]
@@ -255,6 +256,8 @@ class AccessOrder:
     @cached_property
     def windows(self) -> ShardWindows:
         """Positions that may need each shard: the basis of prefetch and eviction."""
+        # Cut the segments at the boundaries of lanes. A sample may be anywhere in its block, so a segment is needed
+        # from the start of its first block to the end of its last one.
         cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
         stops = np.append(cuts[1:], self.num_samples)
         segment = np.searchsorted(self._segment_starts, cuts, side="right") - 1
@@ -307,6 +310,7 @@ class AccessOrder:
 
     def _deal(self, positions: Integers) -> tuple[Integers, Integers]:
         if self._lanes == 1:
+            # Without a division of every position.
             return np.broadcast_to(np.int64(0), len(positions)), positions
         index, lane = np.divmod(positions, self._lanes)
         return lane, index

@@ -109,6 +109,7 @@ def entry_progress(title: str) -> Iterator[Progress]:
 
 
 def _show(title: str, stream: TextIO, *columns: Any, is_brief: bool = False) -> Iterator[Progress]:
+    # rich is imported only where a bar may be shown: libraries import this module for `NO_PROGRESS`.
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 

@@ -51,7 +51,7 @@ def log(
     console = Console(highlight=False, soft_wrap=True)
     for line in read_history(repository, name, last=last):
         text = line.graph if line.version is None else f"{line.graph} {_summary(line.version)}"
-        if not sys.stdout.isatty():
+        if not sys.stdout.isatty():  # plain text for other programs
             sys.stdout.write(f"{text}\n")
         else:
             console.print(Text(text, style="dim" if line.version and line.version.removed else ""))

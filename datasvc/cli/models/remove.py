@@ -86,6 +86,7 @@ def retain(
     policy = RetentionPolicy(last, best, metric, None if mode is None else mode.value, every, every_steps)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
+        # Keys of JSON objects are texts.
         kept = {str(number): list(reasons) for number, reasons in plan.kept.items()}
         print_json({"name": name, "applied": apply, "kept": kept, "removed": list(plan.removed)})
         return

@@ -57,6 +57,7 @@ def trained_on(
     from datasvc.repository import Repository
 
     sample_keys = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
+    # Compare the options and not the keys: a file without keys is a valid request for no sample.
     if (sample is None and keys is None) == (deleted_in is None):
         raise ConfigError("give the samples with --sample KEY or --keys FILE, or with --deleted-in DATA alone")
     report = find_consumers(

@@ -213,7 +213,7 @@ def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any]
         safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
-    config = _config(part, entry)
+    config = _config(part, entry)  # transformers needs it to build the model
     if config is not None:
         durable.write_file(folder / safetensors.CONFIG_FILE, config)
 

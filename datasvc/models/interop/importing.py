@@ -102,6 +102,7 @@ def import_model(
     # Resolve the parent before the source is read, so that a wrong reference fails at once.
     if parent is not None:
         parent = str(repository.resolve("models", parent))
+    # Differences refer to the tensors of the parent, so only the codec "delta" reads its table.
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path, reader_memory_bytes)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)

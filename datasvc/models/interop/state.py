@@ -113,6 +113,7 @@ def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torc
     import torch
 
     block = torch.empty(shape, dtype=getattr(torch, dtype))
+    # `readinto` may return fewer bytes than requested, from a pipe in particular.
     view, filled = bytes_of(block), 0
     while filled < view.nbytes:
         length = file.readinto(view[filled:])  # type: ignore[attr-defined] # of every binary file

@@ -128,6 +128,7 @@ class TorchReader:
     def _request(self, request: ReadRequest) -> Any:
         assert self._child.process.stdout is not None
         self._child.send(request)
+        # Limited, because the child has read a hostile file and may reply anything.
         line = self._child.process.stdout.readline(MAX_STATE_BYTES + 100)
         if not line.endswith(b"\n"):
             raise self._describe_end(request.extent.location)
@@ -139,6 +140,7 @@ class TorchReader:
 
     def _describe_end(self, location: str) -> CorruptDataError:
         """Return the error for a child that ended without a reply."""
+        # It may still run, after an incomplete line.
         self._child.process.kill()
         status = self._child.process.wait()
         if status == -signal.SIGXCPU:

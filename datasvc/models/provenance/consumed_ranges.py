@@ -149,7 +149,7 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
         use: data use of the version.
         before: data use of that ancestor: of the same run, or, if `use` has no spans, with the same order. None if
             there is no such ancestor.
-        step: number of optimizer steps behind the version; None if unknown.
+        step: number of optimizer steps of the version's weights; None if unknown.
 
     Raises:
         ConfigError: a state is not that of a loader.
@@ -166,6 +166,7 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
 
 def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None) -> list[Segment]:
     """Return the spans of a run without those that an earlier version already had."""
+    # Both are records of one run from its start, so equal spans are at the start.
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, before, strict=False)))
     new = spans[num_same:]
     starts = [span.start for span in new]

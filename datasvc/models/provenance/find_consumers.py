@@ -74,6 +74,8 @@ class _Lookup(NamedTuple):
 
 
 class _ConsumerSearch:
+    """State of one search; `_gaps` collects the unknown parts of each version as the search finds them."""
+
     def __init__(self, objects: Objects, ancestry: Ancestry, queries: Sequence[SampleQuery]) -> None:
         self._objects = objects
         self._ancestry = ancestry
@@ -125,7 +127,7 @@ class _ConsumerSearch:
 
     def _open_readers(self) -> dict[ReadOrder, KeyPositions]:
         """Return key positions for each order that may contain the samples; note a gap for unreadable orders."""
-        # Equal orders may have different names for their splits: collect all names of each split.
+        # Equal orders may have different names for their splits, and a query counts if one of the names matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
         for version, planned in self._planned.items():
             for order in (consumed.segment.order for consumed in planned.consumed):
@@ -154,6 +156,7 @@ class _ConsumerSearch:
         return readers
 
     def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
+        # Whether a deletion concerns an order is known only from its shard tables, which are not read yet.
         return any(
             query.deletion is not None or any(map(query.counts_in, names, order.tables)) for query in self._queries
         )
@@ -191,6 +194,7 @@ class _ConsumerSearch:
             assert table is not None
             tables_of.setdefault((lookup.number, lookup.in_all), {})[lookup.table] = table
         first_keys = np.cumsum([0, *(len(query.keys) for query in self._queries)]).tolist()
+        # One search for all splits of a query, so that a sample index that they share is read once.
         places: dict[_Lookup, KeyPlaces] = {}
         for (number, in_all), tables in tables_of.items():
             query = self._queries[number]

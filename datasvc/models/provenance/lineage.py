@@ -25,7 +25,7 @@ class ModelOrigin:
     Attributes:
         name: name with version, such as "digits-cnn@3".
         parents: versions that it continues, all of them in the lineage.
-        step: number of optimizer steps behind it; None if unknown.
+        step: number of optimizer steps of its weights; None if unknown.
         origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
         consumed: ranges that its own training read, one mapping per segment: `version`, `data`, `table`, `start`,
             `stop`, `global_batch`, `tail`.
@@ -173,7 +173,7 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
 
 
 def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
-    pending = [root]
+    pending = [root]  # not recursion: a history may be longer than Python's recursion limit
     while pending:
         name = pending.pop()
         if name in lineage.datasets:

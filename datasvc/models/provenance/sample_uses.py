@@ -105,6 +105,7 @@ class ConsumerReport:
         served = chunk.served[np.flatnonzero(chosen)]
         steps = chunk.part.steps_of(served.positions)
         names = chunk.consumed.segment.order.names
+        # Lists of Python integers: reading numpy arrays element by element is much slower.
         step_list = [None] * len(served.keys) if steps is None else steps.tolist()
         rows = zip(served.keys.tolist(), served.sources.tolist(), served.positions.tolist(), step_list, strict=True)
         for key, source, position, step in rows:

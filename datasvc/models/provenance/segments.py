@@ -165,6 +165,7 @@ def _merged(parents: Sequence[Mapping[_RunOrder, DataUse]]) -> dict[_RunOrder, D
 
 def _history_uses(version: Version) -> list[DataUse]:
     """Return the data uses of ancestors that are only in another repository, one per run."""
+    # The record of a run is one data use with all its spans, as the entry of a version in this repository has it.
     runs: dict[str, list[Consumed]] = {}
     for item in version.history:
         try:

@@ -40,7 +40,7 @@ class Version:
 
     @property
     def step(self) -> int | None:
-        """Number of optimizer steps behind it; None if it is not recorded."""
+        """Number of optimizer steps of its weights; None if it is not recorded."""
         step = self.entry.get("step")
         return step if type(step) is int else None  # `isinstance` would accept a boolean
 
@@ -138,7 +138,8 @@ class _AncestryReader:
     def _parents(self, entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Return the parents of a version, and a gap for each parent that is not known."""
         if HISTORY in entry:
-            return [], []  # the parents are versions of another repository, and the history replaces them
+            # The parents are versions of another repository: here, their names may belong to other versions.
+            return [], []
         parents: list[str] = []
         gaps: list[str] = []
         merged = entry.get("merged")
