@@ -70,7 +70,8 @@ def ingest(
 
     Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`; see there.
     """
-    # The signature above is that of the method, so that editors show it; a test compares the two.
-    arguments = locals()
+    # The signature repeats that of the method, so that editors show it; a test compares the two. `locals` is copied,
+    # because a debugger may add variables to it.
+    arguments = dict(locals())
     del arguments["repo"]
     return open(repo, create=True).datasets.ingest(**arguments)

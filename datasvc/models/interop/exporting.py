@@ -137,7 +137,7 @@ def export_model(
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
     records = stored.records
     if format == "huggingface":
-        only, rename = weights_only(records, only, exclude, rename)
+        only, rename = select_weights(records, only, exclude, rename)
     mapped = map_names(select_names([record.name for record in records], only, exclude), rename)
     chosen = {
         mapped[record.name]: replace(record, name=mapped[record.name]) for record in records if record.name in mapped
@@ -182,7 +182,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
     return [folder / name for name in (safetensors.TENSORS_FILE, safetensors.STATE_FILE, safetensors.ENTRY_FILE)]
 
 
-def weights_only(
+def select_weights(
     records: Sequence[TensorRecord], only: Collection[str], exclude: Collection[str], rename: Mapping[str, str] | None
 ) -> tuple[Collection[str], Mapping[str, str] | None]:
     """Return `only` and `rename`; by default they select the tensors below `model` and remove this prefix."""

@@ -83,7 +83,7 @@ def import_model(
         rename: new names by names in the source; see `name_filter.map_names`.
         prefix: key in the state under which a plain dict of tensors is stored; "" stores it as the state itself.
         codec: codec of the chunks, see `write.store_tensors`; differences refer to `parent`.
-        step: number of optimizer steps behind the model, if known.
+        step: number of optimizer steps that the model was trained for; 0 if unknown.
         parent: version that the new one continues.
         message: message of the commit.
         reader_memory_bytes: memory of the process that reads a torch.save file or a DCP folder, beside its
@@ -179,7 +179,7 @@ def arrange(
     rename: Mapping[str, str] | None,
     prefix: str,
 ) -> tuple[list[ForeignTensor], Any]:
-    """Return the selected tensors with their new names, and the skeleton of the state that contains them."""
+    """Return the selected tensors with their new names, and the skeleton of the state tree for them."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
     # The tree of the source fits only an unchanged set of tensors.

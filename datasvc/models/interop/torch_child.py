@@ -116,7 +116,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
         head = file.read(len(LEGACY))
         file.seek(extent.offset)
         content = None if is_whole else io.BytesIO(file.read(extent.length))
-    source: Any = content or str(extent.path)
+    source: Any = content or str(extent.path)  # torch maps a file only by its path
     is_zip = head.startswith(ZIP)
     if is_zip:
         _check_archive(source, extent.location)
@@ -166,8 +166,9 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             )
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
-        before = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
-        if length and not before <= start <= start + length <= before + stored.get(before, 0):
+        # The storage must be inside memory that was filled from the file: that with the nearest start before it.
+        nearest = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
+        if length and not nearest <= start <= start + length <= nearest + stored.get(nearest, 0):
             raise CorruptDataError(f"{extent.location}: the values of tensor {name!r} are not in the file")
         # By address, so that a storage of tied tensors counts once.
         used[start] = max(length, used.get(start, 0))
@@ -186,7 +187,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
 def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
     """Return the reply with a value of at most `max_bytes`, as a line of JSON."""
     line = json.dumps({"value": value}).encode()
-    if len(line) > max_bytes + 20:
+    if len(line) > max_bytes + 20:  # 20 bytes for `{"value": }`
         raise ConfigError(
             f"{extent.location} has {format_size(len(line))} of values that are not tensors; the limit is "
             f"{format_size(max_bytes)}: save long lists as tensors"
@@ -222,7 +223,7 @@ def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, s
 
 def main() -> None:
     """Run the child process: answer each `ReadRequest` on stdin with a line of JSON, and for "block" the bytes."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not write a core file as large as the limit
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     warnings.simplefilter("ignore")
     replies = os.fdopen(os.dup(1), "wb")

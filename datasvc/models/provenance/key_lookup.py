@@ -25,7 +25,7 @@ _READS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """Places of some keys in one split.
+    """Places, as shard and row, of some keys in one split.
 
     Attributes:
         keys: `int64[n]`, number of each key that was found, in the list of requested keys.

@@ -71,9 +71,9 @@ def draw_newest(
 ) -> list[HistoryLine] | None:
     """Draw the top of a history of which only the newest versions were read.
 
-    A commit can only name existing parents, so a parent of the same model has a lower number. Therefore every version
-    that can stand above a version that was read was read as well. Entries that were written by hand can break this
-    rule.
+    A commit can only name existing parents, so a parent of the same model has a lower number. Therefore, if a version
+    of the model was read, every version that can stand above it was read too. Only entries that were written by hand
+    break this rule.
 
     Args:
         versions: newest versions of model `name`, and all their ancestors in other models.
