@@ -57,18 +57,8 @@ def push(
     from datasvc.repository import Repository
 
     target = Repository.create(to) if create else Repository.open(to)
-    _transfer(
-        Repository.open(repo),
-        target,
-        refs,
-        name,
-        "pushing",
-        parents=with_parents,
-        data=with_data,
-        rename_data=rename_data,
-        trusted=trusted,
-        as_json=as_json,
-    )
+    source = Repository.open(repo)
+    _transfer("pushing", source, target, refs, name, with_parents, with_data, rename_data, trusted, as_json)
 
 
 def pull(
@@ -89,29 +79,17 @@ def pull(
     from datasvc.repository import Repository
 
     source, target = Repository.open(origin), Repository.open(repo)
-    _transfer(
-        source,
-        target,
-        refs,
-        name,
-        "pulling",
-        parents=with_parents,
-        data=with_data,
-        rename_data=rename_data,
-        trusted=trusted,
-        as_json=as_json,
-    )
+    _transfer("pulling", source, target, refs, name, with_parents, with_data, rename_data, trusted, as_json)
 
 
 def _transfer(
+    title: str,
     source: Repository,
     target: Repository,
     refs: list[str],
     name: str | None,
-    doing: str,
-    *,
-    parents: bool,
-    data: bool,
+    with_parents: bool,
+    with_data: bool,
     rename_data: list[str] | None,
     trusted: list[Path] | None,
     as_json: bool,
@@ -120,14 +98,14 @@ def _transfer(
     from datasvc.models.transfer import transfer
     from datasvc.sizes import format_size
 
-    with byte_progress(f"{doing} {', '.join(refs)}") as progress:
+    with byte_progress(f"{title} {', '.join(refs)}") as progress:
         result = transfer(
             source,
             target,
             refs,
             name=name,
-            with_parents=parents,
-            with_data=data,
+            with_parents=with_parents,
+            with_data=with_data,
             data_names=parse_name_map(rename_data or ()),
             trusted_keys=trusted or None,
             progress=progress,
