@@ -1,8 +1,8 @@
 """Segments of positions that each version of an ancestry added, and the gaps in its record.
 
 An entry records the whole run up to its version. So that no sample counts twice, a version adds only what its nearest
-ancestor with the same run and order does not have. `history_of` writes the segments of the ancestors into the entry
-of a copied version, because its new repository may not have the ancestors.
+ancestor with the same run and order does not have. A copy of a version in another repository may lack its ancestors,
+so its entry has the segments of these ancestors, which `history_of` returns.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ class Survey:
         self.tensor_bytes = 0
         self.bad: tuple[type[DatasvcError], ...] = BAD_DISK if repository.storage.is_local else BAD
         self._tables: dict[Digest, list[Resolved]] = {}
+        # By object or entry: message, and by version the tensors that cannot be restored.
         self._problems: dict[tuple[Role, Kind, Digest | str], tuple[str, dict[str, tuple[str, ...]]]] = {}
 
     @property
