@@ -75,13 +75,18 @@ def _plan_use(sql: str | None) -> Callable[[Field], bool]:
     text = "" if sql is None else sql.lower()
     if sql is None or any(word in text for word in WILDCARDS):
         return lambda _field: True
-    whole = {
+    # A tree that occurs without a name after it, as in `unnest(config)`, needs all its fields.
+    whole_trees = {
         tree
         for tree in TREES
         if len(re.findall(rf"\b{tree}\b", text)) != len(re.findall(_NAME_IN_STRUCT.format(tree), text))
     }
     plain_text = _without_quotes(text)
-    return lambda field: field.path[0] in whole or any(_without_quotes(name) in plain_text for name in field.path[1:])
+
+    def is_used(field: Field) -> bool:
+        return field.path[0] in whole_trees or any(_without_quotes(name) in plain_text for name in field.path[1:])
+
+    return is_used
 
 
 def _without_quotes(text: str) -> str:
@@ -97,7 +102,9 @@ def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
         groups.setdefault((field.path[depth], kinds.index(kind)), {})[field] = array
     children: dict[str, Any] = {}
     taken: set[str] = set()
+    # A name that a version has is never given to another field.
     reserved = {name.lower() for name, _ in groups}
+    # Sorted by name and kind, so that the same fields always get the same names.
     for (path_name, kind_number), group in sorted(groups.items()):
         # Arrow and DuckDB end a name at a NUL, and DuckDB has no empty names.
         name, kind = path_name.replace("\0", "\N{REPLACEMENT CHARACTER}") or "_", kinds[kind_number]
