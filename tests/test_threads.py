@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
 from datasvc.repository.objects.objects import digest_of
-from datasvc.threads import _group, map_in_threads, run_in_threads
+from datasvc.sizes import group_by_size
+from datasvc.threads import map_in_threads, run_in_threads
 
 CONTENT = bytes(1 << 20)
 
@@ -21,7 +22,7 @@ def test_results_come_in_the_order_of_the_arguments():
 @given(st.lists(st.integers(0, 3 << 20), max_size=60))
 def test_calls_are_made_once_each_and_neighbours_with_few_bytes_by_one_thread(sizes):
     arguments = [(number,) for number in range(len(sizes))]
-    groups = [[number for (number,) in group] for group in _group(arguments, sizes)]
+    groups = list(group_by_size(range(len(sizes)), sizes.__getitem__, 1 << 20))
     assert [number for group in groups for number in group] == list(range(len(sizes)))
     assert all(len(group) == 1 or sum(sizes[number] for number in group) <= 1 << 20 for group in groups)
     assert len(groups) <= 1 + 2 * sum(sizes) / (1 << 20)
