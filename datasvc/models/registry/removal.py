@@ -126,7 +126,7 @@ def _remove_tagged(
                 repository.untag("models", name, tag, expect=number)
             except (ConflictError, NotFoundError) as error:
                 raise ConflictError(
-                    f"another process moved {name}@{tag}; no version of {name} was removed: check the tag"
+                    f"another process moved {name}@{tag}: check the tag; no version of {name} was removed"
                 ) from error
             deleted[tag] = number
         _remove_untagged(repository, name, versions, message)

@@ -122,7 +122,7 @@ def test_a_tag_that_comes_while_its_version_is_removed_gives_the_version_back(re
         return add(self, versions, message)
 
     monkeypatch.setattr(Removals, "add", tagged_just_before)
-    with pytest.raises(ConflictError, match=r"\{'prod': 2\} stay, the others are removed"):
+    with pytest.raises(ConflictError, match=r"\{'prod': 2\} stay, the other versions are removed"):
         remove(repository, ["cnn@1", "cnn@2"])
     assert (repository.living("models", "cnn"), repository.tags("models", "cnn")) == ([2, 3], {"prod": 2})
 
@@ -142,7 +142,8 @@ def test_a_forced_removal_that_fails_puts_tags_back_and_says_what_is_removed(rep
     with pytest.raises(ConflictError) as caught:
         remove(repository, ["a@1", "cnn@1", "z@1"], force=True)
     assert str(caught.value) == (
-        "cnn@prod was moved meanwhile; no version of cnn was removed; removed before, with their tags: a@1"
+        "another process moved cnn@prod: check the tag; no version of cnn was removed; "
+        "removed before, with their tags: a@1"
     )
     assert [repository.living("models", name) for name in ("a", "cnn", "z")] == [[2], [1, 2], [1, 2]]
     tags = [repository.tags("models", name) for name in ("a", "cnn", "z")]
