@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import starmap
-from operator import itemgetter
 from typing import Final, TypeVar, TypeVarTuple
 
 from datasvc.sizes import group_by_size
@@ -32,11 +31,12 @@ def run_in_threads(
     the earliest call that failed is raised. If calls are fast, give the bytes that each processes as `sizes`:
     consecutive small calls then run in one thread, one after the other.
     """
+    groups: list[Sequence[tuple[*_Arguments]]]
     if sizes is None:
-        groups = [[call] for call in arguments]
+        groups = list(zip(arguments, strict=True))
     else:
-        sized = group_by_size(zip(arguments, sizes, strict=True), itemgetter(1), _GROUP_BYTES)
-        groups = [[call for call, _ in group] for group in sized]
+        numbers = group_by_size(range(len(arguments)), sizes.__getitem__, _GROUP_BYTES)
+        groups = [arguments[group[0] : group[-1] + 1] for group in numbers]
     if len(groups) <= 1:
         return list(starmap(work, arguments))
     stopped = threading.Event()
