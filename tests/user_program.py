@@ -111,7 +111,7 @@ def use_models(folder: Path) -> None:
     datasvc.open(backup, create=True)
     assert repo.models.push(backup, ["net@3"], name="copy", with_parents=False).num_objects
     assert [str(copied.target) for copied in repo.models.pull(backup, ["copy"]).versions] == ["copy@1"]
-    assert repo.models.repair(repo.models.versions("net"), [backup], deep=False).left == ()
+    assert repo.models.repair(repo.models.versions("net"), [backup], deep=False).remaining == ()
 
     assert repo.models.export("net@3", folder / "files", "safetensors", dtype="float32").num_tensors == 2
     assert repo.models.import_(folder / "files", "imported", step=7, message="from files").num_tensors == 2
