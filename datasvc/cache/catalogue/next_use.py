@@ -85,15 +85,11 @@ def plan_uses(
     return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def next_uses(uses: Uses, *, epochs_ahead: int | None = 1) -> Integers:
-    """Return, for each use, when its shard is needed again after that use.
-
-    Args:
-        uses: uses by one job on one node.
-        epochs_ahead: number of later epochs to search; None: all.
+def next_uses(uses: Uses) -> Integers:
+    """Return, for each use by one job on one node, when its shard is needed again after that use.
 
     Returns:
-        `int64[n]`, next use in bytes; NEVER if there is none within these epochs.
+        `int64[n]`, next use in bytes; NEVER if there is none until the end of the next epoch.
     """
     # Ranks replace times, so that shard and time fit into one integer.
     times = np.unique(np.concatenate([uses.first, uses.stop]))
@@ -104,8 +100,8 @@ def next_uses(uses: Uses, *, epochs_ahead: int | None = 1) -> Integers:
     place = np.searchsorted(begins[by_shard], ends)
     following = by_shard[np.minimum(place, len(uses) - 1)]
     is_reused = (place < len(uses)) & (uses.shards[following] == uses.shards)
-    if epochs_ahead is not None:
-        is_reused &= uses.epochs[following] - uses.epochs <= epochs_ahead
+    # A job of the real cache declares its next uses no further either, see `UseTimeline`.
+    is_reused &= uses.epochs[following] - uses.epochs <= 1
     return np.where(is_reused, uses.first[following], NEVER)
 
 

@@ -8,7 +8,7 @@ SHARDS", FAST 2015).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import numpy as np
@@ -159,14 +159,7 @@ def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
 
 
 def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned: float, *, has_peers: bool) -> EpochTraffic:
-    """Return the traffic of all nodes, from that of one, if all read the same shards.
-
-    Args:
-        traffic: traffic of one node.
-        nodes: number of nodes.
-        owned: share of the data that this node owns.
-        has_peers: whether nodes read shards from each other.
-    """
+    """Return the traffic of all nodes that read the same shards, from that of one which owns the share `owned`."""
     if not has_peers:
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
@@ -213,15 +206,9 @@ def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rate
 
 
 def _scaled(traffic: EpochTraffic, scale: float) -> EpochTraffic:
-    counts = (traffic.used_bytes, traffic.hit_bytes, traffic.origin_bytes, traffic.peer_bytes)
-    return EpochTraffic(*(round(count * scale) for count in counts))
+    return EpochTraffic(*(round(count * scale) for count in astuple(traffic)))
 
 
 def _mean(epochs: list[EpochTraffic]) -> EpochTraffic:
-    total = EpochTraffic()
-    for traffic in epochs:
-        total.used_bytes += traffic.used_bytes
-        total.hit_bytes += traffic.hit_bytes
-        total.origin_bytes += traffic.origin_bytes
-        total.peer_bytes += traffic.peer_bytes
+    total = EpochTraffic(*map(sum, zip(*map(astuple, epochs), strict=True)))
     return _scaled(total, 1 / len(epochs))

@@ -7,23 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
 
 import numpy as np
 
 from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.cache.catalogue.next_use import Uses, bias_owned, next_uses
-from datasvc.cache.forecast.policies import LeastRecentlyUsedCache, OptimalCache, SimulatedCache
+from datasvc.cache.forecast.simulated_cache import SimulatedCache
 from datasvc.errors import CacheFullError
 from datasvc.keyed_random import Integers
 
-Policy = Literal["furthest", "lru", "optimum"]
-
-_CACHES: Final[dict[Policy, type[SimulatedCache]]] = {
-    "furthest": SimulatedCache,
-    "lru": LeastRecentlyUsedCache,
-    "optimum": OptimalCache,
-}
 _RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # in the order of events at the same time
 
 
@@ -45,11 +37,6 @@ class EpochTraffic:
     peer_bytes: int = 0
     late_bytes: int = 0
 
-    @property
-    def hit_ratio(self) -> float:
-        """Share of the used bytes that the cache had; 1 if nothing was used."""
-        return self.hit_bytes / self.used_bytes if self.used_bytes else 1.0
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -69,34 +56,28 @@ def replay(
     bytes_per_shard: Integers,
     budget_bytes: int,
     *,
-    policy: Policy = "furthest",
     ahead_bytes: int = 0,
     owners: Integers | None = None,
-    prefer_owned: bool = True,
 ) -> Replay:
     """Simulate caches that are empty at first; all nodes read at the same rate.
 
     Args:
-        nodes: uses of each node; all together at least one. A policy sees next uses until the end of the next epoch,
-            "optimum" sees all.
+        nodes: uses of each node; all together at least one. As in the real cache, evictions compare next uses until
+            the end of the next epoch, and nodes keep owned shards longer than others, see `bias_owned`.
         bytes_per_shard: `int64[num_shards]`.
         budget_bytes: budget of each node's cache.
-        policy: eviction policy: "furthest", that of the real cache; "lru", for comparison; "optimum", the upper bound
-            of the hits of any cache.
-        ahead_bytes: "furthest" only: fetch shards that are needed within this distance, unless that evicts shards
-            needed sooner; 0: fetch a shard when it is needed.
+        ahead_bytes: fetch shards that are needed within this distance, unless that evicts shards needed sooner; 0:
+            fetch a shard when it is needed.
         owners: `int64[num_shards]`, node that reads each shard from the origin for all; None: each node reads for
             itself. An owner outside of `nodes` always has its shards.
-        prefer_owned: whether nodes keep owned shards longer than others, see `bias_owned`.
 
     Raises:
         CacheFullError: the shards in use at once exceed the budget.
     """
-    assert policy == "furthest" or not ahead_bytes, "only the policy 'furthest' can prefetch"
     sizes = bytes_per_shard.tolist()
-    cluster = _SimulatedCaches([_CACHES[policy](sizes, budget_bytes) for _ in nodes], sizes, owners)
-    next_use_times = [next_uses(uses, epochs_ahead=None if policy == "optimum" else 1) for uses in nodes]
-    if owners is not None and prefer_owned:
+    cluster = _SimulatedCaches([SimulatedCache(sizes, budget_bytes) for _ in nodes], sizes, owners)
+    next_use_times = [next_uses(uses) for uses in nodes]
+    if owners is not None:
         next_use_times = [
             bias_owned(times, owners[uses.shards] == node)
             for node, (uses, times) in enumerate(zip(nodes, next_use_times, strict=True))
@@ -108,7 +89,7 @@ def replay(
         shard = int(nodes[node].shards[use])
         traffic = epochs[int(nodes[node].epochs[use]) - first_epoch]
         if kind == _RELEASE:
-            cluster.caches[node].release(shard, now, int(next_use_times[node][use]))
+            cluster.caches[node].release(shard, int(next_use_times[node][use]))
         elif kind == _ACQUIRE:
             cluster.acquire(node, shard, now, traffic)
         else:
@@ -166,7 +147,7 @@ class _SimulatedCaches:
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
         # A shard that is resident already, perhaps for a peer, gets its next use declared.
-        cache.release(shard, now, needed)
+        cache.release(shard, needed)
 
     def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:
         """Count the missing bytes of a node by source. An owner that fetches a shard for another node keeps it."""
@@ -182,4 +163,4 @@ class _SimulatedCaches:
         cache.hold(shard)
         if cache.make_resident(shard, now):
             traffic.peer_bytes += missing
-        cache.release(shard, now, UNKNOWN)
+        cache.release(shard, UNKNOWN)

@@ -56,16 +56,16 @@ def timelines(draw):
     return Uses(shard, epoch, np.zeros_like(shard), first, first + length)
 
 
-@given(timelines(), st.sampled_from([0, 1, None]))
-def test_the_next_use_is_the_first_that_begins_once_a_use_has_stopped(uses, epochs_ahead):
-    for number, again in enumerate(next_uses(uses, epochs_ahead=epochs_ahead).tolist()):
+@given(timelines())
+def test_the_next_use_is_the_first_that_begins_once_a_use_has_stopped(uses):
+    for number, again in enumerate(next_uses(uses).tolist()):
         later = np.flatnonzero((uses.shards == uses.shards[number]) & (uses.first >= uses.stop[number]))
         following = min(later.tolist(), key=lambda use: uses.first[use], default=None)
-        if following is not None and epochs_ahead is not None:
+        if following is not None:
             seen = [
                 use
                 for use in later[uses.first[later] == uses.first[following]].tolist()
-                if uses.epochs[use] - uses.epochs[number] <= epochs_ahead
+                if uses.epochs[use] - uses.epochs[number] <= 1
             ]
             following = seen[0] if seen else None
         assert again == (NEVER if following is None else uses.first[following])

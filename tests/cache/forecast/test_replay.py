@@ -1,7 +1,6 @@
-"""The policy against Belady's optimum, and the optimum against trying everything."""
+"""The eviction policy, against an exhaustive search and against the share of the data that fits."""
 
 import math
-import sys
 from functools import cache
 from itertools import combinations
 
@@ -16,7 +15,6 @@ from datasvc.errors import CacheFullError
 from datasvc.order import OrderConfig
 
 EPOCHS = 10
-POLICIES = ("furthest", "optimum", "lru")
 
 
 def data_set(num_shards, *, equal, seed=0):
@@ -29,10 +27,6 @@ def data_set(num_shards, *, equal, seed=0):
 def hit_ratio(done, epochs=slice(1, None)):
     """Return the share of hits over all epochs but the first."""
     return sum(each.hit_bytes for each in done.epochs[epochs]) / sum(each.used_bytes for each in done.epochs[epochs])
-
-
-def report(ratios):
-    sys.stdout.write(", ".join(f"{name} {ratio:.2%}" for name, ratio in ratios.items()) + "\n")
 
 
 def timeline(rows):
@@ -72,58 +66,44 @@ rows = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.integers(1, 
 
 
 @given(rows, st.integers(1, 5))
-def test_the_optimum_of_equal_shards_is_what_trying_everything_finds(rows, budget):
+def test_of_equal_shards_no_way_of_evicting_has_more_hits(rows, budget):
     uses = timeline(rows)
     best = most_hit_bytes(uses, [1] * 5, budget)
     if best < 0:
         with pytest.raises(CacheFullError):
-            replay([uses], np.ones(5, np.int64), budget, policy="optimum")
+            replay([uses], np.ones(5, np.int64), budget)
     else:
-        (epoch,) = replay([uses], np.ones(5, np.int64), budget, policy="optimum").epochs
+        (epoch,) = replay([uses], np.ones(5, np.int64), budget).epochs
         assert epoch.hit_bytes == best
 
 
 @given(rows, st.lists(st.integers(1, 6), min_size=5, max_size=5), st.integers(6, 20))
-def test_no_way_of_evicting_whole_shards_exceeds_the_optimum(rows, sizes, budget):
+def test_of_unequal_shards_the_search_never_finds_fewer_hits(rows, sizes, budget):
     uses = timeline(rows)
     best = most_hit_bytes(uses, sizes, budget)
     if best >= 0:
-        hits = {
-            policy: replay([uses], np.array(sizes), budget, policy=policy).epochs[0].hit_bytes for policy in POLICIES
-        }
-        assert max(hits["furthest"], hits["lru"]) <= best <= hits["optimum"]
+        assert replay([uses], np.array(sizes), budget).epochs[0].hit_bytes <= best
 
 
-def test_the_optimum_keeps_parts_of_shards():
-    uses = timeline([(0, 0, 1), (1, 1, 1), (2, 0, 1)])
-    (epoch,) = replay([uses], np.array([4, 2]), 5, policy="optimum").epochs
-    assert (epoch.hit_bytes, epoch.origin_bytes) == (3, 4 + 2 + 1)
-
-
-def test_a_job_sees_the_next_epoch_and_the_optimum_all_of_them():
-    # Shard 1 comes again two epochs later, shard 0 never does; shard 2 needs the room of one of them.
+def test_a_job_sees_the_next_epoch_only():
+    # Shard 1 comes again two epochs later, shard 0 never does; shard 2 needs the space of one of them.
     shards, epochs, first = np.array([0, 1, 2, 1]), np.array([0, 0, 1, 2]), np.arange(4)
     uses = Uses(shards, epochs, np.zeros(4, np.int64), first, first + 1)
-    hits = {policy: replay([uses], np.ones(3, np.int64), 2, policy=policy).epochs[2].hit_bytes for policy in POLICIES}
-    assert (hits["furthest"], hits["optimum"]) == (0, 1)
+    assert replay([uses], np.ones(3, np.int64), 2).epochs[2].hit_bytes == 0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("share", [0.10, 0.25, 0.50, 0.75])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal shards", "unequal shards"])
-def test_hits_come_within_a_point_of_the_optimum_over_ten_shuffled_epochs(equal, share, seed):
+def test_hits_come_within_a_point_of_the_share_that_fits_over_ten_shuffled_epochs(equal, share, seed):
     counts, sizes = data_set(200, equal=equal, seed=seed)
     config = OrderConfig(seed=seed, shuffle="windowed", lanes=2, block=50)
     uses = plan_uses(counts, sizes, config, range(EPOCHS))
     budget = int(sizes.sum() * share)
-    hits = {policy: hit_ratio(replay([uses], sizes, budget, policy=policy)) for policy in POLICIES}
+    # Each shard is used once an epoch, so no policy has a higher hit ratio than this share, but for single shards.
+    assert hit_ratio(replay([uses], sizes, budget)) == pytest.approx(share, abs=0.01)
     # Two shards ahead: what keeps the requests to an origin busy.
-    early = hit_ratio(replay([uses], sizes, budget, ahead_bytes=int(sizes.sum() * 0.005)))
-    report({**hits, "furthest, prefetching": early})
-    assert hits["optimum"] - 0.01 <= hits["furthest"] <= hits["optimum"]
-    assert early >= hits["optimum"] - 0.01
-    assert hits["furthest"] >= share - 0.01
-    assert hits["lru"] == pytest.approx({0.10: 0.005, 0.25: 0.035, 0.50: 0.15, 0.75: 0.40}[share], abs=0.03)
+    assert hit_ratio(replay([uses], sizes, budget, ahead_bytes=int(sizes.sum() * 0.005))) >= share - 0.01
 
 
 def test_where_one_data_set_is_read_more_often_it_stays():
@@ -143,13 +123,8 @@ def test_where_one_data_set_is_read_more_often_it_stays():
     by_time = np.argsort(mixed[3], kind="stable")
     uses = Uses(*(column[by_time] for column in mixed))
     both = np.concatenate([sizes, sizes])
-    hits = {
-        policy: hit_ratio(replay([uses], both, int(both.sum() / 2), policy=policy), slice(None))
-        for policy in POLICIES
-    }
-    report(hits)
-    assert hits["furthest"] >= hits["optimum"] - 0.01
-    assert hits["lru"] < hits["optimum"] - 0.1
+    # Nine epochs of the first data set are read in the time of three of the second: it is resident for eight of them.
+    assert hit_ratio(replay([uses], both, int(both.sum() / 2)), slice(None)) >= 8 / 12 - 0.02
 
 
 def test_with_all_of_the_data_resident_nothing_is_read_twice():
@@ -205,11 +180,8 @@ def test_a_cold_start_of_many_nodes_reads_the_origin_once(shared, share, ahead):
 
 def test_nodes_that_keep_what_they_own_read_the_origin_never_again(shared):
     sizes, owners, nodes = shared
-    budget = int(sizes.sum() * 0.3)
-    kept = replay(nodes, sizes, budget, owners=owners, ahead_bytes=300_000).epochs[-1]
-    same = replay(nodes, sizes, budget, owners=owners, ahead_bytes=300_000, prefer_owned=False).epochs[-1]
-    assert kept.origin_bytes == 0
-    assert same.origin_bytes == pytest.approx(0.7 * sizes.sum(), rel=0.02)
+    last = replay(nodes, sizes, int(sizes.sum() * 0.3), owners=owners, ahead_bytes=300_000).epochs[-1]
+    assert last.origin_bytes == 0
 
 
 def test_without_peers_every_node_reads_the_origin(shared):

@@ -1,0 +1,83 @@
+"""A simulated cache: its resident shards and evictions, by the policy of the real cache, without any data. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from datasvc.cache.catalogue.eviction import UNKNOWN, EvictionCandidate, choose_victims
+from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Account
+from datasvc.order import NEVER
+from datasvc.repository import Digest
+
+
+class SimulatedCache:
+    """A cache that evicts the shard with the furthest next use, by `eviction.choose_victims`; none that is in use.
+
+    Args:
+        sizes: bytes of each shard.
+        budget_bytes: budget of the cache.
+    """
+
+    def __init__(self, sizes: Sequence[int], budget_bytes: int) -> None:
+        self._sizes = sizes
+        self._budget_bytes = budget_bytes
+        self._resident: set[int] = set()
+        self._holds: Counter[int] = Counter()
+        self._evictable: list[tuple[int, int]] = []  # (next use, shard) ascending: the last one is evicted first
+        self._next_uses: dict[int, int] = {}  # of the evictable shards
+        self._num_unknown = 0
+        self.resident_bytes = 0
+
+    def missing(self, shard: int) -> int:
+        """Return the bytes to fetch before a shard can be used; 0 if it is resident."""
+        return 0 if shard in self._resident else self._sizes[shard]
+
+    def hold(self, shard: int) -> None:
+        """Add a hold on a shard, which is not evicted before `release`."""
+        self._holds[shard] += 1
+        if shard in self._next_uses:
+            self._remove_evictable(shard)
+
+    def release(self, shard: int, next_use: int) -> None:
+        """Remove a hold, and declare the next use of the shard: a time, UNKNOWN or NEVER."""
+        self._holds[shard] -= 1
+        if self._holds[shard] or shard not in self._resident:
+            return
+        if next_use >= UNKNOWN:
+            # Of unknown next uses, the shard released last is evicted first, as in the real cache.
+            self._num_unknown += 1
+            next_use += self._num_unknown
+        self._next_uses[shard] = next_use
+        bisect.insort(self._evictable, (next_use, shard))
+
+    def make_resident(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
+        """Make a shard with a hold resident.
+
+        Args:
+            shard: number of the shard.
+            now: current time. Bytes.
+            nearest: distance from `now` up to which shards are spared. Bytes.
+
+        Returns:
+            True; False if there is no space, and nothing was changed.
+        """
+        needed = self.missing(shard)
+        account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})
+        victims = choose_victims(self._candidates(now), account, DEFAULT_TENANT, needed, nearest_bytes=nearest)
+        if account.missing(DEFAULT_TENANT, needed) > 0:
+            return False
+        for victim in victims:
+            self._resident.remove(int(victim.digest))
+            self._remove_evictable(int(victim.digest))
+        self._resident.add(shard)
+        self.resident_bytes += needed - sum(victim.freed_bytes for victim in victims)
+        return True
+
+    def _candidates(self, now: int) -> Iterator[EvictionCandidate]:
+        for next_use, shard in reversed(self._evictable):
+            yield EvictionCandidate(Digest(str(shard)), self._sizes[shard], DEFAULT_TENANT, next_use - now)
+
+    def _remove_evictable(self, shard: int) -> None:
+        del self._evictable[bisect.bisect_left(self._evictable, (self._next_uses.pop(shard), shard))]
