@@ -12,6 +12,7 @@ from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.catalogue.records import footprint
+from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.cache.job import CacheJob
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder
@@ -57,7 +58,7 @@ class Cache(CacheJob):
         catalogue = self._open().catalogue
         if budget_bytes is not None:
             catalogue.configure(lambda current: replace(current, budget_bytes=budget_bytes))
-        elif not catalogue.configuration.budget_bytes:
+        elif not catalogue.read(lambda tables: tables.configuration).budget_bytes:
             raise ConfigError(f"the cache {path} has no budget yet; set one, such as budget='50GB'")
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
@@ -183,4 +184,4 @@ class Cache(CacheJob):
         """Return the counters of all processes since the catalogue was created, by name."""
         opened = self._open()
         opened.count_hits()
-        return opened.catalogue.counters()
+        return opened.catalogue.read(CatalogueTables.counters)

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 from datasvc.cache.catalogue.catalogue import BUSY, GRANTED, NoSpaceYet
+from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
 from datasvc.cache.sources.remote_file import Store
@@ -73,7 +73,7 @@ class CacheJob:
     @property
     def budget_bytes(self) -> int:
         """Most bytes that this tenant may use: the budget of the node minus the guarantees of other tenants."""
-        return self._open().catalogue.account().available(self.tenant)
+        return self._open().catalogue.read(CatalogueTables.account).available(self.tenant)
 
     def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
         """Make an object resident, and add a hold on it until `release`.
@@ -171,7 +171,7 @@ class CacheJob:
         opened = self._open()
         opened.locks.acquire(digest)
         try:
-            record = opened.catalogue.record(digest)
+            record = opened.catalogue.read(lambda tables: tables.get(digest))
             is_ready = record is not None and opened.catalogue.is_ready(ObjectInfo(digest, record.size_bytes))
             yield opened.files.object_path(digest) if is_ready else None
         finally:
@@ -206,9 +206,7 @@ class CacheJob:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def _open(self) -> CacheFolder:

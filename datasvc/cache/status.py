@@ -68,10 +68,18 @@ class CacheStatus:
 
 def read_status(folder: CacheFolder) -> CacheStatus:
     """Return the status of a cache; jobs of ended processes are not included."""
-    catalogue = folder.catalogue
-    account, configuration, pinned = catalogue.account(), catalogue.configuration, catalogue.pinned()
+    # In one transaction: the numbers belong to the same moment.
+    account, configuration, pinned, records, counters = folder.catalogue.read(
+        lambda tables: (
+            tables.account(),
+            tables.configuration,
+            tables.pinned(),
+            tables.objects(),
+            tables.counters(),
+        )
+    )
     resident, reserved, held, pinned_bytes, num_resident = 0, 0, 0, 0, 0
-    for digest, record in catalogue.records().items():
+    for digest, record in records.items():
         if record.state == RESERVED:
             reserved += record.used_bytes
             continue
@@ -96,6 +104,6 @@ def read_status(folder: CacheFolder) -> CacheStatus:
             )
             for name in sorted({*account.used_bytes, *account.quotas})
         },
-        jobs=tuple(catalogue.jobs()),
-        counters=catalogue.counters(),
+        jobs=tuple(folder.catalogue.jobs()),
+        counters=counters,
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from datasvc.cache import Cache, Quota
 from datasvc.cache.catalogue.records import RESERVED
+from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import DatasvcError
 from datasvc.repository import Repository
 from tests.cache.processes import disk_bytes, object_path
@@ -151,7 +152,10 @@ SCENARIOS = {
 def check(folder, repository, infos):
     """Open the cache after a crash: nothing is uncounted, over the budget, or wrong."""
     with Cache(folder) as cache:
-        account, records = cache._opened.catalogue.account(), cache._opened.catalogue.records()
+        account, records = (
+            cache._opened.catalogue.read(CatalogueTables.account),
+            cache._opened.catalogue.read(CatalogueTables.objects),
+        )
         used = {}
         for record in records.values():
             used[record.tenant] = used.get(record.tenant, 0) + record.used_bytes
@@ -168,7 +172,7 @@ def check(folder, repository, infos):
             read(cache, repository, info)
             assert disk_bytes(folder) <= 5 * BLOCK
         # Now that all room was needed, nothing is left of what was under way.
-        records = cache._opened.catalogue.records()
+        records = cache._opened.catalogue.read(CatalogueTables.objects)
         assert {record.state for record in records.values()} == {1}
         assert disk_bytes(folder) == sum(record.used_bytes for record in records.values()) == cache.budget_bytes
         assert {path.name for path in (folder / "objects").rglob("*/*")} == set(records)

@@ -126,7 +126,7 @@ def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
         found = [
             ScannedFile(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)
         ]
-        opened.catalogue.rebuild(opened.catalogue.configuration, found, boot_id())
+        opened.catalogue.rebuild(opened.catalogue.read(lambda tables: tables.configuration), found, boot_id())
         leave_folder(full, opened)
     empty = folder / "empty"
 

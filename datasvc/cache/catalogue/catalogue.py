@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import lmdb
 
@@ -26,7 +26,6 @@ from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import Files, ScannedFile
 from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
 from datasvc.cache.catalogue.object_locks import ObjectLocks
-from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure
@@ -44,6 +43,8 @@ class NoSpaceYet(NamedTuple):
 
     digest: Digest
 
+
+T = TypeVar("T")
 
 Reservation = Literal["resident", "reserved", "busy", "later"] | NoSpaceYet
 RESIDENT_ALREADY: Final = "resident"
@@ -88,10 +89,20 @@ class Catalogue:
         """Close the database."""
         self.env.close()
 
-    def check(self) -> None:
-        """Read the first and last row of every table. Raises lmdb.Error or ValueError if one is damaged."""
+    def check(self) -> str:
+        """Read the first and last row of every table; return the boot id for which the catalogue was built.
+
+        Raises lmdb.Error or ValueError if a row is damaged: `recovery` then rebuilds the catalogue.
+        """
         with self.env.begin() as txn:
-            CatalogueTables(self._tables, txn).check()
+            tables = CatalogueTables(self._tables, txn)
+            tables.check()
+            return tables.boot
+
+    def read(self, get: Callable[[CatalogueTables], T]) -> T:
+        """Return the result of `get`, which reads the tables at one moment; it must not return an open cursor."""
+        with self._map_errors(), self.env.begin() as txn:
+            return get(CatalogueTables(self._tables, txn))
 
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
@@ -157,24 +168,24 @@ class Catalogue:
             info: the object; the caller has a hold on it unless it prefetches.
             job_id: job of the caller.
             tenant: tenant whose quota is charged.
-            prefetch: next use of a prefetched object; then nothing is evicted that is needed sooner.
-            evict: whether objects that a job may need again can be evicted.
+            prefetch: next use of an object to prefetch; None: the object is needed now. See `CacheJob.prefetch`.
+            evict: as for `CacheJob.prefetch`.
 
         Returns:
             RESIDENT_ALREADY: the file exists and was verified. GRANTED: the caller has locked the incoming file and
             must fill it, then call `complete` or `drop`. BUSY: another process or thread has that lock, or waits for
-            it; wait for it and call again. LATER: no space for a prefetch. NoSpaceYet: no space before that object
-            has arrived; wait for it and call again.
+            it; call again when the lock is free. LATER: no space for a prefetch. NoSpaceYet: no space until another
+            object has arrived; call again then.
 
         Raises:
-            CacheFullError: evicting every unused object would not free enough space, and no fetch is in progress
-                whose object could be evicted later.
+            CacheFullError: evicting every unused object would not free enough space, and no fetch in progress brings
+                an object that could be evicted later.
             CorruptDataError: the object has another size.
             OSError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
             record = tables.get(info.digest)
-            # A reservation without the lock is of a process that has ended: this call takes it over.
+            # The process of a reservation without the lock has ended: this call takes the reservation over.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return BUSY
             if record is not None and record.size_bytes != info.size_bytes:
@@ -196,7 +207,7 @@ class Catalogue:
             if not refused:
                 if not self._files.lock_incoming(info.digest):
                     return BUSY
-                # An existing record is charged already: it is of a fetch whose process ended, or of a file to verify.
+                # An existing record is charged already: its process has ended, or its file is to be verified.
                 payer = tenant if record is None else record.tenant
                 tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                 return GRANTED
@@ -225,7 +236,7 @@ class Catalogue:
             digest: the object.
             job_id: job of the caller.
             publish: whether to rename the incoming file to its final name; False: the file is there already.
-            reuse: next use of the object, where the caller can tell.
+            reuse: next use of the object; None: unknown.
             counts: counters to add to.
         """
         with self._writing() as (tables, _):
@@ -252,10 +263,7 @@ class Catalogue:
     def release(
         self, digest: Digest, job_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
     ) -> None:
-        """Record the next use of an object whose hold the caller is about to release.
-
-        An object that another running job needs at the same distance or sooner stays assigned to that job.
-        """
+        """Record the next use of an object whose hold the caller is about to release, see `SpaceAllocator.claim`."""
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is not None and record.state == RESIDENT:
@@ -264,16 +272,7 @@ class Catalogue:
             tables.count(counts)
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
-        """Record when the caller needs objects whose files exist already, and assign them to the caller.
-
-        An object that another running job needs at the same distance or sooner stays assigned to that job.
-
-        Args:
-            next_uses: next use of each object, on the caller's clock. Bytes.
-            job_id: job of the caller.
-            now: current value of the caller's clock. Bytes.
-            passed_only: leave the caller's own objects unchanged if their next use is still ahead.
-        """
+        """Record when the caller needs objects whose files exist already; arguments as of `CacheJob.expect`."""
         with self._writing() as (tables, space):
             tables.set_clock(job_id, now)
             for digest, next_use in next_uses.items():
@@ -362,50 +361,11 @@ class Catalogue:
         with self._writing() as (tables, _):
             tables.count(counts)
 
-    @property
-    def configuration(self) -> Configuration:
-        """Budget and quotas."""
-        with self._reading() as tables:
-            return tables.configuration
-
-    @property
-    def boot(self) -> str:
-        """Boot id of the machine for which the catalogue was built; "" for a new one."""
-        with self._reading() as tables:
-            return tables.boot
-
-    def account(self) -> Account:
-        """Return what tenants use and may use."""
-        with self._reading() as tables:
-            return tables.account()
-
-    def counters(self) -> dict[str, int]:
-        """Return the counters by name, since the catalogue was created."""
-        with self._reading() as tables:
-            return tables.counters()
-
-    def record(self, digest: Digest) -> ObjectRecord | None:
-        """Return the record of one object; None if there is none."""
-        with self._reading() as tables:
-            return tables.get(digest)
-
-    def records(self) -> dict[Digest, ObjectRecord]:
-        """Return every record."""
-        with self._reading() as tables:
-            return dict(tables.objects())
-
-    def pinned(self) -> set[Digest]:
-        """Return every pinned object, resident or not."""
-        with self._reading() as tables:
-            return tables.pinned()
-
     def jobs(self) -> list[RunningJob]:
         """Return the running jobs that have the cache open."""
-        with self._reading() as tables:
-            rows = tables.jobs()
         return [
             RunningJob(row.job_id, row.clock_bytes, row.note)
-            for row in rows
+            for row in self.read(CatalogueTables.jobs)
             if row.clock_bytes is not None
             and row.job_id != NO_JOB
             and is_held(self._files.leases, lease_of(row.job_id))
@@ -422,16 +382,12 @@ class Catalogue:
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
         # One thread at a time until the victims are unlocked: all threads of a process lock by the same descriptor.
+        # The contexts close in reverse order, so that the victims are unlocked after the commit.
         with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
             tables = CatalogueTables(self._tables, txn)
             space = SpaceAllocator(tables, self._files, self._locks, self.env.reader_check)
             ending.callback(space.unlock_all)
             yield tables, space
-
-    @contextmanager
-    def _reading(self) -> Iterator[CatalogueTables]:
-        with self._map_errors(), self.env.begin() as txn:
-            yield CatalogueTables(self._tables, txn)
 
     @contextmanager
     def _map_errors(self) -> Iterator[None]:

@@ -66,19 +66,12 @@ class Files:
         self.pins = folder / "pins"
         # By object and thread. If an interrupt comes before a file is stored here, the file object closes itself.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
-        subfolders = (
-            self.leases,
-            self.catalogue,
-            self.quarantine,
-            self.pins,
-            folder / "objects",
-            folder / "incoming",
-        )
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_folder(folder)
-            for subfolder in subfolders:
-                subfolder.mkdir(exist_ok=True)
+            # catalogue/ comes before objects/: by this order `check_folder` tells a new cache from another folder.
+            for name in ("leases", "catalogue", "quarantine", "pins", "objects", "incoming"):
+                (folder / name).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"cannot use {folder} as a cache: {error}; choose a folder on a local disk that this user can write"
@@ -106,10 +99,6 @@ class Files:
             return os.lstat(self.object_name(digest)).st_ino
         except FileNotFoundError:
             return None
-
-    def incoming_path(self, digest: Digest) -> Path:
-        """Return the path of an object that is being fetched."""
-        return Path(self._incoming(digest))
 
     def parts_path(self, digest: Digest) -> Path:
         """Return the path of the list of received parts of an incoming object."""
@@ -183,7 +172,7 @@ class Files:
         _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def unlock(self, digest: Digest) -> None:
-        """Release this thread's lock; the threads that wait for the object go on."""
+        """Release this thread's lock; threads and processes that wait for the object continue."""
         file = self._locked.pop((digest, threading.get_ident()))
         fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock while a forked child has a copy
         file.close()

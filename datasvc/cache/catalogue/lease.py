@@ -69,8 +69,7 @@ class Lease:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
             self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self.abandon()
 
 
 def name_order(lease_id: str, number: int) -> str:

@@ -27,8 +27,6 @@ from datasvc.repository import Digest
 _NUM_FILES: Final = 64
 _FLOCK: Final = struct.Struct("@hhqqi4x")  # fcntl.h: type, whence, start, len, pid
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # fcntl.h: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
-
-
 _TOO_MANY_FILES: Final = (errno.EMFILE, errno.ENFILE)
 # Errors of file systems without locks, and (EINVAL) of kernels without F_OFD_SETLK.
 _NOT_SUPPORTED: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -58,7 +56,7 @@ class ObjectLocks:
         try:
             folder.mkdir(exist_ok=True)
             # Fails here, at the start, if these locks are not supported.
-            self._apply(self._descriptor(self._exclusive_files, 0), _SETLK, fcntl.F_UNLCK, 0)
+            fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot lock files in {folder}: {error}{_advice(error)}") from error
@@ -78,7 +76,7 @@ class ObjectLocks:
     def release(self, digest: Digest) -> None:
         """Remove one hold."""
         with self._lock:
-            if self._counts[digest]:  # otherwise closed meanwhile
+            if self._counts[digest]:  # 0 after `close`, which has removed every hold
                 self._release(digest)
         self._release_abandoned()
 
@@ -112,7 +110,7 @@ class ObjectLocks:
         """Return whether any process has a hold on an object."""
         # The descriptor for exclusive locks: the holds of this process are on another one, so they count too.
         descriptor, offset = self._locate(self._exclusive_files, digest)
-        answer = fcntl.fcntl(descriptor, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+        answer = fcntl.fcntl(descriptor, _GETLK, _flock(fcntl.F_WRLCK, offset))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
@@ -146,7 +144,7 @@ class ObjectLocks:
             self._set(self._hold_files, _SETLK, fcntl.F_UNLCK, digest)
 
     def _release_abandoned(self) -> None:
-        # Where the lock is taken, perhaps by this thread, its owner makes this check again after it releases it.
+        # Never waits for the lock, which this thread may have: its owner repeats this check after it unlocks.
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._abandoned:
@@ -156,7 +154,7 @@ class ObjectLocks:
 
     def _set(self, descriptors: dict[int, int], call: int, kind: int, digest: Digest) -> None:
         descriptor, offset = self._locate(descriptors, digest)
-        self._apply(descriptor, call, kind, offset)
+        fcntl.fcntl(descriptor, call, _flock(kind, offset))
 
     def _locate(self, descriptors: dict[int, int], digest: Digest) -> tuple[int, int]:
         number = int(digest[:2], 16) % _NUM_FILES
@@ -174,9 +172,10 @@ class ObjectLocks:
                     descriptor = descriptors[number] = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         return descriptor
 
-    @staticmethod
-    def _apply(descriptor: int, call: int, kind: int, offset: int) -> None:
-        fcntl.fcntl(descriptor, call, _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0))
+
+def _flock(kind: int, offset: int) -> bytes:
+    """Return the argument of fcntl for a lock of one byte."""
+    return _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0)
 
 
 def _advice(error: OSError) -> str:
@@ -192,9 +191,9 @@ def locked_byte(path: Path, offset: int) -> Iterator[None]:
     """Lock one byte of a file exclusively, among threads and processes, inside the block. Raises OSError."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.fcntl(descriptor, _SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0))
+        fcntl.fcntl(descriptor, _SETLKW, _flock(fcntl.F_WRLCK, offset))
         yield
     finally:
         # Unlocked explicitly: closing does not release the lock while a forked child has a copy of the descriptor.
-        fcntl.fcntl(descriptor, _SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, offset, 1, 0))
+        fcntl.fcntl(descriptor, _SETLK, _flock(fcntl.F_UNLCK, offset))
         os.close(descriptor)

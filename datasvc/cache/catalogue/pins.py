@@ -6,8 +6,8 @@ The files survive a rebuild of the catalogue, which reads the pins from them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -37,12 +37,10 @@ class Pin:
         return sum(self.objects.values())
 
 
-@contextmanager
-def changing_pin(folder: Path, name: str) -> Iterator[None]:
+def changing_pin(folder: Path, name: str) -> AbstractContextManager[None]:
     """Lock a pin's name for changes inside the block; wait until other changes of it are done. Raises OSError."""
     # 60 bits of a digest: two names that share a byte would only exclude each other.
-    with locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16)):
-        yield
+    return locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16))
 
 
 def write_pin(folder: Path, pin: Pin) -> None:

@@ -47,24 +47,27 @@ class ObjectRecord(NamedTuple):
     @classmethod
     def decode(cls, content: bytes) -> ObjectRecord:
         """Return the record that `encode` wrote. Raises ValueError if `content` is not a record."""
-        if len(content) < _HEAD.size:
-            raise ValueError(f"a catalogue record has {len(content)} bytes; expected at least {_HEAD.size}")
+        state, size_bytes, next_use = _parse_head(content)
         job_id, tenant = content[_HEAD.size :].decode().split("\0")
-        state, size_bytes, next_use = _HEAD.unpack_from(content)
         return cls(state, size_bytes, next_use, job_id, tenant)
 
     @staticmethod
     def state_of(content: bytes | memoryview) -> int:
         """Return only the state of an encoded record. Raises ValueError if `content` is not a record."""
-        if len(content) < _HEAD.size:
-            raise ValueError(f"a catalogue record has {len(content)} bytes; expected at least {_HEAD.size}")
-        state: int = _HEAD.unpack_from(content)[0]
-        return state
+        return _parse_head(content)[0]
 
     @property
     def used_bytes(self) -> int:
         """Disk space of the object."""
         return footprint(self.size_bytes)
+
+
+def _parse_head(content: bytes | memoryview) -> tuple[int, int, int]:
+    """Return state, size and next use of an encoded record. Raises ValueError if `content` is too short."""
+    if len(content) < _HEAD.size:
+        raise ValueError(f"a catalogue record has {len(content)} bytes; expected at least {_HEAD.size}")
+    state, size_bytes, next_use = _HEAD.unpack_from(content)
+    return state, size_bytes, next_use
 
 
 def footprint(size_bytes: Size) -> Size:

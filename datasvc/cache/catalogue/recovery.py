@@ -96,8 +96,7 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
             return _rebuild(files, locks, configuration)
     try:
         catalogue = Catalogue(files, locks)
-        boot = catalogue.boot
-        catalogue.check()
+        boot = catalogue.check()
     except (
         lmdb.CorruptedError,
         lmdb.InvalidError,
@@ -105,19 +104,14 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
         lmdb.PageNotFoundError,
         ValueError,
     ) as error:
-        return _rebuild_exclusive(files, locks, configuration, is_exclusive=is_exclusive, why=str(error))
+        why = str(error)
     except lmdb.Error as error:
         raise describe_failure(files.catalogue, error) from error
-    if boot == boot_id():
-        return catalogue
-    catalogue.close()
-    why = f"it belongs to another boot, {boot!r}"
-    return _rebuild_exclusive(files, locks, configuration, is_exclusive=is_exclusive, why=why)
-
-
-def _rebuild_exclusive(
-    files: Files, locks: ObjectLocks, configuration: Configuration, *, is_exclusive: bool, why: str
-) -> Catalogue:
+    else:
+        if boot == boot_id():
+            return catalogue
+        catalogue.close()
+        why = f"it belongs to another boot, {boot!r}"
     if not is_exclusive:
         raise CorruptDataError(
             f"the cache catalogue {files.catalogue} is damaged ({why}) and other processes use it: stop these, then "

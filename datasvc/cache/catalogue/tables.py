@@ -125,10 +125,10 @@ class CatalogueTables:
         else:
             self._txn.delete(order_key(record.job_id, record.next_use, digest), db=self._tables.order)
 
-    def objects(self) -> Iterator[tuple[Digest, ObjectRecord]]:
-        """Yield every record."""
-        for key, value in self._txn.cursor(db=self._tables.objects):
-            yield Digest(bytes(key).hex()), ObjectRecord.decode(bytes(value))
+    def objects(self) -> dict[Digest, ObjectRecord]:
+        """Return every record."""
+        rows = self._txn.cursor(db=self._tables.objects)
+        return {Digest(bytes(key).hex()): ObjectRecord.decode(bytes(value)) for key, value in rows}
 
     def reserved(self) -> list[Digest]:
         """Return the objects that are being fetched."""
@@ -225,7 +225,7 @@ class CatalogueTables:
         return bool(cursor.set_range(key)) and bytes(cursor.key()).startswith(key)
 
     def pinned(self) -> set[Digest]:
-        """Return every pinned object."""
+        """Return every pinned object, resident or not."""
         keys = self._txn.cursor(db=self._tables.pins).iternext(values=False)
         return {Digest(bytes(key)[:32].hex()) for key in keys}
 
@@ -280,7 +280,7 @@ class CatalogueTables:
         return Account(limit, configuration.quotas, used, self.quarantined_bytes, limit < configuration.budget_bytes)
 
     def counters(self) -> dict[str, int]:
-        """Return the counters by name."""
+        """Return the counters by name, since the catalogue was created."""
         return self._numbers(b"n:")
 
     def count(self, counts: Mapping[str, int] | None) -> None:

@@ -21,7 +21,7 @@ def bring(cache, origin, job, next_uses, now=0):
 
 
 def record(cache, info):
-    return cache._opened.catalogue.record(info.digest)
+    return cache._opened.catalogue.read(lambda tables: tables.get(info.digest))
 
 
 def test_what_another_job_needs_soon_stays_when_one_that_needs_it_later_lets_go(cache, origin, orders):

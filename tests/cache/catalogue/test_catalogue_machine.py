@@ -18,6 +18,7 @@ from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import NO_QUOTA, Quota
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT
 from datasvc.cache.catalogue.recovery import open_catalogue
+from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.order import NEVER, NextUse
 from datasvc.repository import ObjectInfo
@@ -129,7 +130,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     def observe(self, tenant, before_used):
         """Take over what a call evicted, having checked that it might."""
-        actual = {BY_DIGEST[digest] for digest in self.catalogue.records()}
+        actual = {BY_DIGEST[digest] for digest in self.catalogue.read(CatalogueTables.objects)}
         gone = set(self.known) - actual
         evictable = self.evictable()
         evicted = {number for number in gone if self.known[number].state == RESIDENT}
@@ -149,8 +150,7 @@ class CatalogueMachine(RuleBasedStateMachine):
                 assert self.used(name) >= min(before_used[name], guaranteed), f"{name} is below its guarantee"
 
     def before(self):
-        with self.catalogue._reading() as rows:
-            self.order = [name for _, name, _, _ in rows.jobs()]
+        self.order = [name for _, name, _, _ in self.catalogue.read(CatalogueTables.jobs)]
         return {name: self.used(name) for name in TENANTS}
 
     # What happens.
@@ -261,7 +261,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.take_next_use(number, known.owner, reuse)
 
     def take_next_use(self, number, owner, reuse):
-        record = self.catalogue.record(INFOS[number].digest)
+        record = self.catalogue.read(lambda tables: tables.get(INFOS[number].digest))
         known = self.known[number]
         if reuse is None:
             released = [each.next_use for each in self.known.values() if UNKNOWN <= each.next_use < NEVER]
@@ -346,7 +346,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     def the_disk_is_full(self, data):
         number, before = data.draw(st.sampled_from(self.reserved())), self.before()
         room = self.evictable()
-        total = self.catalogue.account().total_bytes
+        total = self.catalogue.read(CatalogueTables.account).total_bytes
         try:
             self.catalogue.shrink(INFOS[number].digest, 0)
         except CacheFullError:
@@ -355,12 +355,12 @@ class CatalogueMachine(RuleBasedStateMachine):
             if not self.quotas and not self.dead_reserved() and total <= self.limit:
                 assert freed < needed, "there was something to evict"
             self.observe(self.known[number].tenant, before)
-            assert self.catalogue.account().budget_bytes == self.limit
+            assert self.catalogue.read(CatalogueTables.account).budget_bytes == self.limit
             return
-        self.limit = self.catalogue.account().budget_bytes
+        self.limit = self.catalogue.read(CatalogueTables.account).budget_bytes
         assert self.limit < total
         self.observe(self.known[number].tenant, before)
-        assert self.catalogue.account().total_bytes <= self.limit
+        assert self.catalogue.read(CatalogueTables.account).total_bytes <= self.limit
 
     def dead_reserved(self):
         return [n for n, known in self.known.items() if known.state == RESERVED and n not in self.reserved()]
@@ -379,7 +379,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_catalogue_says_what_the_model_says(self):
-        records = self.catalogue.records()
+        records = self.catalogue.read(CatalogueTables.objects)
         assert {BY_DIGEST[digest] for digest in records} == set(self.known)
         for digest, record in records.items():
             known = self.known[BY_DIGEST[digest]]
@@ -389,7 +389,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_counted_is_what_lies_there(self):
-        account = self.catalogue.account()
+        account = self.catalogue.read(CatalogueTables.account)
         assert account.used_bytes == {name: self.used(name) for name in TENANTS if self.used(name)}
         in_quarantine = [path.stat().st_size for path in (self.folder / "quarantine").iterdir()]
         assert account.quarantined_bytes == sum(-(-size // BLOCK) * BLOCK for size in in_quarantine)

@@ -69,9 +69,9 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 def test_who_waits_and_is_stopped_keeps_others_from_that_object_alone(tmp_path):
     files = Files(tmp_path)
-    files.incoming_path(ONE).touch()
+    (files.folder / "incoming" / ONE).touch()
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, files.incoming_path(ONE)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", STOPPED, files.folder / "incoming" / ONE], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert process.stdout.readline() == "waiting\n"
     assert not files.is_incoming_locked(ONE)
@@ -89,7 +89,7 @@ def test_who_waits_and_is_stopped_keeps_others_from_that_object_alone(tmp_path):
 
 def test_many_may_wait_for_one_at_a_time(tmp_path):
     files = Files(tmp_path)
-    descriptor = os.open(files.incoming_path(ONE), os.O_CREAT | os.O_RDWR)
+    descriptor = os.open(files.folder / "incoming" / ONE, os.O_CREAT | os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     threads = [threading.Thread(target=files.wait_for_incoming, args=(ONE,)) for _ in range(8)]
     [thread.start() for thread in threads]

@@ -97,7 +97,7 @@ def test_the_advice_fits_the_error(tmp_path, monkeypatch, number, advice):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(ObjectLocks, "_apply", staticmethod(fail))
+    monkeypatch.setattr("datasvc.cache.catalogue.object_locks.fcntl.fcntl", fail)
     with pytest.raises(ConfigError, match=rf"{re.escape(os.strerror(number))}; {advice}"):
         ObjectLocks(tmp_path / "holds")
 

@@ -8,6 +8,7 @@ import pytest
 from datasvc.cache import Cache
 from datasvc.cache.catalogue import recovery
 from datasvc.cache.catalogue.pins import Pin, read_pins, remove_pin, write_pin
+from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import CacheFullError, CorruptDataError, NotFoundError
 from datasvc.shards import ingest, open_dataset
 from tests.cache.processes import run_python
@@ -101,14 +102,18 @@ def test_a_pin_that_does_not_fit_leaves_everything_as_it_was(tmp_path, splits):
     with Cache(tmp_path / "cache", budget=4096 * 3) as cache:
         with pytest.raises(CacheFullError):
             cache.pin("pets", list(splits.values()))
-        assert (cache.status().pins, cache._opened.catalogue.pinned()) == ({}, set())
+        assert (cache.status().pins, cache._opened.catalogue.read(CatalogueTables.pinned)) == ({}, set())
         assert read_pins(cache.folder / "pins") == {}
 
 
 def test_pinning_something_else_under_a_name_replaces_it(pinned, splits):
     pinned.pin("pets@1", [splits["train"]])
-    assert pinned._opened.catalogue.pinned() == {info.digest for info in splits["train"].table.shards()}
-    assert set(read_pins(pinned.folder / "pins")["pets@1"].objects) == pinned._opened.catalogue.pinned()
+    assert pinned._opened.catalogue.read(CatalogueTables.pinned) == {
+        info.digest for info in splits["train"].table.shards()
+    }
+    assert set(read_pins(pinned.folder / "pins")["pets@1"].objects) == pinned._opened.catalogue.read(
+        CatalogueTables.pinned
+    )
 
 
 @pytest.mark.parametrize("moment", ["stage", "pin"])
@@ -125,7 +130,7 @@ def test_a_pin_cut_off_by_a_kill_can_be_undone(tmp_path, splits, repository, mom
     assert run_python(code, tmp_path / "cache", repository.url, moment, before) == -signal.SIGKILL
     with Cache(tmp_path / "cache") as cache:
         cache.unpin("pets")
-        assert cache._opened.catalogue.pinned() == set()
+        assert cache._opened.catalogue.read(CatalogueTables.pinned) == set()
 
 
 def test_unpinning_what_is_not_pinned_says_what_is(pinned):
@@ -194,4 +199,4 @@ def test_a_pin_waits_for_another_of_its_name_and_is_not_undone_with_it(tmp_path,
         digests = {info.digest for info in splits["train"].table.shards()}
         assert set(read_pins(cache.folder / "pins")) == {"x", "other"}
         cache.unpin("other")
-        assert cache._opened.catalogue.pinned() == digests
+        assert cache._opened.catalogue.read(CatalogueTables.pinned) == digests

@@ -13,6 +13,7 @@ from datasvc.cache import Cache, Quota
 from datasvc.cache.catalogue import recovery
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.records import UNVERIFIED
+from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
 from tests.cache.processes import (
     ROOT,
@@ -118,7 +119,9 @@ def test_after_a_crash_of_the_machine_objects_are_verified_before_use(filled, or
     path.write_bytes(b"\1" * 4096)  # what a power cut may leave
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     with Cache(filled) as cache:
-        assert {record.state for record in cache._opened.catalogue.records().values()} == {UNVERIFIED}
+        assert {record.state for record in cache._opened.catalogue.read(CatalogueTables.objects).values()} == {
+            UNVERIFIED
+        }
         assert cache.acquire(infos[0], repository).outcome == "origin"
         assert path.read_bytes() == b"\0" * 4096
         assert cache.status().num_corrupt == 1
@@ -241,7 +244,10 @@ def test_tenants_keep_what_they_had_when_the_catalogue_is_made_again(tmp_path, o
         fill_as(cache, repository, infos[3:5])
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     with Cache(folder) as cache:
-        assert cache._opened.catalogue.account().used_bytes == {"team": 3 * 4096, "default": 2 * 4096}
+        assert cache._opened.catalogue.read(CatalogueTables.account).used_bytes == {
+            "team": 3 * 4096,
+            "default": 2 * 4096,
+        }
         assert [cache.acquire(info, repository).outcome for info in infos[:5]] == ["resident"] * 5
 
 
@@ -270,7 +276,7 @@ def test_what_does_not_fit_after_a_restart_goes_from_those_above_their_guarantee
     (folder / "cache.json").write_bytes(Configuration(3 * 4096, {"team": Quota(2 * 4096)}).encode())
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     with Cache(folder) as cache:
-        assert cache._opened.catalogue.account().used_bytes == {"team": 2 * 4096, "default": 4096}
+        assert cache._opened.catalogue.read(CatalogueTables.account).used_bytes == {"team": 2 * 4096, "default": 4096}
 
 
 # Has the lock that LMDB takes for its process id, as one of another PID namespace may.

@@ -200,7 +200,7 @@ def test_an_object_is_known_to_be_needed_soon_at_the_instant_it_is_let_go(cache,
     catalogue = cache._opened.catalogue
 
     def release(digest: Digest):
-        seen.append(catalogue.record(digest).next_use)
+        seen.append(catalogue.read(lambda tables: tables.get(digest)).next_use)
         return real(digest)
 
     monkeypatch.setattr(cache._opened.locks, "release", release)

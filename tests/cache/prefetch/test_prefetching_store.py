@@ -287,7 +287,10 @@ def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, 
             fetch_all(ahead)
         wanted = UseTimeline(split.table, CONFIG).next_uses(0, 0)
         for number, info in enumerate(split.table.shards()):
-            assert cache._open().catalogue.record(info.digest).next_use == wanted[number]
+            assert (
+                cache._open().catalogue.read(lambda tables, digest=info.digest: tables.get(digest)).next_use
+                == (wanted[number])
+            )
 
 
 def test_a_job_whose_stager_died_goes_on(tmp_path, split):
