@@ -9,7 +9,6 @@ names do not collide.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +26,7 @@ _MAX_FILES_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A staged file.
-
-    Attributes:
-        url: URL of the file.
-        path: path of the file on this node.
-        outcome: "resident" if the file was on the node already, otherwise "origin".
-        size_bytes: size of the file.
-    """
+    """A staged file at `path` of this node; `outcome` is "resident" if it was on the node already, else "origin"."""
 
     url: str
     path: Path
@@ -59,14 +51,12 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGR
         SourceChangedError: a file changed while it was read.
     """
     held: list[Digest] = []
-    lock = threading.Lock()
 
     def stage_one(url: str) -> StagedFile:
         file = RemoteFile(url)
         link = FileLink(cache.folder, file.info.digest)
         acquired = cache.acquire(file.info, file, progress)
-        with lock:
-            held.append(file.info.digest)
+        held.append(file.info.digest)
         return StagedFile(url, link.make(file.file_name), acquired.outcome, file.info.size_bytes)
 
     try:

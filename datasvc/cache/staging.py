@@ -20,16 +20,9 @@ _BYTES_AT_ONCE = 512 << 20
 
 @dataclass(frozen=True)
 class StageReport:
-    """Result of staging.
+    """Result of staging: objects and bytes that were resident already (hits), from the origin, and from other nodes.
 
-    Attributes:
-        num_hits: objects that were resident already.
-        num_from_origin: objects from the origin.
-        num_from_peers: objects from other nodes.
-        num_left: objects that were not started because staging was stopped.
-        hit_bytes: bytes that were resident already.
-        origin_bytes: bytes from the origin.
-        peer_bytes: bytes from other nodes.
+    `num_left` objects were not started, because staging was stopped.
     """
 
     num_hits: int

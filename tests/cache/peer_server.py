@@ -13,8 +13,6 @@ PIECE_BYTES = 64 << 10
 class Strangers:
     """Who the nodes are: none of them this machine, though they run here."""
 
-    num_failures = 0
-
     def __init__(self, *urls):
         self._urls = urls
 

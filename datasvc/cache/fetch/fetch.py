@@ -1,7 +1,7 @@
-"""Fetch one object onto the node, into the incoming file for which the caller has a reservation: transfer and verify.
+"""Fetch one object into its incoming file, for which the caller has a reservation in the catalogue, and verify it.
 
-Objects of a repository are verified by their digest. The content
-digest of a remote file is unknown, so the state that its store reports is compared before and after the transfer.
+An object of a repository is verified by its digest. The content digest of a remote file is unknown, so the state that
+its store reports is compared before and after the transfer.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class Fetcher:
     """Fills the incoming files of objects whose space the caller has reserved.
 
-    Args:
-        catalogue: catalogue of the cache.
-        files: files of the cache.
-        requests: requests to origins, shared by all fetches of this process.
+    All fetches of a process share its `requests` to origins.
     """
 
     def __init__(self, catalogue: Catalogue, files: Files, requests: RequestPool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from functools import partial
 
 from blake3 import blake3
@@ -37,6 +38,7 @@ class PartialFile:
 
     Attributes:
         is_continued: whether the file contains parts that were received before this object was created.
+        bytes_by_source: bytes in the file that this process received, by source.
         bytes_by_kind: bytes that arrived in this process by kind of source, wrong ones included.
     """
 
@@ -52,14 +54,9 @@ class PartialFile:
         self._filled = [
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
-        self._bytes_by_source: dict[ObjectSource, int] = {}
+        self.bytes_by_source: Counter[ObjectSource] = Counter()
         self.is_continued = bool(parts.arrived)
-        self.bytes_by_kind: dict[Kind, int] = {}
-
-    @property
-    def bytes_by_source(self) -> dict[ObjectSource, int]:
-        """Bytes in the file that this process received, by source."""
-        return self._bytes_by_source
+        self.bytes_by_kind: Counter[Kind] = Counter()
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +78,7 @@ class PartialFile:
         """Discard all bytes of the file. Raises OSError."""
         self._parts.clear()
         self._filled = [0] * len(self._filled)
-        self._bytes_by_source = {}
+        self.bytes_by_source = Counter()
         self.is_continued = False
         self._hash, self._hashed = blake3(), 0
 
@@ -107,8 +104,8 @@ class PartialFile:
         self._write_all(offset, view)
         with self._lock:
             self._record(offset, len(view))
-            self._bytes_by_source[source] = self._bytes_by_source.get(source, 0) + len(view)
-            self.bytes_by_kind[source.kind] = self.bytes_by_kind.get(source.kind, 0) + len(view)
+            self.bytes_by_source[source] += len(view)
+            self.bytes_by_kind[source.kind] += len(view)
             self._progress.advance(len(view), source=source.kind)
         self._hash_on(offset, view)
 

@@ -95,8 +95,8 @@ class _Transfer:
                 self._give_up(source, error)
             except DatasvcError as error:
                 self._failures.append((source, error))
-        bytes_by_source = self._file.bytes_by_source
-        kind = max(bytes_by_source, key=bytes_by_source.__getitem__).kind if bytes_by_source else None
+        largest = self._file.bytes_by_source.most_common(1)
+        kind = largest[0][0].kind if largest else None
         return FetchReport(self._file.bytes_by_kind, self._num_corrupt, kind, self._file.digest())
 
     def _has_object(self) -> bool:

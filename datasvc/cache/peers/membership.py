@@ -1,7 +1,7 @@
 """The list of nodes: fixed, from a file that may change while a job runs, or from the addresses of a DNS name.
 
-An invalid list at the start is an error. A list that becomes invalid later is counted, and the last valid one stays
-in use, so a typing error or a short failure of a name server does not end a job.
+An invalid list at the start is an error. While a list is invalid later, the last valid one stays in use, so a typing
+error or a short failure of a name server does not end a job.
 
 The local node is identified among the nodes, so that it never requests an object from itself, and deadlocks.
 """
@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,10 +41,6 @@ class Nodes:
 class NodeMembership(Protocol):
     """A list of nodes that may change. Safe for threads; can be pickled."""
 
-    @property
-    def num_failures(self) -> int:
-        """Number of failed reads of the list since the start; the last valid list stays in use."""
-
     def nodes(self) -> Nodes:
         """Return the current nodes."""
 
@@ -58,8 +55,6 @@ class FixedMembership:
     Raises:
         ConfigError: an entry is not a base URL, `local_url` is not in the list, or several hosts are this machine.
     """
-
-    num_failures = 0
 
     def __init__(self, urls: Iterable[str], *, local_url: str | None = None) -> None:
         self._nodes = _nodes_at_start(_parse_urls(urls), local_url)
@@ -86,33 +81,30 @@ class FileMembership:
     def __init__(self, path: Path, *, local_url: str | None = None) -> None:
         self._path = path
         self._local_url = local_url
-        self._lock = threading.Lock()
-        self.num_failures = 0
-        self._nodes = self._read(_nodes_at_start)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}  # locks cannot be pickled
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        # One value, replaced as a whole: no thread combines the nodes of one file with the identity of another.
+        self._current = self._read(_nodes_at_start)
 
     def nodes(self) -> Nodes:
         """See `NodeMembership`."""
-        with self._lock:
-            try:
-                if _identity(self._path.stat()) != self._file_identity:
-                    self._nodes = self._read(_nodes_while_running)
-            except (OSError, ConfigError):
-                self.num_failures += 1
-            return self._nodes
+        old_identity, old_nodes = self._current
+        # An error is swallowed on purpose: the last valid list stays in use.
+        with suppress(OSError, ConfigError):
+            identity = _identity(self._path.stat())
+            if identity != old_identity:
+                # Before the file is read: an invalid file is read once, not in every call.
+                self._current = identity, old_nodes
+                self._current = self._read(_nodes_while_running)
+        return self._current[1]
 
-    def _read(self, to_nodes: Callable[[tuple[str, ...], str | None], Nodes]) -> Nodes:
+    def _read(self, to_nodes: Callable[[tuple[str, ...], str | None], Nodes]) -> tuple[tuple[int, int, int], Nodes]:
+        """Return the identity of the file, and its nodes."""
         try:
             with self._path.open(encoding="utf-8") as file:
                 # Before the content is read: a later change of the file changes its identity, and is read next time.
-                self._file_identity = _identity(os.fstat(file.fileno()))
+                identity = _identity(os.fstat(file.fileno()))
                 lines = [line.strip() for line in file]
-            return to_nodes(_parse_urls(line for line in lines if line and not line.startswith("#")), self._local_url)
+            urls = _parse_urls(line for line in lines if line and not line.startswith("#"))
+            return identity, to_nodes(urls, self._local_url)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the list of nodes from {self._path}: {error}") from error
         except ConfigError as error:
@@ -152,7 +144,6 @@ class DnsMembership:
         self._resolve = resolve or addresses_of
         self._clock = clock
         self._resolving = threading.Lock()
-        self.num_failures = 0
         try:
             self._refresh()
         except OSError as error:
@@ -172,9 +163,9 @@ class DnsMembership:
         # A name server may take seconds: one thread waits for it, and the others use the current list.
         if self._clock() - self._resolved_s >= self._interval_s and self._resolving.acquire(blocking=False):
             try:
-                self._refresh()
-            except (OSError, ConfigError):
-                self.num_failures += 1
+                # An error is swallowed on purpose: the last addresses stay in use.
+                with suppress(OSError, ConfigError):
+                    self._refresh()
             finally:
                 self._resolving.release()
         return self._nodes
@@ -182,7 +173,7 @@ class DnsMembership:
     def _refresh(self) -> None:
         host, port, scheme = self._address
         self._resolved_s = self._clock()
-        urls = _parse_urls(f"{scheme}://{_bracketed(address)}:{port}" for address in self._resolve(host))
+        urls = _parse_urls(f"{scheme}://{bracketed(address)}:{port}" for address in self._resolve(host))
         self._nodes = _nodes_while_running(urls, self._local_url)
 
 
@@ -219,7 +210,7 @@ def parse_node(text: str) -> str:
     extra_parts = (split.path.rstrip("/"), split.query, split.fragment, split.username) if host else ()
     if not host or not port or split.scheme not in ("http", "https") or any(extra_parts) or not text.isprintable():
         raise ConfigError(f"{text!r} is not a valid node; expected http://HOST:PORT or https://HOST:PORT")
-    return f"{split.scheme}://{_bracketed(host)}:{port}"
+    return f"{split.scheme}://{bracketed(host)}:{port}"
 
 
 def _parse_urls(texts: Iterable[str]) -> tuple[str, ...]:
@@ -283,7 +274,8 @@ def _is_local(address: str) -> bool:
     return True
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """Return a host as it stands in a URL: an IPv6 address in brackets, a name or an IPv4 address unchanged."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -11,7 +11,7 @@ from typing import Final
 _MAX_DOUBLINGS: Final = 16  # bounds the exponent; the pause has a separate maximum
 
 
-@dataclass(frozen=True)
+@dataclass
 class PeerReport:
     """Results of the requests to one peer.
 
@@ -62,8 +62,9 @@ class PeerHealth:
 
     @property
     def report(self) -> PeerReport:
-        """Results so far."""
-        return self._report
+        """A copy of the results so far."""
+        with self._lock:
+            return replace(self._report)
 
     def may_request(self) -> bool:
         """Return whether to send the peer a request now. After a pause, one caller gets True and tries the peer."""
@@ -80,29 +81,29 @@ class PeerHealth:
     def record_bytes(self, num_bytes: int) -> None:
         """Count received bytes, right or wrong."""
         with self._lock:
-            self._report = replace(self._report, bytes_received=self._report.bytes_received + num_bytes)
+            self._report.bytes_received += num_bytes
 
     def record_missing(self) -> None:
         """Record that the peer does not have an object, which proves that it works."""
         with self._lock:
-            self._report = replace(self._report, num_missing=self._report.num_missing + 1)
+            self._report.num_missing += 1
             # Corruptions stay counted: this answer proves nothing about the bytes that the peer sends.
             self._failures.length = 0
 
     def record_failure(self) -> None:
         """Record a request that the peer refused, stalled or broke off."""
         with self._lock:
-            self._report = replace(self._report, num_failed=self._report.num_failed + 1)
+            self._report.num_failed += 1
             self._extend(self._failures)
 
     def record_integrity(self, *, intact: bool) -> None:
         """Record whether the digest of an object with bytes from the peer was right."""
         with self._lock:
             if intact:
-                self._report = replace(self._report, num_ok=self._report.num_ok + 1)
+                self._report.num_ok += 1
                 self._failures.length = self._corruptions.length = 0
             else:
-                self._report = replace(self._report, num_lying=self._report.num_lying + 1)
+                self._report.num_lying += 1
                 self._extend(self._corruptions)
 
     def _extend(self, streak: _Streak) -> None:

@@ -76,6 +76,16 @@ class PeerSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected more than 0")
 
 
+def tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    """Return a context that verifies servers by `ca_file`; None: by the system's certificates. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"cannot read certificates from {ca_file}: {error}; expected a file in PEM format"
+        ) from error
+
+
 class PeerSource:
     """One peer as the source of one object.
 
@@ -120,7 +130,7 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, requests to the peer pause, and it is told to verify its copy."""
+        """See `ObjectSource`. After wrong bytes, pause requests to the peer, and request that it verifies its copy."""
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()
@@ -218,18 +228,17 @@ class PeerSource:
     def _connect(self) -> http.client.HTTPConnection:
         url = urlsplit(self.name)
         assert url.hostname is not None
-        connection = http.client.HTTPConnection(url.hostname, url.port)
-        timeout_s = self._settings.connect_timeout_s
-        plain = socket.create_connection((url.hostname, url.port), timeout=timeout_s)
+        connection = http.client.HTTPConnection(url.hostname, url.port, timeout=self._settings.connect_timeout_s)
+        connection.connect()
         try:
-            connection.sock = plain
             if self._tls is not None:
+                # Not by HTTPSConnection: it always verifies the host name, which `tls_name` may replace.
                 connection.sock = self._tls.wrap_socket(
-                    plain, server_hostname=self._settings.tls_name or url.hostname
+                    connection.sock, server_hostname=self._settings.tls_name or url.hostname
                 )
             connection.sock.settimeout(self._settings.stall_timeout_s)
         except BaseException:
-            plain.close()
+            connection.close()
             raise
         return connection
 

@@ -13,14 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from datasvc.cache.peers.membership import NodeMembership
 from datasvc.cache.peers.peer_health import PeerHealth, PeerReport
-from datasvc.cache.peers.peer_source import PeerSettings, PeerSource
+from datasvc.cache.peers.peer_source import PeerSettings, PeerSource, tls_context
 from datasvc.cache.peers.placement import rank_nodes
-from datasvc.errors import ConfigError
 from datasvc.repository import Digest, ObjectInfo
 
 
@@ -88,14 +86,9 @@ class Peers:
         with self._lock:
             return {url: health.report for url, health in self._health.items()}
 
-    @property
-    def num_membership_failures(self) -> int:
-        """See `NodeMembership`."""
-        return self._membership.num_failures
-
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        return _tls_context(self._settings.ca_file)
+        return tls_context(self._settings.ca_file)
 
     def _ranked(self, digest: Digest) -> tuple[list[str], list[str]]:
         """Return the nodes that rank above this one, and those below."""
@@ -111,12 +104,3 @@ class Peers:
     def _health_of(self, url: str) -> PeerHealth:
         with self._lock:
             return self._health.setdefault(url, PeerHealth(self._clock))
-
-
-def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"cannot read certificates from {ca_file}: {error}; expected a file in PEM format"
-        ) from error

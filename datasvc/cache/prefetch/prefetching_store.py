@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.cached_shards import CachedShards
@@ -50,8 +51,8 @@ class PrefetchingShardStore:
         # One job per store: two loaders of one process have separate clocks.
         self._job = cache.new_job(f"{split.dataset}/{split.name}")
         self._shards = CachedShards(self._job, split.repository)
-        self._split, self._config, self._lanes = split, config, lanes
-        self._step_bytes = step_bytes
+        self._split = split
+        self._stager_job = StagerJob(self._job, split, config, lanes, epoch=0, position=0, step_bytes=step_bytes)
         self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)
@@ -130,14 +131,5 @@ class PrefetchingShardStore:
 
     def _start(self) -> None:
         epoch, position = self._cursor
-        job = StagerJob(
-            self._job,
-            self._split,
-            self._config,
-            self._lanes,
-            epoch,
-            position,
-            self._step_bytes,
-        )
-        self._stager = Stager(job)
+        self._stager = Stager(replace(self._stager_job, epoch=epoch, position=position))
         weakref.finalize(self, self._stager.close)

@@ -40,15 +40,11 @@ _BUDGET_DIVISOR = 16
 
 @dataclass(frozen=True)
 class StagerJob:
-    """The input of a stager.
+    """The input of a stager: the split that a job reads, the job's access order, and its cursor at the start.
 
     Attributes:
         cache: handle of the job on the cache; sent to another process, it opens the cache there.
-        split: split that the job reads.
-        config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
-        epoch: current epoch of the job.
-        position: current position in the epoch.
         step_bytes: see `UseTimeline`.
     """
 

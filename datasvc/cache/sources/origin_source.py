@@ -183,15 +183,15 @@ class OriginSource:
         """See `ObjectSource`."""
         assert info.digest == self._digest
         # Decided once per object: `can_stream` may change, and a request sized for streaming needs too much memory.
-        transfer, max_parts = (
-            (self._stream, STREAMED_PARTS) if self._origin.can_stream else (self._gather, GATHERED_PARTS)
-        )
-        gate, ranges = RequestGate(sink), RangeRequests(offset, offset + length, max_parts)
+        is_streamed = self._origin.can_stream
+        gate = RequestGate(sink)
+        ranges = RangeRequests(offset, offset + length, STREAMED_PARTS if is_streamed else GATHERED_PARTS)
+        transfer = partial(self._transfer, ranges, gate, is_streamed=is_streamed)
         futures: list[Future[None]] = []
         with self._requests.sharing(gate.interrupt):
             try:
                 num_threads = min(self._requests.num_requests, ranges.num_parts)
-                futures.extend(self._requests.submit(partial(transfer, ranges, gate)) for _ in range(num_threads))
+                futures.extend(self._requests.submit(transfer) for _ in range(num_threads))
                 for future in as_completed(futures):
                     future.result()
             finally:
@@ -203,27 +203,22 @@ class OriginSource:
     def record_integrity(self, *, intact: bool) -> None:
         """See `ObjectSource`. Does nothing: there is one origin, which is used whatever it sent before."""
 
-    def _gather(self, ranges: RangeRequests, gate: RequestGate) -> None:
-        """Read one range after the other into memory, until all are requested or the gate is closed."""
+    def _transfer(self, ranges: RangeRequests, gate: RequestGate, *, is_streamed: bool) -> None:
+        """Read one range after the other, until all are requested or the gate is closed."""
         while True:
             with self._requests.slot() as num_concurrent:
                 span = None if gate.interrupt.is_set else ranges.take(num_concurrent)
                 if span is None:
                     return
+                if is_streamed:
+                    self._stream(*span, gate)
+                    continue
                 content = self._read(*span)
             # Outside of the slot: the next request runs while these bytes are written.
             gate.deliver(span[0], memoryview(content))
 
-    def _stream(self, ranges: RangeRequests, gate: RequestGate) -> None:
-        """Read one range after the other, and deliver the bytes as they arrive."""
-        while True:
-            with self._requests.slot() as num_concurrent:
-                span = None if gate.interrupt.is_set else ranges.take(num_concurrent)
-                if span is None:
-                    return
-                self._stream_one(*span, gate)
-
-    def _stream_one(self, start: int, stop: int, gate: RequestGate) -> None:
+    def _stream(self, start: int, stop: int, gate: RequestGate) -> None:
+        """Deliver the bytes of a range as they arrive."""
         offset = start
 
         def take(view: memoryview) -> None:

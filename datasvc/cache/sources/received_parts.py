@@ -34,7 +34,7 @@ class ReceivedParts:
         self.size_bytes = size_bytes
         self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            arrived = self._parse(_read_all(self._descriptor))
+            arrived = self._parse(os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0))
             self._arrived = arrived or set()
             if arrived is None:
                 self.clear()
@@ -83,8 +83,3 @@ class ReceivedParts:
         if any(number ^ _COMPLEMENT != check or number >= self.num_parts for number, check in records):
             return None
         return {number for number, _ in records}
-
-
-def _read_all(descriptor: int) -> bytes:
-    with open(descriptor, "rb", closefd=False) as file:
-        return file.read()
