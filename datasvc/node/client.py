@@ -1,16 +1,16 @@
-"""HTTP client for the status of a node."""
+"""HTTP client for the status of a node, which `datasvc top` shows."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from datasvc.cache.peers.membership import parse_node
+from datasvc.cache.peers.peer_source import tls_context
 from datasvc.errors import ConfigError, UnavailableError
 
 _TIMEOUT_S = 10.0
@@ -39,13 +39,9 @@ class NodeClient:
     def __init__(self, url: str, *, token: str | None = None, ca_file: Path | None = None) -> None:
         self._url = parse_node(url)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        try:
-            tls = ssl.create_default_context(cafile=ca_file)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"cannot read certificates from {ca_file}: {error}; expected a PEM file") from error
         # No proxies: a node is in the local network, and a proxy would see the token.
         self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirects()
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context(ca_file)), _NoRedirects()
         )
 
     def status(self) -> dict[str, Any]:

@@ -12,11 +12,10 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from datasvc.cache.catalogue.recovery import boot_id
-from datasvc.cache.peers.membership import FixedMembership
+from datasvc.cache.peers.membership import FixedMembership, bracketed
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError
@@ -64,8 +63,7 @@ class _RankNode:
     @property
     def url(self) -> str:
         """URL of the server."""
-        shown = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{shown}:{self.port}"
+        return f"http://{bracketed(self.host)}:{self.port}"
 
     def shares_cache(self, other: _RankNode) -> bool:
         """Return whether both ranks are on the same machine and use the same folder."""
@@ -139,9 +137,7 @@ class RankNodes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def _gather(self, make: Callable[[], _T]) -> list[_T]:

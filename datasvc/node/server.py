@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from datasvc.cache.peers.membership import bracketed
 from datasvc.errors import ConfigError
 from datasvc.node.service import Service
 from datasvc.node.settings import NodeSettings
@@ -103,5 +104,4 @@ async def _listen(
 
 def _url(listener: asyncio.Server, *, is_secure: bool) -> str:
     host, port = listener.sockets[0].getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{'https' if is_secure else 'http'}://{shown}:{port}"
+    return f"{'https' if is_secure else 'http'}://{bracketed(host)}:{port}"

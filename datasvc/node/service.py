@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -15,14 +21,14 @@ from datasvc.cache import Cache
 from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
-from datasvc.node.folder_lock import lock_for_serving
+from datasvc.errors import ConfigError
 from datasvc.node.http.connection_limit import BoundedConnections
 from datasvc.node.http.error_responses import check_token, respond_to_errors
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.object_routes import ObjectRoutes
 from datasvc.node.http.stage_routes import StageRoutes
 from datasvc.node.settings import NodeSettings
-from datasvc.node.status import StatusSource
+from datasvc.node.status import describe_cache
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
 from datasvc.node.transfers.residency import Residency
@@ -30,6 +36,7 @@ from datasvc.node.transfers.sending import Sender
 from datasvc.node.transfers.staging_jobs import StageJobs
 
 _MAX_BODY_BYTES = 64 << 10
+_LOCK_NAME = "serve.lock"
 
 
 class Service:
@@ -52,7 +59,7 @@ class Service:
         self._origins = Origins(settings.repositories, rate_bytes_s=settings.origin_rate_bytes_s)
         with ExitStack() as opening:
             cache = opening.enter_context(Cache(settings.folder, budget=settings.budget, tenant=settings.tenant))
-            opening.enter_context(lock_for_serving(settings.folder))
+            opening.enter_context(_lock_for_serving(settings.folder))
             # Staging may read from peers. Fetches for peers must not, see `fetching`.
             staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
             self._closing = opening.pop_all()
@@ -61,7 +68,7 @@ class Service:
         self._residency = Residency(cache)
         self._fetches = Fetches(cache)
         self._sender = Sender(settings.peer_rate_bytes_s, count=partial(cache.count, "served_bytes"))
-        self._status = StatusSource(cache, self._jobs, self._sender.sent, self._traffic, self._peer_reports)
+        self._started_s = time.monotonic()
 
     def application(self) -> web.Application:
         """Return the application of all routes."""
@@ -78,6 +85,30 @@ class Service:
             ]
         )
         return application
+
+    def describe(self) -> dict[str, Any]:
+        """Return the document of `/status`, `/metrics` and `datasvc top`; it blocks, so call it in a thread.
+
+        Raises:
+            UnavailableError: the catalogue of the cache does not respond.
+        """
+        connections = self._connections
+        traffic = {
+            "num_connections": connections.num_open if connections else 0,
+            "num_refused_connections": connections.num_refused if connections else 0,
+            "max_connections": self._settings.max_connections,
+            "num_fetches": self._fetches.num_in_progress,
+        }
+        reports = {} if self._peers is None else self._peers.report()
+        return {
+            "version": version("datasvc"),
+            "process": os.getpid(),
+            "up_s": round(time.monotonic() - self._started_s, 3),
+            "cache": describe_cache(self._cache.status()),
+            "serving": {**asdict(self._sender.sent), **traffic},
+            "peers": {url: asdict(report) for url, report in reports.items()},
+            "jobs": [job.describe() for job in self._jobs.all()],
+        }
 
     def limit_connections(self, server: web.Server) -> BoundedConnections:
         """Return the protocol factory of `server` with the limit of connections."""
@@ -96,7 +127,7 @@ class Service:
         Returns:
             Whether all threads have ended. If not, the cache stays open for them until the process ends.
         """
-        # First, so that nothing new starts while the rest ends.
+        # First, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
         self._residency.close()
@@ -110,24 +141,11 @@ class Service:
         return web.json_response({"status": text}, status=status)
 
     async def _get_status(self, _request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(self._status.describe))
+        return web.json_response(await asyncio.to_thread(self.describe))
 
     async def _get_metrics(self, _request: web.Request) -> web.Response:
-        body = await asyncio.to_thread(render_metrics, self._status.describe)
+        body = await asyncio.to_thread(lambda: render_metrics(self.describe()))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
-
-    def _traffic(self) -> dict[str, int]:
-        connections = self._connections
-        return {
-            "num_connections": connections.num_open if connections else 0,
-            "num_refused_connections": connections.num_refused if connections else 0,
-            "max_connections": self._settings.max_connections,
-            "num_fetches": self._fetches.num_in_progress,
-        }
-
-    def _peer_reports(self) -> dict[str, Any]:
-        reports = {} if self._peers is None else self._peers.report()
-        return {url: asdict(report) for url, report in reports.items()}
 
 
 def _peers(settings: NodeSettings) -> Peers | None:
@@ -135,3 +153,32 @@ def _peers(settings: NodeSettings) -> Peers | None:
         return None
     peer_settings = PeerSettings(token=settings.token, ca_file=settings.ca_file, tls_name=settings.tls_name)
     return Peers(parse_membership(settings.peers, local_url=settings.own_url), peer_settings)
+
+
+@contextmanager
+def _lock_for_serving(folder: Path) -> Iterator[None]:
+    """Lock a cache folder inside the block, so that one process serves it; the kernel unlocks it if that ends."""
+    path = folder / _LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot lock {path}: {error}; check the permissions of the cache folder") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise ConfigError(
+                f"process {holder} already serves the cache {folder} (it has locked {_LOCK_NAME}); stop it first, or "
+                "use another cache folder"
+            ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"cannot lock {path}: {error}; put the cache on a local disk with file locks"
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        # The file stays: if it were removed, two servers could lock two files of the same name.
+        os.close(descriptor)

@@ -130,7 +130,7 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, pause requests to the peer, and request that it verifies its copy."""
+        """See `ObjectSource`. After wrong bytes, pause requests to the peer, and ask it to verify its copy."""
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()

@@ -27,7 +27,7 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (DatasvcError, 500),
 )
 # For load balancers and kubelets, which have no token; it reveals only whether the node runs.
-OPEN_PATHS: Final = frozenset({"/healthz"})
+_OPEN_PATHS: Final = frozenset({"/healthz"})
 
 
 def status_of(error: DatasvcError) -> int:
@@ -60,7 +60,7 @@ def check_token(token: str | None) -> Middleware:
     @web.middleware
     async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
         # First of all checks: without the token, a response must not reveal whether a path exists.
-        if request.path in OPEN_PATHS or is_authorized(request.headers.get("Authorization"), token):
+        if request.path in _OPEN_PATHS or is_authorized(request.headers.get("Authorization"), token):
             return await handler(request)
         response = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
         response.headers["WWW-Authenticate"] = "Bearer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -44,10 +44,10 @@ _PEER_COUNTERS: Final = (
 )
 
 
-def render_metrics(describe: Callable[[], Mapping[str, Any]]) -> bytes:
-    """Return the status document that `describe` returns in the text format of Prometheus."""
+def render_metrics(status: Mapping[str, Any]) -> bytes:
+    """Return the status document of a node in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatusCollector(describe()))
+    registry.register(_StatusCollector(status))
     return generate_latest(registry)
 
 

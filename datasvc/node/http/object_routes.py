@@ -5,22 +5,22 @@
     HEAD /objects/{digest}                      resident, or 404
     POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
 
-The response to a fetch starts when the object is complete and verified; meanwhile a peer can see from `/healthz` that
-the node is running. The bytes are verified when they arrive here. A peer verifies them again and requests a check if
-they are wrong: an object that is damaged on this disk is quarantined and no longer served.
+The response to a fetch starts when the object is complete and verified; until then, a peer sees from `/healthz` that
+the node is running. A peer verifies the bytes again, and requests a check if they are wrong. An object that is
+damaged on this disk is quarantined and no longer served.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable
 
 from aiohttp import web
 
 from datasvc.cache.scrub import Finding
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.node.http.byte_range import UnsatisfiableRangeError, parse_range
 from datasvc.node.http.error_responses import error_response
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
@@ -31,17 +31,24 @@ from datasvc.repository.objects.objects import parse_digest
 
 # No object is larger; it also bounds the parsed number.
 _MAX_SIZE = 1 << 50
+_RANGE = re.compile(r"bytes[ \t]*=[ \t]*(\d*)-(\d*)[ \t]*", re.IGNORECASE | re.ASCII)
+# A longer number is beyond any object, and int() of megabytes of digits is slow.
+_MAX_DIGITS = 19
+
+
+class UnsatisfiableRangeError(ValueError):
+    """The range is beyond the end of the object; the response is 416."""
 
 
 class ObjectRoutes:
     """Handlers of `/objects/`.
 
     Args:
-        residency: resident objects.
-        fetches: fetches in progress.
+        residency: resident objects of the cache.
+        fetches: fetches in progress for peers.
         origins: repositories from which objects may be fetched.
         sender: sender of response bodies.
-        check: verifies a resident object again; blocks.
+        check: verifies a resident object again; it blocks, and is called in a thread.
     """
 
     def __init__(
@@ -146,3 +153,31 @@ def _headers(digest: Digest) -> dict[str, str]:
 def _range_header(request: web.Request, digest: Digest) -> str | None:
     condition = request.headers.get("If-Range")
     return request.headers.get("Range") if condition in (None, f'"{digest}"') else None
+
+
+def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
+    """Return the half-open `(start, stop)` of a `Range` header (RFC 9110, section 14) for an object of `size_bytes`.
+
+    Returns:
+        None for a response with the whole object: there is no header, or one that a server must ignore (another
+        unit, several ranges, invalid syntax).
+
+    Raises:
+        UnsatisfiableRangeError: no byte of the object is in the range.
+    """
+    match = _RANGE.fullmatch(header or "")
+    if match is None or not any(match.groups()):
+        return None
+    first, last = match.groups()
+    if max(len(first), len(last)) > _MAX_DIGITS:
+        return None
+    # A suffix range: the last bytes of the object.
+    if not first:
+        start, stop = max(0, size_bytes - int(last)), size_bytes
+    else:
+        start, stop = int(first), min(size_bytes, int(last) + 1) if last else size_bytes
+        if last and int(last) < int(first):
+            return None
+    if start >= size_bytes or start >= stop:
+        raise UnsatisfiableRangeError(f"the range {header!r} has no byte of an object of {size_bytes} bytes")
+    return start, stop

@@ -28,6 +28,7 @@ class StageJob:
         labels: data set and repository as text, for `describe`.
         total_bytes: size of all its shards, equal ones counted once.
         stop: event that cancels it.
+        state: current state; it changes under the lock of the job.
         future: completes with its thread; set by `StageJobs`.
     """
 
@@ -40,21 +41,16 @@ class StageJob:
         )
         self.stop = threading.Event()
         self.future: Future[None]
-        self._state: JobState = "waiting"
+        self.state: JobState = "waiting"
         self._error: DatasvcError | None = None
         self._arrived = SourceCounter()
         self._started = self._ended = 0.0
         self._lock = threading.Lock()
 
     @property
-    def state(self) -> JobState:
-        """Current state."""
-        return self._state
-
-    @property
     def has_ended(self) -> bool:
         """Whether it is done, failed or cancelled."""
-        return self._state in _ENDED
+        return self.state in _ENDED
 
     def describe(self) -> dict[str, Any]:
         """Return the job as JSON values: state, bytes by source, seconds, error."""
@@ -64,7 +60,7 @@ class StageJob:
             return {
                 "id": self.id,
                 **self.labels,
-                "state": self._state,
+                "state": self.state,
                 "total_bytes": self.total_bytes,
                 "done_bytes": arrived.total(),
                 "bytes": {kind: arrived[kind] for kind in ("resident", "origin", "peer")},
@@ -91,22 +87,22 @@ class StageJob:
         """Make the job end soon; objects that have arrived stay. A job that has ended keeps its state."""
         self.stop.set()
         with self._lock:
-            if self._state == "waiting":
-                self._state = "cancelled"
+            if self.state == "waiting":
+                self.state = "cancelled"
                 self.future.cancel()
 
     def _begin(self) -> bool:
         with self._lock:
-            # It was cancelled before a thread was free.
-            if self._state != "waiting":
+            # A job may be cancelled before a thread is free.
+            if self.state != "waiting":
                 return False
-            self._state = "running"
+            self.state = "running"
             self._started = time.monotonic()
             return True
 
     def _end(self, state: JobState, error: DatasvcError | None) -> None:
         with self._lock:
-            self._state = state
+            self.state = state
             # The error of a cancelled job is only its cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()

@@ -1,4 +1,4 @@
-"""Limit bandwidth by a token bucket. It only computes the wait; the caller waits, in a thread or an event loop."""
+"""Token bucket, which limits the bandwidth of a node. It only computes waits: threads and coroutines can share it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Limits bytes to a rate: in any period, at most `burst_bytes` plus `rate_bytes_s` for each second.
+    """Limits bytes to a rate: in any period, at most `rate_bytes_s` for each second, and a burst of a tenth of it.
 
-    Callers are served in the order of their calls. Thread-safe.
+    After a pause, the burst passes at once; a larger reservation passes in one piece after a longer wait. Callers are
+    served in the order of their calls. Thread-safe.
 
     Args:
         rate_bytes_s: bytes per second, above zero.
-        burst_bytes: bytes that may pass at once after a pause, above zero; default: those of a tenth of a second. A
-            larger reservation passes in one piece after a longer wait.
         clock: returns monotonic seconds.
     """
 
-    def __init__(
-        self, rate_bytes_s: float, *, burst_bytes: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, rate_bytes_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert rate_bytes_s > 0, rate_bytes_s
         self._rate = rate_bytes_s
-        self._burst = rate_bytes_s / 10 if burst_bytes is None else burst_bytes
-        assert self._burst > 0, burst_bytes
+        self._burst = rate_bytes_s / 10
         self._clock = clock
         self._balance = self._burst  # below zero: bytes that are reserved ahead of time
         self._updated = clock()

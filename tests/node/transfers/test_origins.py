@@ -49,7 +49,7 @@ def test_the_only_repository_needs_no_name(urls):
 
 
 def test_what_is_read_waits_for_its_turn_in_one_bucket(urls):
-    bucket = TokenBucket(1000, burst_bytes=100, clock=lambda: 0.0)
+    bucket = TokenBucket(1000, clock=lambda: 0.0)
     objects = Repository.open(urls[0]).objects
     info = objects.put(bytes(90))
     closing = threading.Event()
@@ -61,7 +61,7 @@ def test_what_is_read_waits_for_its_turn_in_one_bucket(urls):
 
 
 def test_what_streams_waits_for_its_turn_piece_by_piece(urls):
-    bucket = TokenBucket(1000, burst_bytes=100, clock=lambda: 0.0)
+    bucket = TokenBucket(1000, clock=lambda: 0.0)
     objects = Repository.open(urls[0]).objects
     info, pieces = objects.put(bytes(90)), bytearray()
     closing = threading.Event()
@@ -76,7 +76,7 @@ def test_what_streams_waits_for_its_turn_piece_by_piece(urls):
 
 
 def test_a_read_that_waits_gives_up_when_the_node_stops(urls):
-    bucket = TokenBucket(1, burst_bytes=1, clock=lambda: 0.0)
+    bucket = TokenBucket(1, clock=lambda: 0.0)
     bucket.reserve(10**9)
     closing = threading.Event()
     storage = RateLimitedStorage(urls[0], bucket, closing)
