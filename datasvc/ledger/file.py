@@ -186,11 +186,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
 
 
 def list_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return number and path of each file of a ledger, sorted.
-
-    Raises:
-        UnavailableError: the folder cannot be listed.
-    """
+    """Return number and path of each file of a ledger, sorted. Raises UnavailableError."""
     try:
         matches = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     except OSError as error:

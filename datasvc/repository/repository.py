@@ -100,11 +100,7 @@ class Repository:
         return Journal(self._storage, work, fingerprint, attempt)
 
     def names(self, kind: Kind) -> list[str]:
-        """Return the names with at least one version, sorted.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Return the names with at least one version, sorted. Raises UnavailableError."""
         return [name for name in self._storage.list(kind) if is_name(name) and self.versions(kind, name).head()]
 
     def versions(self, kind: Kind, name: str) -> Log:
@@ -116,11 +112,7 @@ class Repository:
         return Log(self._storage, f"{self._folder(kind, name)}/versions")
 
     def removals(self, kind: Kind, name: str) -> Removals:
-        """Return the log of removed versions of `name`.
-
-        Raises:
-            ConfigError: `name` is not a valid name.
-        """
+        """Return the log of removed versions of `name`. Raises ConfigError if `name` is not a valid name."""
         return Removals(self._storage, self._folder(kind, name), self.versions(kind, name))
 
     def living(self, kind: Kind, name: str) -> list[int]:
@@ -130,19 +122,11 @@ class Repository:
         return [number for number in logs["versions"] if number not in removed]
 
     def tags(self, kind: Kind, name: str) -> dict[str, int]:
-        """Return the tags of `name`, each with the version that it points at.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Return the tags of `name`, each with the version that it points at. Raises UnavailableError."""
         return self._tags(kind, name).heads()
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never existed.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Return every move of a tag, oldest first; [] for a tag that never existed. Raises UnavailableError."""
         return self._tags(kind, name).history(tag)
 
     def tag(self, kind: Kind, ref: str, tag: str, *, expect: int | None = None) -> Resolved:

@@ -78,11 +78,7 @@ class Journal:
         return attempt
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Record that a part of the work is done.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Record that a part of the work is done. Raises UnavailableError if the store does not respond."""
         assert self._attempt is not None
         # Not synced: if a power cut loses a record, its part is done again.
         self._storage.put_bytes(
@@ -90,11 +86,7 @@ class Journal:
         )
 
     def read_all(self) -> dict[str, dict[str, Any]]:
-        """Return every intact record of this attempt, by name.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Return every intact record of this attempt, by name. Raises UnavailableError."""
         names = [name for name in self._storage.list(self._folder) if name != _PLAN and name.endswith(".json")]
         contents = map_in_threads(self._read, names, _READS_AT_ONCE)
         return {
@@ -104,11 +96,7 @@ class Journal:
         }
 
     def remove(self) -> None:
-        """Remove the journal.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Remove the journal. Raises UnavailableError if the store does not respond."""
         self._storage.delete_folder(self._folder)
 
     def _read(self, name: str) -> dict[str, Any] | None:

@@ -41,10 +41,7 @@ class Entry:
 def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
     """Return the numbers of the entries of all logs below `folder`, ascending, by the path of the log below it.
 
-    One request, where listing each log takes one for each.
-
-    Raises:
-        UnavailableError: the store does not respond.
+    One request, where listing each log takes one for each. Raises UnavailableError.
     """
     logs: dict[str, list[int]] = {}
     for path in storage.find(folder):
@@ -113,11 +110,7 @@ class Log:
         self.path = path
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all entries, ascending.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Return the numbers of all entries, ascending. Raises UnavailableError if the store does not respond."""
         matches = map(_ENTRY_NAME.fullmatch, self._storage.list(self.path))
         return sorted(int(match[1]) for match in matches if match)
 
@@ -150,9 +143,7 @@ class Log:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.
 
         Takes a logarithmic number of requests. A reader that knows most of a long log thus need not list it again.
-
-        Raises:
-            UnavailableError: the store does not respond.
+        Raises UnavailableError.
         """
         # Numbers have no gaps, so the newest is found by doubling the step, and then halving it.
         newest, step = number, 1

@@ -53,22 +53,14 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it is valid: a name that is not a number.
-
-    Raises:
-        ConfigError: `tag` is not a valid tag.
-    """
+    """Return `tag` if it is valid: a name that is not a number. Raises ConfigError if `tag` is not a valid tag."""
     if tag.isdecimal():
         raise ConfigError(f"{tag!r} is not a valid tag: NAME@{tag} is version {tag}; use a name with a letter")
     return check_name(tag, "tag")
 
 
 def parse_reference(text: str, what: str = "data set") -> Reference:
-    """Parse `NAME[@VERSION|@TAG[~MOVES]]`.
-
-    Raises:
-        ConfigError: `text` is not a reference.
-    """
+    """Parse `NAME[@VERSION|@TAG[~MOVES]]`. Raises ConfigError if `text` is not a reference."""
     name, at, version_or_tag = text.partition("@")
     check_name(name, what)
     if not at:

@@ -25,11 +25,7 @@ class Tags:
         self._name = folder.rpartition("/")[2]
 
     def heads(self) -> dict[str, int]:
-        """Return the version that each tag points at.
-
-        Raises:
-            CorruptDataError, UnavailableError: see `Log.read`.
-        """
+        """Return the version that each tag points at. Raises CorruptDataError, UnavailableError, see `Log.read`."""
         logs = list_logs(self._storage, self._folder)
         versions = {tag: version_of(self._log(tag).read(logs[tag][-1])) for tag in sorted(logs) if is_name(tag)}
         return {tag: version for tag, version in versions.items() if version}

@@ -89,11 +89,7 @@ class ObjectBatch:
                 self._unsynced_folders |= {path.parent, path.parent.parent}
 
     def finish(self) -> None:
-        """Publish every object under its digest, so that it survives a power cut.
-
-        Raises:
-            UnavailableError: the store failed.
-        """
+        """Publish every object under its digest, so that it survives a power cut. Raises UnavailableError."""
         map_in_threads(self._publish, list(self._pending), _MAX_PARALLEL_SYNCS)
         self._pending.clear()
         map_in_threads(_sync_folder, self._unsynced_folders, _MAX_PARALLEL_SYNCS)

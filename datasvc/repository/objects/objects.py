@@ -95,11 +95,7 @@ class ObjectWriter:
         self._size_bytes = 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append `content` and return its length in bytes.
-
-        Raises:
-            UnavailableError: the file cannot be written.
-        """
+        """Append `content` and return its length in bytes. Raises UnavailableError if the file cannot be written."""
         view = memoryview(content)
         self._hash.update(view)
         remaining = view.cast("B")
@@ -160,11 +156,7 @@ class Objects:
         return self.storage.local_path(self.path(digest))
 
     def size(self, digest: Digest) -> int | None:
-        """Return the stored size of an object in bytes, or None if it does not exist.
-
-        Raises:
-            UnavailableError: the store does not respond.
-        """
+        """Return the stored size of an object in bytes, or None if it does not exist. Raises UnavailableError."""
         return self.storage.size(self.path(digest))
 
     def reuse(self, info: ObjectInfo) -> bool:
@@ -174,10 +166,8 @@ class Objects:
         remote object older than a day must be written again for that, so the result is False.
 
         The size is always compared. A local object that this process has not written is also hashed, once. A damaged
-        or unreadable one is copied to the quarantine, with a warning, and the result is False.
-
-        Raises:
-            UnavailableError: the store does not respond.
+        or unreadable one is copied to the quarantine, with a warning, and the result is False. Raises
+        UnavailableError.
         """
         path = self.local_path(info.digest)
         if path is None:
@@ -258,10 +248,7 @@ class Objects:
         """Open a new object of any size, which is published under its digest when the block ends without an error.
 
         The bytes are written to a temporary file, which is renamed in a local repository, and uploaded in parts to a
-        remote one. After the block, `writer.info` is the object's digest and size.
-
-        Raises:
-            UnavailableError: the store failed.
+        remote one. After the block, `writer.info` is the object's digest and size. Raises UnavailableError.
         """
         writer = self.begin()
         try:
@@ -279,11 +266,7 @@ class Objects:
             return ObjectWriter(temporary, is_local=self.storage.is_local)
 
     def finish(self, writer: ObjectWriter) -> ObjectInfo:
-        """Sync the object and publish it under its digest.
-
-        Raises:
-            UnavailableError: the store failed.
-        """
+        """Sync the object and publish it under its digest. Raises UnavailableError if the store failed."""
         with map_exceptions("write", str(writer.path)):
             writer.sync()
         info = writer.info

@@ -49,10 +49,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
 
     Checks each object, 16 in parallel. On a remote store, a folder of more than `_MAX_CHECKS_PER_FOLDER` referenced
     objects is listed instead if the listing takes fewer requests. One folder predicts the size of the others, because
-    digests are spread evenly over 256 folders.
-
-    Raises:
-        UnavailableError: the store does not respond.
+    digests are spread evenly over 256 folders. Raises UnavailableError.
     """
     if objects.is_near:
         # A look at a local file takes less time than handing it to a thread.

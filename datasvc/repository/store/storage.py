@@ -237,11 +237,7 @@ class Storage:
         self._ranges.stream(self._full(path), offset, length, take, location=self.location(path), interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
-        """Return the size of a file in bytes, or None if it does not exist.
-
-        Raises:
-            ConfigError, UnavailableError: see `retries.map_exceptions`.
-        """
+        """Return the size of a file in bytes, or None if it does not exist. Raises the errors of `map_exceptions`."""
         if not self.is_local:
             info = self._info(path)
             return None if info is None else int(info["size"])
@@ -255,8 +251,7 @@ class Storage:
     def list(self, folder: str) -> list[str]:
         """Return the names directly below `folder`, sorted, without temporary files; [] if it does not exist.
 
-        Raises:
-            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        Raises the errors of `map_exceptions`.
         """
         full = self._full(folder)
         if self.is_local:
@@ -277,10 +272,7 @@ class Storage:
         """Return the paths of all files below `folder`, relative to it, in any order; [] if it does not exist.
 
         Temporary files are included. An object store answers with one request per thousand files, however many
-        folders these are in.
-
-        Raises:
-            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        folders these are in. Raises the errors of `map_exceptions`.
         """
         full = self._full(folder)
         if self.is_local:
@@ -403,10 +395,7 @@ class Storage:
         """Delete a file if its last change was before `before_s`, and return whether it was deleted.
 
         For local files, a concurrent `refresh` is always noticed. For remote files, a `refresh` between the check and
-        the deletion is not.
-
-        Raises:
-            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        the deletion is not. Raises the errors of `map_exceptions`.
         """
         with map_exceptions("delete", self.location(path)):
             if self.is_local:
@@ -484,11 +473,7 @@ class Storage:
         return with_retries(self._fs, action, self.location(path), read)
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder with all its files, if it exists.
-
-        Raises:
-            ConfigError, UnavailableError: see `retries.map_exceptions`.
-        """
+        """Delete a folder with all its files, if it exists. Raises the errors of `map_exceptions`."""
         try:
             with map_exceptions("delete", self.location(folder)):
                 if self.is_local:
@@ -501,10 +486,8 @@ class Storage:
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.
 
-        The file is renamed if both are on one file system, copied to another local one, or uploaded in parts.
-
-        Raises:
-            ConfigError, UnavailableError: see `retries.map_exceptions`.
+        The file is renamed if both are on one file system, copied to another local one, or uploaded in parts. Raises
+        the errors of `map_exceptions`.
         """
         with map_exceptions("write", self.location(path)):
             if self.is_local:
