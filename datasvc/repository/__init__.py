@@ -1,7 +1,7 @@
 """Versioned storage on any fsspec URL: immutable objects, and append-only logs of the versions that name them."""
 
-from datasvc.repository.logs.log import Entry, Log
-from datasvc.repository.logs.references import Reference, parse_reference
+from datasvc.repository.logs.log import Entry
+from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
 from datasvc.repository.repository import Kind, Repository, Resolved
 from datasvc.repository.store.storage import Storage
@@ -10,10 +10,8 @@ __all__ = [
     "Digest",
     "Entry",
     "Kind",
-    "Log",
     "ObjectInfo",
     "Objects",
-    "Reference",
     "Repository",
     "Resolved",
     "Storage",

@@ -42,21 +42,21 @@ class Resolved:
 
 
 class Repository:
-    """Objects and logs below one URL. Created by `Repository.open` or `Repository.create`."""
+    """Objects and logs below one URL. Created by `Repository.open` or `Repository.create`.
+
+    Attributes:
+        storage: file tree of the repository, for operations on all files, such as `gc`.
+        objects: objects of the repository.
+    """
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self.storage = storage
         self.objects = Objects(storage)
-
-    @property
-    def storage(self) -> Storage:
-        """File tree of the repository, for operations on all files, such as `gc`."""
-        return self._storage
 
     @property
     def url(self) -> str:
         """URL or local path of the repository."""
-        return self._storage.url
+        return self.storage.url
 
     @classmethod
     def open(cls, url: str) -> Repository:
@@ -97,11 +97,11 @@ class Repository:
 
     def journal(self, work: str, fingerprint: str, attempt: str | None = None) -> Journal:
         """Return the journal of some work, which may not have begun; for arguments, see `Journal`."""
-        return Journal(self._storage, work, fingerprint, attempt)
+        return Journal(self.storage, work, fingerprint, attempt)
 
     def names(self, kind: Kind) -> list[str]:
         """Return the names with at least one version, sorted. Raises UnavailableError."""
-        return [name for name in self._storage.list(kind) if is_name(name) and self.versions(kind, name).head()]
+        return [name for name in self.storage.list(kind) if is_name(name) and self.versions(kind, name).head()]
 
     def versions(self, kind: Kind, name: str) -> Log:
         """Return the log of versions of `name`, which may be empty.
@@ -109,11 +109,11 @@ class Repository:
         Raises:
             ConfigError: `name` is not a valid name.
         """
-        return Log(self._storage, f"{self._folder(kind, name)}/versions")
+        return Log(self.storage, f"{self._folder(kind, name)}/versions")
 
     def removals(self, kind: Kind, name: str) -> Removals:
         """Return the log of removed versions of `name`. Raises ConfigError if `name` is not a valid name."""
-        return Removals(self._storage, self._folder(kind, name), self.versions(kind, name))
+        return Removals(self.storage, self._folder(kind, name), self.versions(kind, name))
 
     def living(self, kind: Kind, name: str) -> list[int]:
         """Return the versions of `name` that are not removed, ascending; for errors, see `Removals.removed`."""
@@ -262,7 +262,7 @@ class Repository:
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
         """Return the entry numbers of each log of `name`: "versions", "removals", "tags/best"; by one request."""
-        return {"versions": [], **list_logs(self._storage, self._folder(kind, name))}
+        return {"versions": [], **list_logs(self.storage, self._folder(kind, name))}
 
     def _removed(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> frozenset[int]:
         """Return the removed versions by a listing of the logs."""
@@ -285,7 +285,7 @@ class Repository:
         return f"{resolved} was removed{when}{why}; {resolved.name} still has {describe_numbers(existing)}"
 
     def _tags(self, kind: Kind, name: str) -> Tags:
-        return Tags(self._storage, self._folder(kind, name))
+        return Tags(self.storage, self._folder(kind, name))
 
     def _folder(self, kind: Kind, name: str) -> str:
         return f"{kind}/{check_name(name, _KIND_NAMES[kind])}"

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.repository import Log, Storage
-from datasvc.repository.logs.log import MAX_ENTRY_BYTES
+from datasvc.repository import Storage
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log
 
 
 @pytest.fixture

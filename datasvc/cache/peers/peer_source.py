@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -25,14 +26,12 @@ from datasvc.repository.store.min_throughput import MinThroughput
 from datasvc.repository.store.storage import redact_url
 
 _BUFFER_BYTES = 1 << 20
-_OK, _PARTIAL = 200, 206
-_MISSING = 404
-_REFUSALS = {
-    401: "it refuses the token of this node",
-    403: "it refuses the token of this node",
-    416: "its object of this name is shorter",
-    503: "it is busy, or its origin does not answer",
-    507: "it has no space for the object",
+_REFUSALS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "it refuses the token of this node",
+    HTTPStatus.FORBIDDEN: "it refuses the token of this node",
+    HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE: "its object of this name is shorter",
+    HTTPStatus.SERVICE_UNAVAILABLE: "it is busy, or its origin does not answer",
+    HTTPStatus.INSUFFICIENT_STORAGE: "it has no space for the object",
 }
 
 
@@ -182,17 +181,17 @@ class PeerSource:
 
     def _check(self, response: http.client.HTTPResponse, info: ObjectInfo, offset: int, length: int) -> None:
         status = response.status
-        if status == _MISSING:
+        if status == HTTPStatus.NOT_FOUND:
             raise NotFoundError(f"{self.name} does not have the object")
-        if status not in (_OK, _PARTIAL):
+        if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise ConnectionError(_REFUSALS.get(status, f"it answers with status {status} {response.reason}"))
-        expected = _OK if length == info.size_bytes else _PARTIAL
+        expected = HTTPStatus.OK if length == info.size_bytes else HTTPStatus.PARTIAL_CONTENT
         content_range = f"bytes {offset}-{offset + length - 1}/{info.size_bytes}"
         if status != expected or response.length != length:
             raise ConnectionError(
-                f"it sends {response.length} bytes (status {status}), expected {length} (status {expected})"
+                f"it sends {response.length} bytes (status {status}), expected {length} (status {expected:d})"
             )
-        if status == _PARTIAL and response.getheader("Content-Range") != content_range:
+        if status == HTTPStatus.PARTIAL_CONTENT and response.getheader("Content-Range") != content_range:
             raise ConnectionError(f"it sends {response.getheader('Content-Range')!r}, expected {content_range!r}")
 
     def _wait_for_answer(self, connected_socket: socket.socket) -> None:

@@ -81,9 +81,8 @@ class Journal:
         """Record that a part of the work is done. Raises UnavailableError if the store does not respond."""
         assert self._attempt is not None
         # Not synced: if a power cut loses a record, its part is done again.
-        self._storage.put_bytes(
-            f"{self._folder}/{name}.json", encode_entry({**content, "attempt": self._attempt}), synced=False
-        )
+        record = encode_entry({**content, "attempt": self._attempt})
+        self._storage.put_bytes(f"{self._folder}/{name}.json", record, synced=False)
 
     def read_all(self) -> dict[str, dict[str, Any]]:
         """Return every intact record of this attempt, by name. Raises UnavailableError."""

@@ -6,6 +6,7 @@ An entry of this log lists all versions that are removed at its time, so the new
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 from datasvc.errors import CorruptDataError
@@ -62,15 +63,9 @@ class Removals:
     def find(self, version: int) -> Entry | None:
         """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
-        low, high = 0, len(numbers)
         # A binary search, because entries only add versions. After a `give_back`, it finds one of several removals.
-        while low < high:
-            middle = (low + high) // 2
-            if version in self._read(numbers[middle], all_versions):
-                high = middle
-            else:
-                low = middle + 1
-        return self._log.read(numbers[low]) if low < len(numbers) else None
+        first = bisect_left(numbers, True, key=lambda number: version in self._read(number, all_versions))
+        return self._log.read(numbers[first]) if first < len(numbers) else None
 
     def add(self, versions: Iterable[int], message: str = "") -> Entry:
         """Remove versions; for errors, see `Log.append`."""

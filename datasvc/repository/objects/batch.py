@@ -56,16 +56,9 @@ class ObjectBatch:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Write an object that `Objects.reuse` has not found.
+        """Write an object that `Objects.reuse` has not found; `info` is of `content`. Raises UnavailableError.
 
         The object is guaranteed to exist only after `finish` has returned.
-
-        Args:
-            info: digest and size of `content`.
-            content: bytes of the object.
-
-        Raises:
-            UnavailableError: the store failed.
         """
         target = self._objects.local_path(info.digest)
         if target is None:

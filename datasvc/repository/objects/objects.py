@@ -128,9 +128,6 @@ class ObjectWriter:
 class Objects:
     """Objects of one repository.
 
-    Args:
-        storage: file tree of the repository.
-
     Attributes:
         storage: file tree of the repository.
         is_near: whether the objects are on this machine, so that `read_into` needs no extra memory.
@@ -172,7 +169,7 @@ class Objects:
         path = self.local_path(info.digest)
         if path is None:
             return self.refresh(info)
-        # Look before the age is reset: an earlier age shows that the file was replaced.
+        # Before the age is reset: only the old age shows whether the file was replaced.
         is_known = is_known_intact(path)
         if not refresh_local(path, info.size_bytes):
             return False
@@ -196,7 +193,7 @@ class Objects:
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
-        """Do the same as `reuse`, but compare only the size: for callers that could not write the object again."""
+        """As `reuse`, but compare only the size: for callers that could not write the object again."""
         return self.storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
@@ -215,16 +212,7 @@ class Objects:
         return info
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Store an object that `reuse` has not found.
-
-        Args:
-            info: digest and size of `content`.
-            content: bytes of the object.
-
-        Raises:
-            ConfigError: see `Storage.check_writable`.
-            UnavailableError: the store failed.
-        """
+        """Store an object that `reuse` has not found; `info` is of `content`. Raises the errors of `put`."""
         self.storage.check_writable()
         self.storage.put_bytes(self.path(info.digest), content)
         self.mark_intact(info.digest)
@@ -351,19 +339,9 @@ class Objects:
     def stream_range(
         self, digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
     ) -> None:
-        """Pass exactly `length` unverified bytes of the object to `take` as they arrive, in order.
+        """Pass exactly `length` unverified bytes of the object to `take` as they arrive, see `RangeReader.stream`.
 
-        Args:
-            digest: digest of the object.
-            offset: first byte of the range.
-            length: length of the range in bytes.
-            take: function for the bytes, called in this thread. The view is valid only during the call. Exceptions
-                of `take` are not converted.
-            interrupt: token that cancels the read.
-
-        Raises:
-            NotFoundError, CorruptDataError: see `read_range`.
-            UnavailableError: see `read_range`; or the read was cancelled.
+        Raises the errors of `read_range`, and UnavailableError if the read was cancelled.
         """
         try:
             self.storage.stream_range(self.path(digest), offset, length, take, interrupt)

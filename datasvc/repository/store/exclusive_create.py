@@ -8,6 +8,7 @@ if it inherits its `pipe_file` from a class whose source code is known to be ato
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import fsspec
@@ -45,9 +46,7 @@ def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) ->
     The file may exist even after an exception: the caller has to read it to find out.
     """
     inner = file_system.fs if isinstance(file_system, DirFileSystem) else file_system
-    if not isinstance(inner, MemoryFileSystem):
-        file_system.pipe_file(path, content, mode="create")
-        return
     # The memory driver is not atomic, but exists only in this process: a lock makes it atomic.
-    with _memory_lock:
+    lock: AbstractContextManager[object] = _memory_lock if isinstance(inner, MemoryFileSystem) else nullcontext()
+    with lock:
         file_system.pipe_file(path, content, mode="create")

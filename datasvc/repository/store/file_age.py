@@ -26,12 +26,9 @@ _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a store.
+    """A file of a store, by its path below the root.
 
-    Attributes:
-        path: path below the store's root.
-        size_bytes: size of the file.
-        modified_s: time of the last write or age reset, in seconds since 1970 of the store's clock.
+    `modified_s` is the time of the last write or age reset, in seconds since 1970 of the store's clock.
     """
 
     path: str

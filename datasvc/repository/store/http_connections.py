@@ -1,4 +1,4 @@
-"""Connections to HTTP servers, reused between requests, with bodies read directly from their sockets."""
+"""HTTP connections of `http_stream`: reused between requests, cancelled by another thread, read without copies."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import threading
 import time
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.min_throughput import MinThroughput
@@ -28,15 +29,8 @@ _POLL_MS = 50
 _TIMEVAL = struct.Struct("ll")
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """Address of a server.
-
-    Attributes:
-        scheme: "http" or "https".
-        host: host name or IP address.
-        port: TCP port.
-    """
+class Endpoint(NamedTuple):
+    """Address of a server; `scheme` is "http" or "https"."""
 
     scheme: str
     host: str
@@ -79,11 +73,10 @@ class Connection:
         self.was_kept = False
         self._timeouts = timeouts
         self._is_tls = server.scheme == "https"
-        self._http = http.client.HTTPConnection(server.host, server.port, timeout=timeouts.connect_s)
-        if self._is_tls:
-            self._http = http.client.HTTPSConnection(
-                server.host, server.port, timeout=timeouts.connect_s, context=_tls()
-            )
+        make: Callable[..., http.client.HTTPConnection] = (
+            partial(http.client.HTTPSConnection, context=_tls()) if self._is_tls else http.client.HTTPConnection
+        )
+        self._http = make(server.host, server.port, timeout=timeouts.connect_s)
         with ExitStack() as connecting:
             # The attribute by which http.client allows another way to connect.
             cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001

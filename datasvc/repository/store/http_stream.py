@@ -1,7 +1,7 @@
-"""Streaming of file ranges from plain HTTP servers through one small buffer.
+"""HTTP client that streams file ranges from plain web servers through one small buffer.
 
-fsspec's client collects each response in new memory, in one thread for all requests. This client supports only GET
-with a range. Other cases are left to fsspec: a client with custom settings, redirects, encoded responses.
+fsspec's client collects each response in new memory, in one thread for all requests. This client sends only GET
+requests with a range. A client with custom settings, redirects and encoded responses are left to fsspec.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from base64 import b64encode
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Final
 
 import fsspec
@@ -28,9 +29,7 @@ Take = Callable[[memoryview], None]
 _BUFFER_BYTES: Final = 512 << 10
 # After this progress without a failure, the count of consecutive failures starts again.
 _PROGRESS_BYTES: Final = 16 << 20
-_OK, _PARTIAL = 200, 206
-_MISSING = 404
-_REFUSALS: Final = (401, 403)
+_REFUSALS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
@@ -76,22 +75,10 @@ class HttpStream:
     def read(
         self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
     ) -> None:
-        """Pass `length` bytes from `offset` to `take`, in order, each once, in the calling thread.
+        """Pass `length` bytes, at least 1, from `offset` to `take`; arguments and errors as of `RangeReader.stream`.
 
-        After a failure, the missing bytes are requested again, up to 4 attempts without progress.
-
-        Args:
-            path: URL for fsspec.
-            offset: first byte of the range.
-            length: length of the range in bytes, more than 0.
-            take: function for the bytes. Its exceptions are not converted.
-            location: URL for messages.
-            interrupt: token that cancels the read.
-
-        Raises:
-            UnsupportedResponseError: the response is not supported.
-            NotFoundError, ConfigError: see `retries.map_exceptions`.
-            UnavailableError: see `retries.map_exceptions`; or the read was cancelled.
+        After a failure, the missing bytes are requested again, up to 4 attempts without progress. Raises also
+        UnsupportedResponseError.
         """
         request = self._request(path, location)
         with closing(self._stream(request, offset, offset + length, interrupt)) as views:
@@ -199,22 +186,22 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
         FileNotFoundError, PermissionError, ConnectionError: it has no bytes, or other ones.
     """
     status = response.status
-    if status == _MISSING:
+    if status == HTTPStatus.NOT_FOUND:
         raise FileNotFoundError
     if status in _REFUSALS:
         raise PermissionError(f"{status} {response.reason}")
     if 300 <= status < 400 or response.getheader("Content-Encoding", "identity") != "identity":
         raise UnsupportedResponseError
-    if status not in (_OK, _PARTIAL):
+    if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
         raise ConnectionError(f"the server responds {status} {response.reason}")
     if response.length is None:
         raise UnsupportedResponseError
     length = stop - offset
-    if status == _OK and (offset or response.length != length):
+    if status == HTTPStatus.OK and (offset or response.length != length):
         raise ConnectionError(
             f"the server does not support ranges: it sends {response.length} bytes, expected {length} from {offset}"
         )
-    if status == _PARTIAL:
+    if status == HTTPStatus.PARTIAL_CONTENT:
         content_range = response.getheader("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(content_range)
         if match is None or (int(match[1]), int(match[2])) != (offset, stop - 1) or response.length != length:

@@ -474,14 +474,11 @@ class Storage:
 
     def delete_folder(self, folder: str) -> None:
         """Delete a folder with all its files, if it exists. Raises the errors of `map_exceptions`."""
-        try:
-            with map_exceptions("delete", self.location(folder)):
-                if self.is_local:
-                    shutil.rmtree(self._full(folder), onerror=_ignore_missing)
-                else:
-                    self._fs.rm(self._full(folder), recursive=True)
-        except NotFoundError:
-            return
+        with suppress(NotFoundError), map_exceptions("delete", self.location(folder)):
+            if self.is_local:
+                shutil.rmtree(self._full(folder), onerror=_ignore_missing)
+            else:
+                self._fs.rm(self._full(folder), recursive=True)
 
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.

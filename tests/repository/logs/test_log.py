@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository import Log, Storage
-from datasvc.repository.logs.log import decode_entry, encode_entry
+from datasvc.repository import Storage
+from datasvc.repository.logs.log import Log, decode_entry, encode_entry
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
