@@ -25,8 +25,6 @@ class ScrubReport:
     """Result of a scrub.
 
     Attributes:
-        num_checked: number of objects read.
-        checked_bytes: size of the objects read.
         corrupt: corrupt objects; they are moved to the quarantine, and fetched again at their next use.
         held: corrupt objects that jobs had mapped, and may have read.
     """

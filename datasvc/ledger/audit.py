@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from datasvc.errors import NotFoundError
@@ -88,7 +88,7 @@ class Audit:
     epochs: Sequence[EpochAudit]
     disagreements: Sequence[str]
     damage: Sequence[str]
-    torn: Sequence[str] = field(default=())
+    torn: Sequence[str] = ()
 
     @property
     def is_proven(self) -> bool:
@@ -176,12 +176,7 @@ def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
 
 
 class _History:
-    """Records of a history, by epoch.
-
-    Args:
-        attempts: attempts with their limits.
-        num_samples: samples of an epoch.
-    """
+    """Records of a history, by epoch, from attempts with their limits."""
 
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts

@@ -137,9 +137,7 @@ class LedgerFile:
     """Content of a file.
 
     Attributes:
-        path: path of the file.
         number: number of the file in its folder.
-        header: header of the file.
         records: complete records, in the order in which they were started.
         torn: whether a crash cut off the end of the file.
         damage: descriptions of damaged records.

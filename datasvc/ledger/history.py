@@ -27,7 +27,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, count, groupby, repeat
 
 from datasvc.ledger.file import LedgerFile, LedgerRecord, RecordKind
 from datasvc.ledger.strided_range import StridedRange
@@ -105,10 +105,9 @@ def order_files(folders: Sequence[Sequence[LedgerFile]]) -> Iterator[LedgerFile]
     """Yield the files of several folders, each sorted by number, in the order of rule 1."""
 
     def timed(folder: int, files: Sequence[LedgerFile]) -> Iterator[tuple[float, int, int, LedgerFile]]:
-        latest = 0.0
-        for index, file in enumerate(files):
-            latest = max(latest, file.header.started)  # keep the order of numbers if a clock was set back
-            yield latest, folder, index, file
+        # Never descending: files keep the order of their numbers, even if a clock was set back.
+        latest = accumulate((file.header.started for file in files), max)
+        yield from zip(latest, repeat(folder), count(), files)
 
     merged = heapq.merge(*(timed(folder, files) for folder, files in enumerate(folders)), key=lambda item: item[:3])
     return (file for *_, file in merged)

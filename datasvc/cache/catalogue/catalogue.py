@@ -65,10 +65,6 @@ _MIN_SHRINK_BYTES: Final = 64 << 10
 class Catalogue:
     """The catalogue of one cache folder. Open it once per process, with `recovery.open_catalogue`.
 
-    Args:
-        files: files of the cache.
-        locks: object locks of this process.
-
     Raises:
         lmdb.Error: the database cannot be opened, or is damaged.
     """

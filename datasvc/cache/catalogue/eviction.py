@@ -30,7 +30,6 @@ class EvictionCandidate:
     """A resident object that is not pinned.
 
     Attributes:
-        digest: the object.
         freed_bytes: disk space that its eviction frees.
         tenant: tenant that is charged for it.
         distance_bytes: bytes that its job still reads before it needs the object again.

@@ -38,7 +38,6 @@ class ScannedFile(NamedTuple):
 
     Attributes:
         digest: digest in its name; the content is not verified.
-        size_bytes: size of the file.
         tenant: tenant that fetched it; the default tenant if the file system stores no extended attributes.
     """
 
@@ -49,9 +48,6 @@ class ScannedFile(NamedTuple):
 
 class Files:
     """The files of one cache folder; missing folders are created.
-
-    Args:
-        folder: folder of the cache.
 
     Raises:
         ConfigError: the folder cannot be created or written, or `check_folder` refuses it.

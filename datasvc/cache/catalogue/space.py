@@ -37,11 +37,7 @@ _MAPPED: Final = ".mapped"  # name suffix of a quarantined file that was in use 
 class SpaceAllocator:
     """The disk space of one cache, inside one write transaction.
 
-    Args:
-        tables: tables of the transaction.
-        files: files of the cache.
-        locks: object locks of this process.
-        forget_readers: releases the database pages of reader processes that have ended.
+    `forget_readers` releases the database pages of reader processes that have ended.
     """
 
     def __init__(

@@ -66,12 +66,7 @@ class Tables:
 
 
 class CatalogueTables:
-    """The rows of the catalogue inside one transaction.
-
-    Args:
-        tables: tables of the database.
-        txn: LMDB transaction; reads need no write transaction.
-    """
+    """The rows of the catalogue inside one LMDB transaction; reads need no write transaction."""
 
     def __init__(self, tables: Tables, txn: Any) -> None:
         self._tables = tables

@@ -58,8 +58,6 @@ class Forecast:
     """Forecast of a run.
 
     Attributes:
-        num_samples: samples of the data set.
-        num_shards: shards of the data set.
         data_bytes: size of all shards.
         budget_bytes: budget of each node's cache.
         window_bytes: bytes that must be resident at once on a node.

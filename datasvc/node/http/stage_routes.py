@@ -26,12 +26,7 @@ _BODY_TIMEOUT_S = 10.0
 
 
 class StageRoutes:
-    """Handlers of `/stage`.
-
-    Args:
-        jobs: staging jobs of the node.
-        origins: repositories from which data sets may be staged.
-    """
+    """Handlers of `/stage`, for data sets of the repositories in `origins`."""
 
     def __init__(self, jobs: StageJobs, origins: Origins) -> None:
         self._jobs = jobs

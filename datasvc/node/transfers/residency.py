@@ -13,11 +13,7 @@ from datasvc.repository import Digest
 
 
 class Residency:
-    """The resident objects of one cache.
-
-    Args:
-        cache: any cache that is open on the folder.
-    """
+    """The resident objects of one cache."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache

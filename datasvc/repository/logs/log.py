@@ -98,12 +98,7 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 class Log:
-    """A folder of numbered entries.
-
-    Args:
-        storage: file tree of the repository.
-        path: folder of this log in the tree.
-    """
+    """A folder of numbered entries at `path` of the repository's tree."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage

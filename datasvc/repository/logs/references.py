@@ -35,15 +35,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is valid.
-
-    Args:
-        name: name to check.
-        what: kind of the named object for the message: "data set", "model" or "tag".
-
-    Raises:
-        ConfigError: `name` is not a valid name.
-    """
+    """Return `name` if it is valid. Raises ConfigError, whose message has `what`: "data set", "model" or "tag"."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "

@@ -16,12 +16,9 @@ from datasvc.repository.store.storage import Storage
 
 
 class Removals:
-    """Removed versions of one data set or model.
+    """Removed versions of one data set or model, below its folder such as "models/digits-cnn".
 
-    Args:
-        storage: file tree of the repository.
-        folder: folder of the data set or model, such as "models/digits-cnn".
-        versions: log of its versions.
+    `versions` is the log of its versions.
     """
 
     def __init__(self, storage: Storage, folder: str, versions: Log) -> None:
@@ -42,13 +39,9 @@ class Removals:
         return self._read(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
-        """Return the versions that have been removed since before a time of the store's clock.
+        """Return the versions that have been removed since before `before_s`, in seconds since 1970.
 
-        Args:
-            before_s: time in seconds since 1970.
-
-        Raises:
-            CorruptDataError, UnavailableError: see `Log.read`.
+        The time is that of the store's clock. Raises the errors of `Log.read`.
         """
         old = {file.path for file in self._storage.walk(self._log.path) if file.modified_s < before_s}
         numbers = self._log.numbers()

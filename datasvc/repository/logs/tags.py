@@ -12,12 +12,7 @@ from datasvc.repository.store.storage import Storage
 
 
 class Tags:
-    """Tags of one data set or model.
-
-    Args:
-        storage: file tree of the repository.
-        folder: folder of the data set or model, such as "models/digits-cnn".
-    """
+    """Tags of one data set or model, below its folder such as "models/digits-cnn"."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
@@ -33,12 +28,7 @@ class Tags:
     def newest(self, tag: str, moves: Sequence[int]) -> Entry:
         """Return the newest move of a tag; of a tag that never existed, an entry 0 without a version.
 
-        Args:
-            tag: name of the tag.
-            moves: numbers of its moves, ascending.
-
-        Raises:
-            CorruptDataError, UnavailableError: see `Log.read`.
+        `moves` are the numbers of the tag's moves, ascending. Raises the errors of `Log.read`.
         """
         return self._log(tag).read(moves[-1]) if moves else Entry(0, {"version": None})
 

@@ -15,11 +15,7 @@ _BLOCK_BYTES: Final = 16 << 20
 
 
 class RangeReader:
-    """Reader of ranges; thread-safe.
-
-    Args:
-        file_system: file system of the store.
-    """
+    """Reader of ranges of the files of one store; thread-safe."""
 
     def __init__(self, file_system: fsspec.AbstractFileSystem) -> None:
         self._fs = file_system

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,6 +61,11 @@ def _ignore_missing(_function: object, _path: str, error: Any) -> None:
     """Error handler of rmtree: ignore files that another process has deleted."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    """Return the last part of the path in an entry of a listing; some stores end folders with a slash."""
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
 
 
 def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -261,11 +266,7 @@ class Storage:
             except NotFoundError:
                 return []
         else:
-            entries = self._entries(folder, detail=False)
-            # Some stores list the folder itself among its entries.
-            itself = self._fs._strip_protocol(full)  # noqa: SLF001 - fsspec's name for its documented rule
-            paths = {self._fs._strip_protocol(entry) for entry in entries} - {itself}  # noqa: SLF001
-            names = {path.rpartition("/")[2] for path in paths}
+            names = {_name_of(entry) for entry in self._listing(folder)}
         return sorted([name for name in names if not name.startswith(durable.TEMPORARY_PREFIX)])
 
     def find(self, folder: str) -> Sequence[str]:
@@ -421,16 +422,28 @@ class Storage:
                 yield from file_age.walk_local(Path(self._root), folder)
             return
         for info in self._listing(folder):
-            path = f"{folder}/{info['name'].rstrip('/').rpartition('/')[2]}".lstrip("/")
+            path = f"{folder}/{_name_of(info)}".lstrip("/")
             if info["type"] == "directory":
                 yield from self.walk(path)
             else:
                 yield file_age.StoredFile(path, int(info["size"]), file_age.modified_s(info, self.location(path)))
 
     def _listing(self, folder: str) -> Sequence[dict[str, Any]]:
-        """Return fsspec's details of each entry of a remote `folder`, without the folder itself."""
-        entries = self._entries(folder, detail=True)
-        itself = self._fs._strip_protocol(self._full(folder))  # noqa: SLF001 - fsspec's name for its documented rule
+        """Return fsspec's details of each entry of a remote `folder`; [] if the folder does not exist."""
+        full = self._full(folder)
+
+        def read_listing() -> Sequence[dict[str, Any]]:
+            self._drop_listings(full)
+            entries: Sequence[dict[str, Any]] = self._fs.ls(full, detail=True)
+            self._drop_listings(full)  # otherwise the listings of a whole repository stay in memory
+            return entries
+
+        try:
+            entries = self._retry("list", folder, read_listing)
+        except NotFoundError:
+            return []
+        # Some stores list the folder itself among its entries.
+        itself = self._fs._strip_protocol(full)  # noqa: SLF001 - fsspec's name for its documented rule
         return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != itself]  # noqa: SLF001
 
     def _file(self, path: str) -> file_age.StoredFile | None:
@@ -453,21 +466,6 @@ class Storage:
             return None
         # Some drivers report a file that is not in a cached listing as a folder.
         return None if info["type"] == "directory" and not self.is_local else info
-
-    def _entries(self, folder: str, *, detail: bool) -> Sequence[Any]:
-        """Return the result of fsspec's `ls` for `folder`; [] if it does not exist."""
-        full = self._full(folder)
-
-        def read_listing() -> Sequence[Any]:
-            self._drop_listings(full)
-            entries: Sequence[Any] = self._fs.ls(full, detail=detail)
-            self._drop_listings(full)  # otherwise the listings of a whole repository stay in memory
-            return entries
-
-        try:
-            return self._retry("list", folder, read_listing)
-        except NotFoundError:
-            return []
 
     def _retry(self, action: str, path: str, read: Callable[[], _Result]) -> _Result:
         return with_retries(self._fs, action, self.location(path), read)
