@@ -1,4 +1,7 @@
-"""The public interface of a node's cache."""
+"""The cache of a node, as programs and the command line open it: fetch, stage, pin, scrub and configure.
+
+What one job does is in `job`; which objects are resident is decided in `catalogue`.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ class Cache(CacheJob):
         peers: Peers | None = None,
     ) -> None:
         path = Path(folder).expanduser().resolve()
+        # Checked before the folder is created: an invalid budget or tenant leaves nothing behind.
         budget_bytes = None if budget is None else parse_budget(str(budget), path)
         super().__init__(path, check_name(tenant, "tenant"), peers)
         catalogue = self._open().catalogue
@@ -177,7 +181,7 @@ class Cache(CacheJob):
     def status(self) -> CacheStatus:
         """Return the disk space in use, and the jobs and tenants that use it."""
         opened = self._open()
-        opened.count_hits()
+        opened.count_hits()  # so far, the latest hits of this process are only in memory
         return read_status(opened)
 
     def counters(self) -> Mapping[str, int]:

@@ -115,6 +115,7 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
     header = files[0].header
     same, disagreements = _same_order(files, header)
     attempts = split_into_attempts(same)
+    # Epochs without records between two others are audited too: all their positions are missing.
     recorded = sorted(set(_epochs_of(attempts)))
     if not recorded:
         raise NotFoundError("the ledger has no records: no rank has served a batch")
@@ -156,6 +157,7 @@ def _disagreements(attempt: Attempt) -> Iterator[str]:
         if len(ranks) > 1:
             values = "; ".join(f"{value} on ranks {_ranks_text(which)}" for value, which in ranks.items())
             yield f"from {_cursor_text(attempt.begin)} on ranks differ in {name}: {values}"
+    # Rule 2 of `history`: all ranks have equally many model-parallel peers and restarts.
     max_files = max(attempt.num_files.values())
     fewer = defaultdict(list)
     for rank, num_files in sorted(attempt.num_files.items()):
@@ -203,6 +205,7 @@ class _History:
             if record.kind is RecordKind.SERVED:
                 num_served += record.count
                 windows[id(attempt), rank].append(contiguous(strided.start, strided.stop))
+        # Of an unfinished epoch, only positions that every rank has passed can be missing.
         is_finished = self._end >= (epoch, self._num_samples)
         reached = self._num_samples if is_finished else self._reached(epoch, windows)
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
@@ -211,6 +214,7 @@ class _History:
             sum(strided.clip(0, reached).size for strided in ranges)
             for ranges in (dropped, counted[RecordKind.MASKED])
         )
+        # Positions covered once include the dropped and the masked ones, which were recorded as served.
         once = reached - coverage.never.count - coverage.repeated.count
         is_uneven = bool(coverage.never.count or coverage.repeated.count)
         return EpochAudit(
@@ -273,6 +277,7 @@ class _History:
                 yield f"{prefix} rank {_ranks_text(attempt.missing_ranks)} left no file"
             for rank, file in sorted(attempt.files.items()):
                 coverage = cover(windows[id(attempt), rank], start, stop)
+                # The first one of each kind is enough to find the rank at fault.
                 for gap in coverage.never.ranges[:1]:
                     yield f"{prefix} rank {rank} skipped positions {gap.start} to {gap.stop - 1}: {file.path.name}"
                 for twice in coverage.repeated.ranges[:1]:

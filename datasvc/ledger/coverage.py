@@ -72,6 +72,7 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
 
 def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int, list[StridedRange]]]:
     """Yield each [first, last) between two adjacent window edges, and the ranges whose windows cover it."""
+    # Descending, so that the next range to begin is at the end, from where it is removed in constant time.
     waiting = sorted(
         (strided.clip(start, stop) for strided in ranges), key=lambda strided: strided.start, reverse=True
     )
@@ -86,6 +87,7 @@ def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[
 
 
 def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    # Runs per position: each chunk has about `_CHUNK_RUNS` runs, which bounds the memory.
     density = sum(1 / strided.period for strided in active if not strided.is_contiguous)
     length = max(1, int(_CHUNK_RUNS / density)) if density else stop - start
     while start < stop:
@@ -114,6 +116,7 @@ def _count_cover(active: Sequence[StridedRange], start: int, stop: int) -> tuple
     starts = np.concatenate([np.empty(0, np.int64), *(begins for begins, _ in spans)])
     stops = np.concatenate([np.empty(0, np.int64), *(ends for _, ends in spans)])
     edges = np.unique(np.concatenate([starts, stops, np.array([start, stop])]))
+    # +1 where a run starts and -1 where one stops: the running sum is the number of runs over each interval.
     changes = np.zeros(len(edges), np.int64)
     np.add.at(changes, np.searchsorted(edges, starts), 1)
     np.add.at(changes, np.searchsorted(edges, stops), -1)

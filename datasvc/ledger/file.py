@@ -213,7 +213,7 @@ def read_ledger(path: Path) -> Iterator[LedgerFile | CorruptDataError]:
     for number, file in files:
         content = _read_bytes(file)
         if not any(content):
-            continue
+            continue  # empty or all zeros after a power cut
         try:
             yield _parse_file(file, number, content)
         except CorruptDataError as error:
@@ -250,6 +250,7 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     """Return the header and its length in bytes."""
+    # Bounded: in a damaged file, the first line feed may be anywhere or missing.
     line = content[: content.find(b"\n", 0, _MAX_HEADER) + 1]
     magic, _, rest = line.partition(b" ")
     number, _, rest = rest.partition(b" ")

@@ -79,6 +79,7 @@ class Attempt:
         """Return whether this attempt can have saved a state at a cursor."""
         if cursor == self.begin:
             return True
+        # The batch size is equal on all ranks; where it is not, the audit reports a disagreement.
         header = next(iter(self.files.values())).header
         (epoch, position), num_samples = cursor, header.num_samples
         start = self.begin[1] if epoch == self.begin[0] else 0
@@ -129,6 +130,7 @@ def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
 
 def _limit(attempts: list[Attempt]) -> list[Attempt]:
     """Return the attempts with the limits of those that the last attempt continues."""
+    # Backwards: the first cursor of an attempt is the limit of the one that it continues.
     limited = list(attempts)
     limit, index = END, len(attempts) - 1
     while index >= 0:

@@ -1,4 +1,4 @@
-"""Keys of the samples at positions of a run, read from the repository."""
+"""Keys of the samples at positions of a run, by which `datasvc audit --repo` names missing and repeated samples."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class SampleNames:
             ) from error
         self._config = state.config
         self._split = _open_split(repository, header.source)
+        # The same name may mean other samples in another repository.
         if self._split.digest != state.version:
             raise ConfigError(
                 f"{header.source} in {repository.url} has shard table {self._split.digest[:12]}..., the run read "

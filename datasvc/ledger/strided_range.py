@@ -82,6 +82,7 @@ class StridedRange:
                 position += self.period - within
 
     def _count_below(self, position: int) -> int:
+        # Negative below `offset`; the difference of two such counts is right nevertheless.
         num_periods, within = divmod(position - self.offset, self.period)
         return num_periods * min(self.length, self.period) + min(within, self.length)
 
@@ -117,6 +118,7 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
         One range over the whole window if the positions form one, as the parts of `slice_step` do; otherwise one
         range per run, and an empty one that ends at `stop`.
     """
+    # Candidates are derived from the first runs only, so each is compared with all positions.
     for candidate in _candidates(start, stop, positions):
         if _holds_exactly(candidate, positions):
             return [candidate]

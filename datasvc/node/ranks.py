@@ -98,6 +98,7 @@ class RankNodes:
     ) -> None:
         self._group = group or _new_group()
         self._node: EmbeddedNode | None = None
+        # Every rank computes the same nodes and leaders from the same list, without further messages.
         plan = self._gather(lambda: _RankNode.of(folder, address))
         rank, token = self._rank(), plan[0].token
         own = plan[rank]

@@ -72,6 +72,7 @@ class Service:
 
     def application(self) -> web.Application:
         """Return the application of all routes."""
+        # The first middleware is the outermost: the token is checked before anything else.
         middlewares: list[Middleware] = [check_token(self._settings.token), respond_to_errors]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
         objects = ObjectRoutes(self._residency, self._fetches, self._origins, self._sender, self._cache.check)

@@ -1,4 +1,4 @@
-"""Settings of a node."""
+"""Settings of a node: the options of `datasvc serve`, or those that the ranks of a job agree on."""
 
 from __future__ import annotations
 

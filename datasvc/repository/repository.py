@@ -250,10 +250,10 @@ class Repository:
         elif reference.version is not None:
             version = reference.version
         else:
-            # If all are removed, take the newest, whose removal is then reported.
+            # If all are removed, choose the newest, whose removal is then reported.
             version = existing[-1] if existing else numbers[-1]
         resolved = Resolved(kind, name, version)
-        # A tagged version counts as existing: its removal is invalid, even if the remover died before reverting it.
+        # A tagged version counts as existing: its removal is invalid, even if the remover ended before reverting it.
         if version in removed and not accept_removed and version not in self.tags(kind, name).values():
             raise NotFoundError(self._describe_removal(resolved, existing))
         if version not in numbers:

@@ -148,6 +148,7 @@ class Catalogue:
 
         A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
+        # Without the context managers of `read`: this is the path of every cache hit.
         try:
             with self.env.begin() as txn:
                 state = CatalogueTables(self._tables, txn).state(info.digest)
@@ -265,7 +266,7 @@ class Catalogue:
             if record is not None and record.state == RESIDENT:
                 next_use = tables.next_use(job_id, reuse)
                 space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
-            tables.count(counts)
+            tables.count(counts)  # the hits since the last release, which need no transaction of their own
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
         """Record when the caller needs objects whose files exist already; arguments as of `CacheJob.expect`."""

@@ -106,6 +106,7 @@ def parse_budget(text: str, folder: Path) -> int:
     if percent:
         if float(percent[1]) > 100:
             raise ConfigError(f"a cache budget of {text!r} is more than the disk has; expected at most 100%")
+        # The cache folder may not exist yet; its nearest existing parent is on the same disk.
         existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
         budget = int(shutil.disk_usage(existing).total * float(percent[1]) / 100)
     else:

@@ -154,6 +154,7 @@ def _is_truncated(folder: Path) -> bool:
         if len(head) < 2 * _PAGE:
             return True
         last_page = max(_LAST_PAGE.unpack_from(head, page + _LAST_PAGE_OFFSET)[0] for page in (0, _PAGE))
+        # The two meta pages are of the last two transactions; a lost end may be needed by either.
         expected_bytes, file_bytes = (last_page + 1) * _PAGE, path.stat().st_size
         if expected_bytes > _MAX_UNWRITTEN * file_bytes:
             return True

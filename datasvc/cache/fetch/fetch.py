@@ -94,7 +94,7 @@ class Fetcher:
             repository.check_unchanged()
             FileLink(self._files.folder, info.digest).record_content(report.content)
         counts = {f"{kind}_bytes": count for kind, count in report.bytes_by_kind.items()}
-        # If an earlier fetch had received all bytes, their source is not known: count them for the origin.
+        # If an earlier fetch had received all bytes, their source was not recorded: count them for the origin.
         return report.kind or "origin", counts | {"misses": 1, "corrupt": report.num_corrupt}
 
     def _sources(self, info: ObjectInfo, repository: Store, peers: Peers | None) -> list[ObjectSource]:

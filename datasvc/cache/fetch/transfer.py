@@ -92,8 +92,9 @@ class _Transfer:
                 self._file.fill_from(source, self._info)
             except CorruptDataError as error:
                 self._num_corrupt += 1
-                self._give_up(source, error)
+                self._record_corrupt(source, error)
             except DatasvcError as error:
+                # The next source continues from the bytes that have arrived.
                 self._failures.append((source, error))
         largest = self._file.bytes_by_source.most_common(1)
         kind = largest[0][0].kind if largest else None
@@ -124,11 +125,13 @@ class _Transfer:
         else:
             for source in bytes_by_source:
                 source.record_integrity(intact=False)
-                self._give_up(source, CorruptDataError(f"{source.name} sent bytes with the digest {digest[:12]}..."))
+                self._record_corrupt(
+                    source, CorruptDataError(f"{source.name} sent bytes with the digest {digest[:12]}...")
+                )
         self._file.reset()
         return False
 
-    def _give_up(self, source: ObjectSource, error: CorruptDataError) -> None:
+    def _record_corrupt(self, source: ObjectSource, error: CorruptDataError) -> None:
         self._failures.append((source, error))
         # A bit error in transfer does not repeat; wrong bytes in the store do, so there is one more try only.
         if source.kind == "origin" and source not in self._tried_again:
@@ -136,8 +139,9 @@ class _Transfer:
             self._untried.append(source)
 
     def _failure(self) -> DatasvcError:
-        of_origin = [error for source, error in self._failures if source.kind == "origin"]
-        last = of_origin[-1] if of_origin else self._failures[-1][1]
+        # The origin decides the class: only it shows whether the object is missing, damaged or unreachable.
+        origin_errors = [error for source, error in self._failures if source.kind == "origin"]
+        last = origin_errors[-1] if origin_errors else self._failures[-1][1]
         reasons = "; ".join(dict.fromkeys(str(error) for _, error in self._failures))
         return type(last)(
             f"cannot fetch object {self._info.digest[:12]}... of {self._info.size_bytes} bytes: {reasons}"

@@ -186,6 +186,7 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
+    # Bytes per sample of one node: the origin's rate is that of all nodes together, the peers' that of each node.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}

@@ -126,6 +126,7 @@ class _SimulatedCaches:
         cache.hold(shard)
         missing = cache.missing(shard)
         traffic.used_bytes += self._sizes[shard]
+        # The bytes of a prefetched shard were counted when it was fetched: they are no hit.
         if (node, shard) not in self._prefetched:
             traffic.hit_bytes += self._sizes[shard] - missing
         self._prefetched.discard((node, shard))
@@ -158,6 +159,7 @@ class _SimulatedCaches:
         if owner >= len(self.caches) or not self.caches[owner].missing(shard):
             traffic.peer_bytes += missing
             return
+        # The owner reads the shard from the origin. Without space for it there, the node reads it alone.
         cache = self.caches[owner]
         traffic.origin_bytes += missing
         cache.hold(shard)

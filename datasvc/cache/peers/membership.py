@@ -71,7 +71,7 @@ class FileMembership:
 
     Args:
         path: path of the file.
-        local_url: as for `FixedMembership`; the local node may leave the list, and come back, while the job runs.
+        local_url: as for `FixedMembership`; while the job runs, the local node may be removed and added again.
 
     Raises:
         ConfigError: the file cannot be read, a line is not a base URL, there is no line, or `local_url` is not
@@ -172,6 +172,7 @@ class DnsMembership:
 
     def _refresh(self) -> None:
         host, port, scheme = self._address
+        # Before the name is resolved: after a failure too, the next attempt waits for the interval.
         self._resolved_s = self._clock()
         urls = _parse_urls(f"{scheme}://{bracketed(address)}:{port}" for address in self._resolve(host))
         self._nodes = _nodes_while_running(urls, self._local_url)
@@ -275,7 +276,7 @@ def _is_local(address: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as it stands in a URL: an IPv6 address in brackets, a name or an IPv4 address unchanged."""
+    """Return a host in the form for URLs: an IPv6 address in brackets, a name or an IPv4 address unchanged."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -1,4 +1,7 @@
-"""Health of a peer: no requests for a growing time after failures, and for longer after corrupt data."""
+"""Health of a peer: no requests for a growing time after failures, and for longer after corrupt data.
+
+Otherwise each object would be delayed by the timeouts of a peer that has failed for the objects before it.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +108,8 @@ class PeerHealth:
             else:
                 self._report.num_lying += 1
                 self._extend(self._corruptions)
+
+    # The next two are called with the lock held.
 
     def _extend(self, streak: _Streak) -> None:
         # Several threads may lose the same peer at the same time: during a pause, their failures count as one fault.

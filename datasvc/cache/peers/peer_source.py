@@ -129,7 +129,7 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, pause requests to the peer, and ask it to verify its copy."""
+        """See `ObjectSource`. After wrong bytes, request a check of the peer's copy, and pause requests."""
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()
@@ -185,6 +185,7 @@ class PeerSource:
             raise NotFoundError(f"{self.name} does not have the object")
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise ConnectionError(_REFUSALS.get(status, f"it answers with status {status} {response.reason}"))
+        # Checked before the first byte is used: bytes of another range would be written to the wrong place.
         expected = HTTPStatus.OK if length == info.size_bytes else HTTPStatus.PARTIAL_CONTENT
         content_range = f"bytes {offset}-{offset + length - 1}/{info.size_bytes}"
         if status != expected or response.length != length:

@@ -192,7 +192,7 @@ def serve(pipe: BinaryIO) -> None:
             while True:
                 while (needed := prefetcher.next_shard()) is not None:
                     pool.submit(prefetcher.fetch, needed).add_done_callback(partial(_finished, events))
-                event = events.get()
+                event = events.get()  # a new position of the job, or None after a fetch
                 if event is not None:
                     prefetcher.advance(*event)
 

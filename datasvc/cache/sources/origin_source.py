@@ -195,7 +195,7 @@ class OriginSource:
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # Requests that cannot be cancelled go on, and the closed gate drops their bytes: not waited for.
+                # Not waited for: a request that cannot be cancelled continues, and the closed gate drops its bytes.
                 for future in futures:
                     future.cancel()
                 gate.close()

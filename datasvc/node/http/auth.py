@@ -30,6 +30,7 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         return None if from_environment is None else _checked(from_environment.strip(), TOKEN_VARIABLE)
     try:
         with path.open(encoding="ascii") as file:
+            # Of the open file: by path, the mode could be that of another file.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096)
     except (OSError, UnicodeDecodeError) as error:

@@ -106,6 +106,7 @@ class ObjectRoutes:
             return web.json_response({"found": await asyncio.to_thread(self._check, digest)})
 
     async def _respond(self, request: web.Request, digest: Digest, path: str) -> web.StreamResponse:
+        # Open until the response is sent: the bytes stay readable even if the file is moved to the quarantine.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size_bytes = os.fstat(file).st_size

@@ -89,7 +89,7 @@ class StageJob:
         with self._lock:
             if self.state == "waiting":
                 self.state = "cancelled"
-                self.future.cancel()
+                self.future.cancel()  # no effect if a thread has taken the job: then `_begin` finds the state
 
     def _begin(self) -> bool:
         with self._lock:
@@ -139,7 +139,7 @@ class StageJobs:
             CorruptDataError: a table is damaged.
             NotFoundError: a table is missing.
         """
-        job = StageJob(splits, labels)
+        job = StageJob(splits, labels)  # outside of the lock: it may read shard tables from the origin
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("this node is stopping; try another node")

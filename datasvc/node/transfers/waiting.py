@@ -1,4 +1,4 @@
-"""Wait for work of other requests, and give up when it makes no progress."""
+"""Wait for work that other requests have started; raise an error when it makes no progress."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Entry:
 def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
     """Return the numbers of the entries of all logs below `folder`, ascending, by the path of the log below it.
 
-    One request, where listing each log takes one for each. Raises UnavailableError.
+    One request, instead of one for each log. Raises UnavailableError.
     """
     logs: dict[str, list[int]] = {}
     for path in storage.find(folder):
@@ -79,6 +79,7 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
+        # A later format is reported as such, even if its checksum does not match.
         is_later_format = int(content.get("format", 0)) > ENTRY_FORMAT
         is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -137,7 +138,7 @@ class Log:
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.
 
-        Takes a logarithmic number of requests. A reader that knows most of a long log thus need not list it again.
+        This takes a logarithmic number of requests: a reader that has read most of a long log need not list it again.
         Raises UnavailableError.
         """
         # Numbers have no gaps, so the newest is found by doubling the step, and then halving it.

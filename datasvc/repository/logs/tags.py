@@ -75,6 +75,7 @@ class Tags:
         log = self._log(tag)
 
         def build(head: int) -> dict[str, int | None]:
+            # Read again if another writer has moved the tag since the caller's listing.
             is_read = newest is not None and newest.number == head
             current = version_of(newest if is_read and newest else log.read(head)) if head else 0
             if expect is not None and current != expect:

@@ -85,6 +85,7 @@ def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
         path: file of the object.
         failure: error of the read; None if the bytes could be read, but do not match the digest.
     """
+    # `_NEVER_NS` marks objects that were reported; no modification time is as late.
     if _verified_ns.get(hash(str(path))) == _NEVER_NS:
         return
     _verified_ns[hash(str(path))] = _NEVER_NS

@@ -37,7 +37,7 @@ Digest = NewType("Digest", str)
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 RANGE_BYTES = 8 << 20
-# Read before the size is asked for: larger objects cost a request more, smaller ones one less.
+# Read before the size is requested: larger objects cost one request more, smaller ones one less.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20
@@ -258,6 +258,7 @@ class Objects:
         with map_exceptions("write", str(writer.path)):
             writer.sync()
         info = writer.info
+        # Equal bytes may be stored already; then the existing object stays.
         if self.reuse(info):
             self._sync_name(info.digest)
             writer.path.unlink()
@@ -307,6 +308,7 @@ class Objects:
         try:
             content = self.storage.read_range(self.path(digest), offset, length)
         except UnavailableError:
+            # Stores report a range beyond the end as an error too: then the object is damaged, not the store.
             self._check_reaches(digest, offset + length)
             raise
         if len(content) < length:
@@ -405,6 +407,7 @@ class Objects:
                 yield self.storage.read_range(path, offset, min(RANGE_BYTES, size_bytes - offset))
             return
         with ThreadPoolExecutor(_MAX_PARALLEL_RANGES, thread_name_prefix="datasvc-range") as pool:
+            # At most `_MAX_PARALLEL_RANGES` parts are in memory, however slowly the caller takes them.
             pending: deque[Future[bytes]] = deque()
             for offset in offsets:
                 length = min(RANGE_BYTES, size_bytes - offset)
@@ -416,7 +419,6 @@ class Objects:
 
     def _check_reaches(self, digest: Digest, size_bytes: int) -> None:
         """Raise CorruptDataError if the object is shorter than `size_bytes`."""
-        # Stores report a range beyond the end as an error, which is not a failure of the store.
         stored = self.storage.size(self.path(digest))
         if stored is not None and stored < size_bytes:
             raise CorruptDataError(

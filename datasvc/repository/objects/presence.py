@@ -52,7 +52,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     digests are spread evenly over 256 folders. Raises UnavailableError.
     """
     if objects.is_near:
-        # A look at a local file takes less time than handing it to a thread.
+        # The check of a local file takes less time than passing it to a thread.
         return {digest for digest in referenced if objects.size(digest) is None}
     folders: dict[str, set[Digest]] = defaultdict(set)
     for digest in referenced:

@@ -136,6 +136,7 @@ class Connection:
         assert self._response is not None
         file = cast("Any", self._response.fp)
         if self._is_tls:
+            # The socket itself has encrypted bytes only.
             return cast("int", file.readinto1(buffer))
         if self._num_buffered is None:
             self._num_buffered = len(file.peek())  # bytes of the body that arrived together with the headers

@@ -106,7 +106,7 @@ class HttpStream:
                         yield view
             except UnsupportedResponseError as error:
                 if offset == start:
-                    raise
+                    raise  # no byte was passed on, so fsspec's client can read the whole range
                 raise UnavailableError(
                     f"cannot read {request.location}: the server sends a response of another kind than before; "
                     "try again"
@@ -190,10 +190,12 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
         raise FileNotFoundError
     if status in _REFUSALS:
         raise PermissionError(f"{status} {response.reason}")
+    # fsspec's client follows redirects and decodes.
     if 300 <= status < 400 or response.getheader("Content-Encoding", "identity") != "identity":
         raise UnsupportedResponseError
     if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
         raise ConnectionError(f"the server responds {status} {response.reason}")
+    # A chunked response, or one that ends with the connection.
     if response.length is None:
         raise UnsupportedResponseError
     length = stop - offset

@@ -43,7 +43,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
     try:
         yield
     except FileExistsError:
-        raise
+        raise  # a subclass of OSError, but the expected outcome of a create-only write
     except NotADirectoryError as error:
         raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
     except FileNotFoundError as error:
@@ -57,6 +57,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
             f"cannot {action} {location}: its driver is missing ({error}): {how_to_install_driver(location)}"
         ) from error
     except Exception as error:
+        # Only exceptions of the stores' clients are converted; any other one is a bug.
         if type(error).__module__.partition(".")[0] not in _CLIENT_PACKAGES:
             raise
         raise UnavailableError(f"cannot {action} {location}: {type(error).__name__}: {error}") from error

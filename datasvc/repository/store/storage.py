@@ -175,9 +175,10 @@ class Storage:
     def read_start(self, path: str, length: int) -> bytes:
         """Return the first `length` bytes of a file, or all if it has fewer; for errors, see `read`.
 
-        One request, where asking for the size first takes two.
+        One request; with the size read first, there would be two.
         """
         try:
+            # Not by `read_range`: `RateLimitedStorage` limits both methods, and would count these bytes twice.
             return self._read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
@@ -218,7 +219,7 @@ class Storage:
             return self._ranges.read(full, offset, length, location=self.location(path))
         with map_exceptions("read", full), open(full, "rb") as file:
             file.seek(offset)
-            # Not more than the file has: a read allocates the memory that it is asked for.
+            # Not more than the file has: a read allocates memory for the whole length before it reads.
             return file.read(max(0, min(length, os.fstat(file.fileno()).st_size - offset)))
 
     def read_into(self, path: str, offset: int, out: memoryview) -> int:
@@ -510,6 +511,7 @@ class Storage:
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
         except UnavailableError as error:
+            # The link may exist although a sync has failed after it.
             if self._read_back(path, error) == content:
                 raise UnknownOutcomeError(
                     f"{target} was created, but may not survive a power cut ({error}); check the disk"
@@ -522,6 +524,7 @@ class Storage:
             exclusive_create.create(self._fs, self._full(path), content)
         except Exception as error:  # noqa: BLE001 - after any error, only a read shows the outcome
             failure = error
+        # Read even after a success: a store may ignore the condition and report success to two writers.
         stored = self._read_back(path, failure)
         if stored == content:
             return
