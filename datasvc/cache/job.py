@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
-from datasvc.cache.catalogue.catalogue import BUSY, GRANTED, NoSpaceYet
+from datasvc.cache.catalogue.catalogue import NoSpaceYet
 from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder, join_folder, leave_folder
@@ -233,9 +233,9 @@ class CacheJob:
                 if isinstance(reservation, NoSpaceYet):
                     # A fetch always ends, successful or not. Then the reservation may succeed, or name another fetch.
                     files.wait_for_incoming(reservation.digest)
-                elif reservation == BUSY and prefetch is None:
+                elif reservation == "busy" and prefetch is None:
                     files.wait_for_incoming(info.digest)
-                elif reservation != GRANTED:
+                elif reservation != "reserved":
                     return reservation
                 else:
                     break

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from datasvc.cache.catalogue.catalogue import MAPPED, SUPERSEDED, EvictOutcome
+from datasvc.cache.catalogue.catalogue import EvictOutcome
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.records import RESERVED
 from datasvc.cache.catalogue.tables import CatalogueTables
@@ -79,7 +79,7 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
 
 def _finding_of(outcome: EvictOutcome) -> Finding | Literal["mapped"]:
     # A superseded file was already invalidated, or fetched again, by another process.
-    return "intact" if outcome == SUPERSEDED else "mapped" if outcome == MAPPED else "corrupt"
+    return "intact" if outcome == "superseded" else "mapped" if outcome == "mapped" else "corrupt"
 
 
 def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:

@@ -47,15 +47,7 @@ class NoSpaceYet(NamedTuple):
 T = TypeVar("T")
 
 Reservation = Literal["resident", "reserved", "busy", "later"] | NoSpaceYet
-RESIDENT_ALREADY: Final = "resident"
-BUSY: Final = "busy"
-LATER: Final = "later"
-GRANTED: Final = "reserved"
-
 EvictOutcome = Literal["free", "mapped", "superseded"]
-FREE: Final = "free"
-MAPPED: Final = "mapped"
-SUPERSEDED: Final = "superseded"
 
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
 # A minimum, because the disk may lack only a few bytes: every call of `shrink` must free some space, or raise.
@@ -169,9 +161,9 @@ class Catalogue:
             evict: as for `CacheJob.prefetch`.
 
         Returns:
-            RESIDENT_ALREADY: the file exists and was verified. GRANTED: the caller has locked the incoming file and
-            must fill it, then call `complete` or `drop`. BUSY: another process or thread has that lock, or waits for
-            it; call again when the lock is free. LATER: no space for a prefetch. NoSpaceYet: no space until another
+            "resident": the file exists and was verified. "reserved": the caller has locked the incoming file and must
+            fill it, then call `complete` or `drop`. "busy": another process or thread has that lock, or waits for it;
+            call again when the lock is free. "later": no space for a prefetch. NoSpaceYet: no space until another
             object has arrived; call again then.
 
         Raises:
@@ -184,12 +176,12 @@ class Catalogue:
             record = tables.get(info.digest)
             # The process of a reservation without the lock has ended: this call takes the reservation over.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
-                return BUSY
+                return "busy"
             if record is not None and record.size_bytes != info.size_bytes:
                 space.remove_wrong_size(info, record)
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
-                return RESIDENT_ALREADY
+                return "resident"
             refused = False
             if record is not None:
                 # The space of the record is charged already, but its corrupt copy in the quarantine may not be.
@@ -200,14 +192,14 @@ class Catalogue:
                 nearest = nearest if evict else max(nearest, SPARE_NEEDED)
                 refused = not space.make_space(tenant, footprint(info.size_bytes), nearest)
                 if refused and prefetch is not None:
-                    return LATER
+                    return "later"
             if not refused:
                 if not self._files.lock_incoming(info.digest):
-                    return BUSY
+                    return "busy"
                 # An existing record is charged already: its process has ended, or its file is to be verified.
                 payer = tenant if record is None else record.tenant
                 tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
-                return GRANTED
+                return "reserved"
             # A thread that waits for a fetch has none in progress itself, so two threads cannot wait for each other.
             if not self._files.is_fetching_in_this_thread():
                 awaited = space.find_incoming(tenant, footprint(info.size_bytes))
@@ -321,18 +313,18 @@ class Catalogue:
             inode: inode of the file that the caller read and still has open, so that the number is not reused.
 
         Returns:
-            FREE: the object was not in use. MAPPED: a process has it mapped, so its space is freed only after the
-            release. SUPERSEDED: another process has invalidated or replaced that file already.
+            "free": the object was not in use. "mapped": a process has it mapped, so its space is freed only after the
+            release. "superseded": another process has invalidated or replaced that file already.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is None or record.state == RESERVED or self._files.inode(digest) != inode:
-                return SUPERSEDED
+                return "superseded"
             mapped = not space.try_lock_exclusive(digest)
             tables.count({"corrupt": 1})
             tables.delete(digest, record)
             space.quarantine(digest, mapped=mapped)
-            return MAPPED if mapped else FREE
+            return "mapped" if mapped else "free"
 
     def mark_verified(self, digest: Digest) -> None:
         """Mark an object that a scan found as verified."""

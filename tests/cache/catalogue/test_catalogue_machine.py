@@ -10,7 +10,6 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from datasvc.cache.catalogue.catalogue import BUSY, FREE, GRANTED, LATER, MAPPED, RESIDENT_ALREADY, SUPERSEDED
 from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import Lease
@@ -212,25 +211,25 @@ class CatalogueMachine(RuleBasedStateMachine):
         except CacheFullError:
             answer = None
         self.observe(tenant, before)
-        if answer == GRANTED:
+        if answer == "reserved":
             payer = tenant if known is None else known.tenant
             self.known[number] = Known(RESERVED, payer, asking.lease.id, 0)
             if known is None:
                 self.check_rules(payer)
-        elif answer == RESIDENT_ALREADY:
+        elif answer == "resident":
             assert known.state == RESIDENT
-        elif answer == BUSY:
+        elif answer == "busy":
             assert known.state == RESERVED
             assert known.owner in self.living()
         else:
             assert known is None
-            assert (answer == LATER) == (prefetch is not None)
+            assert (answer == "later") == (prefetch is not None)
             if not self.quotas and self.limit == self.budget and prefetch is None:
                 assert self.used() - sum(map(self.size, room)) + self.size(number) > self.limit
-        if prefetch is None and answer not in {GRANTED, RESIDENT_ALREADY}:
+        if prefetch is None and answer not in {"reserved", "resident"}:
             asking.locks.release(info.digest)
             asking.held[number] -= 1
-        if prefetch is not None and answer == GRANTED:
+        if prefetch is not None and answer == "reserved":
             self.finish(number, prefetch)
 
     def check_rules(self, tenant):
@@ -336,9 +335,9 @@ class CatalogueMachine(RuleBasedStateMachine):
         inode = (self.files.inode(digest) or 0) + replaced
         verdict = self.catalogue.invalidate(digest, inode)
         if known is None or known.state != RESIDENT or replaced:
-            assert verdict == SUPERSEDED
+            assert verdict == "superseded"
             return
-        assert verdict == (MAPPED if self.is_held(number) else FREE)
+        assert verdict == ("mapped" if self.is_held(number) else "free")
         del self.known[number]
 
     @precondition(reserved)

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from datasvc.cache import Cache, Quota
-from datasvc.cache.catalogue.catalogue import GRANTED, NoSpaceYet
+from datasvc.cache.catalogue.catalogue import NoSpaceYet
 from datasvc.errors import CacheFullError
 from datasvc.order import NEVER, NextUse
 from datasvc.repository import Digest
@@ -99,7 +99,7 @@ def test_who_fetches_itself_waits_for_no_room(cache, origin, monkeypatch):
     fetching, _ = in_thread(lambda: cache.prefetch(infos[3], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     catalogue, files = cache._opened.catalogue, cache._opened.files
-    assert catalogue.reserve(infos[4], "1-me", "default") == GRANTED
+    assert catalogue.reserve(infos[4], "1-me", "default") == "reserved"
     with pytest.raises(CacheFullError):
         catalogue.reserve(infos[5], "1-me", "default")
     catalogue.drop(infos[4].digest, "1-me")
