@@ -155,7 +155,7 @@ def _disagreements(attempt: Attempt) -> Iterator[str]:
         for rank, file in sorted(attempt.files.items()):
             ranks[getattr(file.header, name)].append(rank)
         if len(ranks) > 1:
-            values = "; ".join(f"{value} on ranks {_ranks_text(which)}" for value, which in ranks.items())
+            values = "; ".join(f"{value} on ranks {_ranks_text(same)}" for value, same in ranks.items())
             yield f"from {_cursor_text(attempt.begin)} on ranks differ in {name}: {values}"
     # Rule 2 of `history`: all ranks have equally many model-parallel peers and restarts.
     max_files = max(attempt.num_files.values())
@@ -163,9 +163,9 @@ def _disagreements(attempt: Attempt) -> Iterator[str]:
     for rank, num_files in sorted(attempt.num_files.items()):
         if num_files < max_files:
             fewer[num_files].append(rank)
-    for num_files, which in sorted(fewer.items()):
+    for num_files, ranks_with_fewer in sorted(fewer.items()):
         yield (
-            f"from {_cursor_text(attempt.begin)} on rank {_ranks_text(which)} left {num_files} "
+            f"from {_cursor_text(attempt.begin)} on rank {_ranks_text(ranks_with_fewer)} left {num_files} "
             f"{'file' if num_files == 1 else 'files'} where others left {max_files}: its last file may be of an "
             "earlier restart"
         )

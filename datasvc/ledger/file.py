@@ -252,9 +252,9 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     """Return the header and its length in bytes."""
     # Bounded: in a damaged file, the first line feed may be anywhere or missing.
     line = content[: content.find(b"\n", 0, _MAX_HEADER) + 1]
-    magic, _, rest = line.partition(b" ")
-    number, _, rest = rest.partition(b" ")
-    checksum, _, body = rest.partition(b" ")
+    magic, _, fields = line.partition(b" ")
+    number, _, fields = fields.partition(b" ")
+    checksum, _, body = fields.partition(b" ")
     if magic != _MAGIC or not number.isdigit():
         raise CorruptDataError(f"{path} does not start with the header of a ledger; the file is ignored")
     if int(number) != FORMAT:

@@ -142,9 +142,9 @@ def _limit(attempts: list[Attempt]) -> list[Attempt]:
 
 def _continued_by(earlier: Sequence[Attempt], begin: Cursor) -> int:
     """Return the index of the attempt that an attempt with the first cursor `begin` continues; -1 for none."""
-    saved = [index for index, attempt in enumerate(earlier) if attempt.could_save_at(begin)]
-    began = [index for index, attempt in enumerate(earlier) if attempt.begin <= begin]
-    return max(saved or began, default=-1)
+    with_state = [index for index, attempt in enumerate(earlier) if attempt.could_save_at(begin)]
+    begun_before = [index for index, attempt in enumerate(earlier) if attempt.begin <= begin]
+    return max(with_state or begun_before, default=-1)
 
 
 def _attempt_key(file: LedgerFile) -> tuple[Cursor, int]:

@@ -46,11 +46,11 @@ def main() -> None:
     settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
     end_with_input()  # safe: the cache survives a kill of its server at any time
     try:
-        ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
+        has_ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
-    if not ended:
+    if not has_ended:
         os._exit(0)  # some threads still run; do not wait for them
 
 

@@ -101,7 +101,7 @@ class RankNodes:
         # Every rank computes the same nodes and leaders from the same list, without further messages.
         plan = self._gather(lambda: _RankNode.of(folder, address))
         rank, token = self._rank(), plan[0].token
-        own = plan[rank]
+        local = plan[rank]
         # The leader of a node is its first rank, which starts the server.
         leaders = [min(number for number, other in enumerate(plan) if other.shares_cache(node)) for node in plan]
         nodes = list(dict.fromkeys(plan[leader].url for leader in leaders))
@@ -111,14 +111,14 @@ class RankNodes:
             if leaders[rank] != rank:
                 return
             settings = NodeSettings(
-                folder=Path(own.folder),
+                folder=Path(local.folder),
                 repositories=repositories,
-                host=own.host,
-                port=own.port,
+                host=local.host,
+                port=local.port,
                 token=token,
                 budget=budget,
                 peers=",".join(nodes),
-                own_url=own.url,
+                own_url=local.url,
             )
             self._node = EmbeddedNode(settings)
 

@@ -38,13 +38,13 @@ class PartialShardReader:
         self._count = count
         self._partial: dict[Digest, PartialShard | None] = {}
 
-    def read(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards that contain the wanted rows; {} if the limit is reached, or the rows cannot be read."""
-        if not wanted or not self._remaining_bytes:
+    def read(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
+        """Return shards that contain the requested rows; {} if the limit is reached, or the rows cannot be read."""
+        if not requests or not self._remaining_bytes:
             return {}
         try:
             with ThreadPoolExecutor(_MAX_REQUESTS, thread_name_prefix="datasvc-early") as pool:
-                return self._read(wanted, pool)
+                return self._read(requests, pool)
         except DatasvcError as error:
             # Not raised: the fetch of the complete shard meets the same error, tries other sources, and reports it.
             if isinstance(error, CorruptDataError):
@@ -61,16 +61,16 @@ class PartialShardReader:
         self._remaining_bytes = 0
         self._partial.clear()
 
-    def _read(self, wanted: Sequence[ShardRequest], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
-        unopened = [request for request in wanted if request.info.digest not in self._partial]
+    def _read(self, requests: Sequence[ShardRequest], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
+        unopened = [request for request in requests if request.info.digest not in self._partial]
         for request, partial in zip(unopened, pool.map(self._open, unopened), strict=True):
             self._partial[request.info.digest] = partial
         opened = {
-            request: partial for request in wanted if (partial := self._partial[request.info.digest]) is not None
+            request: partial for request in requests if (partial := self._partial[request.info.digest]) is not None
         }
         reads = [(partial, read) for request, partial in opened.items() for read in partial.plan(request.rows)]
         size_bytes = sum(read.size_bytes for _, read in reads)
-        if len(opened) < len(wanted) or size_bytes > self._remaining_bytes:
+        if len(opened) < len(requests) or size_bytes > self._remaining_bytes:
             self.stop()
             return {}
         self._remaining_bytes -= size_bytes
