@@ -1,4 +1,7 @@
-"""The shards of one repository, read through a node's cache."""
+"""The shards of one repository, read through a node's cache, in any order.
+
+`PrefetchingShardStore` reads through it in a known access order.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,7 @@ from datasvc.shards.versions.dataset import ShardRequest
 class CachedShards:
     """A `ShardStore` of one repository that reads through a node's cache, for one job.
 
-    Shards that were not released are released when this object is garbage-collected.
-
-    Args:
-        job: job that reads the shards; it stays open until this object is collected.
-        repository: origin of the shards.
+    Shards that were not released are released when this object is garbage-collected; `job` stays open until then.
     """
 
     def __init__(self, job: CacheJob, repository: Repository) -> None:

@@ -22,16 +22,9 @@ from datasvc.errors import ConfigError, UnavailableError
 
 
 class CacheFolder:
-    """A cache folder that is open in this process: what all its jobs share.
-
-    Args:
-        folder: folder of the cache.
+    """A cache folder that is open in this process, shared by all its jobs there.
 
     Attributes:
-        files: files of the cache.
-        locks: object locks of this process.
-        catalogue: the catalogue.
-        fetcher: fetches objects into the cache.
         lease_id: id of this process's lease, which is the id of its job.
         process: id of the process that opened the folder.
         num_users: number of `join_folder` calls without their `leave_folder`.

@@ -1,4 +1,7 @@
-"""Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk."""
+"""Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk.
+
+Objects in use are checked too: a job that has mapped a corrupt one may have read wrong bytes, so these are reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Staging: make many objects resident, several at a time, without repeated requests for the same object."""
+"""Staging: make many objects resident, several at a time, without repeated requests for the same object.
+
+`Cache.stage` uses it, and through it `datasvc stage`, pins and the staging jobs of a node.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Status of a cache: disk space in use, tenants, pins, jobs and counters."""
+"""Status of a cache: disk space in use, tenants, pins, jobs and counters.
+
+`datasvc cache status`, `datasvc top` and the `/status` of a node show it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,6 @@ class CacheStatus:
     """What `datasvc cache status` prints. Sizes are disk space, in whole blocks of 4 KiB.
 
     Attributes:
-        folder: folder of the cache.
         budget_bytes: budget as it was set.
         limit_bytes: the budget, or the lower limit that a full disk has imposed.
         resident_bytes: bytes of resident objects.
@@ -39,7 +41,6 @@ class CacheStatus:
         quarantined_bytes: bytes of corrupt objects that are kept until their space is needed.
         held_bytes: bytes of resident objects that jobs use.
         pinned_bytes: bytes of resident objects that are pinned.
-        num_resident: number of resident objects.
         pins: bytes by name of the pin, resident or not.
         tenants: usage by tenant.
         jobs: running jobs that have the cache open.

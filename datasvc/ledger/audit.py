@@ -138,6 +138,7 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
 def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[LedgerFile], list[str]]:
     """Return the files with the order of `header`, and descriptions of the other files."""
     expected = (header.order, header.num_samples)
+    # Positions of another order name other samples, so these files are only reported.
     others = [file.header for file in files if (file.header.order, file.header.num_samples) != expected]
     descriptions = dict.fromkeys(
         f"rank {other.data_rank} read {other.source}, {other.num_samples} samples, with {other.order}; the first "

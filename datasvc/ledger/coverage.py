@@ -1,4 +1,7 @@
-"""Positions that are in none or in several of many strided ranges, computed without a list of positions."""
+"""Positions that are in none or in several of many strided ranges, computed without a list of positions.
+
+By it the audit finds missing and repeated positions.
+"""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ class LedgerRecord:
         """Return the record as 64 bytes."""
         strided = self.strided
         fields = (self.epoch, strided.start, strided.stop, strided.period, strided.offset, strided.length, self.count)
+        # The first field is the checksum of all others.
         body = _RECORD.pack(0, self.kind, *fields)[4:]
         return zlib.crc32(body).to_bytes(4, "little") + body
 

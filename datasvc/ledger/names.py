@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError
 from datasvc.ledger.file import Header
 from datasvc.order import AccessOrder, OrderState
 from datasvc.repository import Repository
-from datasvc.shards.versions.dataset import Split, open_dataset
+from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.keys import SplitKeys
 
 
@@ -35,7 +35,8 @@ class SampleNames:
                 f"{header.source} is not a single split, so positions have no keys; leave out --repo"
             ) from error
         self._config = state.config
-        self._split = _open_split(repository, header.source)
+        ref, _, split = header.source.rpartition("/")
+        self._split = open_dataset(repository, ref)[split]
         # The same name may mean other samples in another repository.
         if self._split.digest != state.version:
             raise ConfigError(
@@ -52,10 +53,6 @@ class SampleNames:
         """
         order = AccessOrder(self._split.table.samples_per_shard, self._config, epoch)
         shards, rows = order.locate(np.asarray(positions, np.int64))
+        # The index of each shard is read once, however many of the positions are in it.
         keys = {shard: self._keys.read(shard).keys for shard in np.unique(shards).tolist()}
         return [keys[shard][row].as_py() for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
-
-
-def _open_split(repository: Repository, source: str) -> Split:
-    ref, _, split = source.rpartition("/")
-    return open_dataset(repository, ref)[split]

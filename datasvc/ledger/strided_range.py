@@ -63,6 +63,7 @@ class StridedRange:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         if self.is_contiguous:
             return np.array([self.start]), np.array([self.stop])
+        # The runs of whole periods are computed first, and then clipped to the window.
         first, last = ((position - self.offset) // self.period for position in (self.start, self.stop - 1))
         starts = np.arange(first, last + 1) * self.period + self.offset
         stops = np.minimum(starts + self.length, self.stop)

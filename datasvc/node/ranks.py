@@ -185,6 +185,7 @@ def _address() -> str:
 
 
 def _free_port(host: str) -> int:
+    # Another process may bind the port before the server does; then every rank raises the same error.
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

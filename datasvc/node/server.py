@@ -67,7 +67,7 @@ async def _respond_until(
     runner = web.AppRunner(
         service.application(),
         access_log=None,
-        handler_cancellation=True,
+        handler_cancellation=True,  # when a peer disconnects, its handler ends and releases the object
         keepalive_timeout=_IDLE_S,
         shutdown_timeout=settings.grace_s,
     )
@@ -94,7 +94,7 @@ async def _listen(
             settings.port,
             ssl=context,
             ssl_handshake_timeout=_HANDSHAKE_S if context else None,
-            reuse_address=True,
+            reuse_address=True,  # a restarted node can listen while old connections are in TIME_WAIT
         )
     except OSError as error:
         raise ConfigError(

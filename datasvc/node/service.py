@@ -31,7 +31,6 @@ from datasvc.node.settings import NodeSettings
 from datasvc.node.status import describe_cache
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
-from datasvc.node.transfers.residency import Residency
 from datasvc.node.transfers.sending import Sender
 from datasvc.node.transfers.staging_jobs import StageJobs
 
@@ -65,7 +64,6 @@ class Service:
             self._closing = opening.pop_all()
         self._cache = cache
         self._jobs = StageJobs(staging)
-        self._residency = Residency(cache)
         self._fetches = Fetches(cache)
         self._sender = Sender(settings.peer_rate_bytes_s, count=partial(cache.count, "served_bytes"))
         self._started_s = time.monotonic()
@@ -75,7 +73,7 @@ class Service:
         # The first middleware is the outermost: the token is checked before anything else.
         middlewares: list[Middleware] = [check_token(self._settings.token), respond_to_errors]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
-        objects = ObjectRoutes(self._residency, self._fetches, self._origins, self._sender, self._cache.check)
+        objects = ObjectRoutes(self._fetches, self._origins, self._sender, self._cache.check)
         application.add_routes(objects.routes())
         application.add_routes(StageRoutes(self._jobs, self._origins).routes())
         application.add_routes(
@@ -131,7 +129,6 @@ class Service:
         # First, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
-        self._residency.close()
         ended = [part.close(self._settings.grace_s) for part in (self._fetches, self._jobs)]
         if all(ended):
             self._closing.close()

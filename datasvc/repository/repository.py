@@ -89,6 +89,7 @@ class Repository:
         """
         storage = Storage(url)
         try:
+            # Of concurrent calls one creates the repository, and the others open it.
             storage.create(MARKER, _MARKER_BYTES)
         except ConflictError:
             return cls.open(url)

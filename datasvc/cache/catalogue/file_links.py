@@ -1,4 +1,7 @@
-"""Links that give staged files their original names, and the digests of their contents: `CACHE/links/`."""
+"""Links that give staged files their original names, and the digests of their contents: `CACHE/links/`.
+
+The object of a staged file is not named by its content, so a scrub and a restart verify it by this digest.
+"""
 
 from __future__ import annotations
 

@@ -172,6 +172,7 @@ class CatalogueTables:
 
     def unregister(self, job_id: str) -> None:
         """Delete a job unless objects of it are still listed."""
+        # Eviction reaches listed objects through their job, so the job stays as long as it has any.
         prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
         if not (cursor.set_range(prefix) and bytes(cursor.key()).startswith(prefix)):

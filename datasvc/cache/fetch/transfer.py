@@ -1,4 +1,7 @@
-"""Fill one incoming file with a verified object: each source continues where the one before has failed."""
+"""Fill one incoming file with a verified object: each source continues where the one before has failed.
+
+`fetch` chooses the sources and their order: peers and the origin.
+"""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ from datasvc.repository import Digest
 class SimulatedCache:
     """A cache that evicts the shard with the furthest next use, by `eviction.choose_victims`; none that is in use.
 
-    Args:
-        sizes: bytes of each shard.
-        budget_bytes: budget of the cache.
+    `sizes` are the bytes of each shard.
     """
 
     def __init__(self, sizes: Sequence[int], budget_bytes: int) -> None:

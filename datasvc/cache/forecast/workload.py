@@ -1,4 +1,7 @@
-"""The input of a forecast: how a training run reads a data set, and at which rates."""
+"""The input of a forecast: how a training run reads a data set, and at which rates.
+
+`datasvc cache plan` builds it from its options.
+"""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ def _is_this_machine(host: str) -> bool:
         addresses = addresses_of(host)
     except OSError:
         return False  # another node, whose address is not published yet
-    return any(_is_local(address) for address in addresses)
+    return any(_is_local(address) for address in addresses)  # a name may have addresses of several interfaces
 
 
 def _is_local(address: str) -> bool:

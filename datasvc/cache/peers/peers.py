@@ -56,9 +56,7 @@ class Peers:
     def sources(self, info: ObjectInfo, origin_url: str) -> list[PeerSource]:
         """Return the peers to read an object from before its origin, the best first; [] if this node owns it.
 
-        Args:
-            info: the object.
-            origin_url: repository of the object, for a peer that does not have it.
+        A peer that does not have the object reads it from the repository at `origin_url`.
         """
         above, _ = self._ranked(info.digest)
         return [self._source(url, info, origin_url) for url in above if self._health_of(url).may_request()]

@@ -1,4 +1,7 @@
-"""A shard store for a known access order: a stager fetches shards ahead, and eviction follows their next uses."""
+"""A shard store for a known access order: a stager fetches shards ahead, and eviction follows their next uses.
+
+Loaders with `cache=` read through it.
+"""
 
 from __future__ import annotations
 

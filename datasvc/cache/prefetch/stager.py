@@ -58,11 +58,7 @@ class StagerJob:
 
 
 class Stager:
-    """The job's handle on a running stager. The process starts at once; no call waits for it.
-
-    Args:
-        job: input of the stager.
-    """
+    """The job's handle on a running stager. The process starts at once; no call waits for it."""
 
     def __init__(self, job: StagerJob) -> None:
         self._program = ChildProcess(__name__, job)
@@ -77,14 +73,7 @@ class Stager:
 
 
 class JobPrefetcher:
-    """Chooses and fetches the shards that one job needs next, while the cache has space.
-
-    Args:
-        job: job whose access order is followed.
-
-    Attributes:
-        num_at_once: number of shards to fetch in parallel.
-    """
+    """Chooses the shards that one job needs next, and fetches up to `num_at_once` while the cache has space."""
 
     def __init__(self, job: StagerJob) -> None:
         self._job = job.cache

@@ -1,4 +1,7 @@
-"""Cache space of an access order: shards in use at the same time, and the distance to fetch ahead. Pure."""
+"""Cache space of an access order: shards in use at the same time, and the distance to fetch ahead. Pure.
+
+Loaders and forecasts refuse an order that does not fit; the stager and forecasts choose by it how far to fetch ahead.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,9 @@ def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
 
 
 def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:
-    """Check that the shards in use at the same time fit, before a run starts: it would fail in the middle otherwise.
+    """Raise CacheFullError if the shards in use at the same time do not fit: the run would fail later otherwise.
 
-    Args:
-        needed_bytes: bytes that must be resident at the same time.
-        budget_bytes: bytes of the cache that the run may use.
-        what: name of the access order, for the message.
-
-    Raises:
-        CacheFullError: the window does not fit into the budget.
+    `what` is the name of the access order, for the message.
     """
     if needed_bytes > budget_bytes:
         raise CacheFullError(

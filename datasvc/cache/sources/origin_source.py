@@ -118,11 +118,7 @@ class RequestPool:
 
     @contextmanager
     def sharing(self, interrupt: CancellationToken) -> Iterator[None]:
-        """Count one more object among those that share the requests, inside the block.
-
-        Args:
-            interrupt: cancellation of the object's requests; `close` sets it.
-        """
+        """Count one more object among those that share the requests, inside the block; `close` sets `interrupt`."""
         with self._lock:
             self._in_progress.add(interrupt)
         try:
@@ -165,10 +161,7 @@ class RequestPool:
 class OriginSource:
     """The origin as the source of one object, read by several ranged requests at once.
 
-    Args:
-        origin: store of the object.
-        digest: the object.
-        requests: requests of this process, shared by all objects that it fetches.
+    All objects that a process fetches share its `requests`.
     """
 
     kind: Kind = "origin"

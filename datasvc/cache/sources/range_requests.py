@@ -1,4 +1,7 @@
-"""Ranged requests for one object: how a range is divided into requests, and a gate for their bytes."""
+"""Ranged requests for one object: how a range is divided into requests, and a gate for their bytes.
+
+`OriginSource` sends the requests.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +65,7 @@ class RangeRequests:
 class RequestGate:
     """Passes the bytes of requests to a sink until it is closed; after `close` returns, the sink is not called.
 
-    A request that cannot be cancelled in time may go on after `close`; its bytes are dropped.
-
-    Args:
-        sink: receives the bytes.
+    A request that cannot be cancelled in time may continue after `close`; its bytes are dropped.
 
     Attributes:
         interrupt: setting it closes the gate, too, without waiting for calls of the sink in progress.

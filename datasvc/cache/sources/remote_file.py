@@ -1,4 +1,7 @@
-"""A remote file as an origin of one object, which is named by the URL and the state of the file."""
+"""A remote file as an origin of one object, which is named by the URL and the state of the file.
+
+`staged_files` fetches such objects. The state is part of the name, so that a changed file is another object.
+"""
 
 from __future__ import annotations
 

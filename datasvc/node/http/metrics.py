@@ -1,4 +1,7 @@
-"""Prometheus metrics for `/metrics`: the status document in a separate registry."""
+"""Prometheus metrics for `/metrics`: the numbers of the status document.
+
+They are in a registry of their own, so that `/metrics` has nothing that other libraries register in this process.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.node.http.error_responses import error_response
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
-from datasvc.node.transfers.residency import Residency
 from datasvc.node.transfers.sending import Sender
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
@@ -44,8 +43,7 @@ class ObjectRoutes:
     """Handlers of `/objects/`.
 
     Args:
-        residency: resident objects of the cache.
-        fetches: fetches in progress for peers.
+        fetches: objects of the cache, and fetches in progress for peers.
         origins: repositories from which objects may be fetched.
         sender: sender of response bodies.
         check: verifies a resident object again; it blocks, and is called in a thread.
@@ -53,13 +51,11 @@ class ObjectRoutes:
 
     def __init__(
         self,
-        residency: Residency,
         fetches: Fetches,
         origins: Origins,
         sender: Sender,
         check: Callable[[Digest], Finding],
     ) -> None:
-        self._residency = residency
         self._fetches = fetches
         self._origins = origins
         self._sender = sender
@@ -77,7 +73,7 @@ class ObjectRoutes:
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Handle a GET."""
         digest = _digest(request)
-        async with self._residency.resident(digest) as path:
+        async with self._fetches.resident(digest) as path:
             if path is not None:
                 return await self._respond(request, digest, str(path))
         if "origin" not in request.query:
@@ -92,7 +88,7 @@ class ObjectRoutes:
     async def head(self, request: web.Request) -> web.StreamResponse:
         """Handle a HEAD: whether the object is resident, and its size."""
         digest = _digest(request)
-        async with self._residency.resident(digest) as path:
+        async with self._fetches.resident(digest) as path:
             if path is None:
                 raise NotFoundError(f"object {digest} is not resident here")
             response = web.StreamResponse(headers=_headers(digest))

@@ -63,6 +63,7 @@ class StageRoutes:
 
     def _start(self, ref: str, repo: str | None, split: str | None) -> StageJob:
         dataset = open_dataset(self._origins.find(repo), ref)
+        # Without credentials: `/stage` shows the labels.
         labels = {"repo": redact_url(dataset.repository.url), "ref": str(dataset.resolved), "split": split or ""}
         return self._jobs.start(choose_split(dataset, split), labels)
 

@@ -1,4 +1,4 @@
-"""Fetch objects from the origin for peers, once for all concurrent requests.
+"""Objects of a node's cache for the requests of peers: resident ones, and fetches once for all concurrent requests.
 
 Objects are fetched only from the origin, never from a peer: the requesting peer takes this node for the owner, and
 two nodes that take each other for the owner would deadlock.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 from datasvc.cache import Cache
@@ -35,7 +35,7 @@ class _Fetch(Progress):
 
 
 class Fetches:
-    """The fetches in progress for peers. Belongs to one event loop; calls of the cache run in threads.
+    """The objects that requests of peers use. Belongs to one event loop; calls of the cache run in threads.
 
     Args:
         cache: cache that was opened without peers.
@@ -50,6 +50,8 @@ class Fetches:
         self._cache = cache
         self._stall_timeout_s = stall_timeout_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-peer-fetch")
+        # Separate threads: a resident object does not wait for fetches.
+        self._hold_threads = ThreadPoolExecutor(4, thread_name_prefix="datasvc-hold")
         self._in_progress: dict[ObjectInfo, _Fetch] = {}
         self._running: set[Future[Path]] = set()
         self.progressed_at = 0.0
@@ -58,6 +60,17 @@ class Fetches:
     def num_in_progress(self) -> int:
         """Number of objects that requests are waiting for or reading."""
         return len(self._in_progress)
+
+    @asynccontextmanager
+    async def resident(self, digest: Digest) -> AsyncIterator[Path | None]:
+        """Yield the object's file, protected from eviction while the block runs; None if it is not resident."""
+        acquired = ExitStack()
+        entering = self._hold_threads.submit(lambda: acquired.enter_context(self._cache.resident(digest)))
+        try:
+            yield await asyncio.wrap_future(entering)
+        finally:
+            # A request may be cancelled while the thread acquires the object: release it when that is done.
+            entering.add_done_callback(lambda _: self._hold_threads.submit(acquired.close))
 
     @asynccontextmanager
     async def acquire(self, info: ObjectInfo, repository: Repository) -> AsyncIterator[Path]:
@@ -86,7 +99,8 @@ class Fetches:
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
     def close(self, timeout_s: float) -> bool:
-        """Start no more fetches; return whether those in progress ended in time."""
+        """Release resident objects and start no more fetches; return whether those in progress ended in time."""
+        self._hold_threads.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
         return not wait(list(self._running), timeout_s).not_done
 

@@ -1,4 +1,7 @@
-"""Send files as response bodies: a limited number of streams of large writes, under a common rate limit."""
+"""Send files as response bodies: a limited number of streams of large writes, under a common rate limit.
+
+Under a limit, few streams run at a time, so that each stays above the rate below which a peer ends it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""References to versions: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1`, the tag's version before its last move."""
+"""References to versions: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1`, the tag's version before its last move.
+
+Also the rules for valid names and tags, which become folders of the repository.
+"""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ class Tags:
                 f"{self._name}@{tag}~{moves_back} does not exist; the oldest version of the tag is "
                 f"{self._name}@{tag}~{len(moves) - 1}"
             )
+        # Removals count as moves, so the entry may be one.
         entry = self._log(tag).read(moves[-1 - moves_back])
         if not version_of(entry):
             raise NotFoundError(

@@ -1,4 +1,4 @@
-"""Sets of version numbers as text: `1-3,7` in stored entries, `1 to 3, 7` in messages."""
+"""Sets of version numbers as text: `1-3,7` in the entries of `removals`, `1 to 3, 7` in messages."""
 
 from __future__ import annotations
 

@@ -42,9 +42,6 @@ class ObjectBatch:
     """Objects that are stored together. A context manager; thread-safe.
 
     Objects that are not published at the end of the block, because of an error, are removed.
-
-    Args:
-        objects: destination of the objects.
     """
 
     def __init__(self, objects: Objects) -> None:

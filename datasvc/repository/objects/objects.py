@@ -205,6 +205,7 @@ class Objects:
         """
         view = memoryview(content)
         info = ObjectInfo(digest_of(view), view.nbytes)
+        # A damaged copy is not reused: it is written again.
         if self.reuse(info):
             self._sync_name(info.digest)
         else:
@@ -376,27 +377,22 @@ class Objects:
         except UnavailableError:
             self._check_reaches(digest, size_bytes)
             raise
-        actual = Digest(hasher.hexdigest())
-        if actual != digest:
-            raise CorruptDataError(_mismatch(self.location(digest), digest, actual))
+        self._check_digest(digest, Digest(hasher.hexdigest()))
 
     def _read_whole(self, digest: Digest, max_bytes: int | None) -> bytes:
         """Return the verified bytes of an object. Raises as `read`."""
         path = self.path(digest)
         content = self.storage.read_start(path, _START_BYTES)
-        if len(content) == _START_BYTES:
-            size_bytes = self.storage.size(path) or 0
-            if max_bytes is not None and size_bytes > max_bytes:
-                raise too_large(self.location(digest), max_bytes)
-            sink = io.BytesIO()
-            self.fetch(digest, size_bytes, sink)
-            return sink.getvalue()
-        if max_bytes is not None and len(content) > max_bytes:
+        is_whole = len(content) < _START_BYTES
+        size_bytes = len(content) if is_whole else self.storage.size(path) or 0
+        if max_bytes is not None and size_bytes > max_bytes:
             raise too_large(self.location(digest), max_bytes)
-        actual = digest_of(content)
-        if actual != digest:
-            raise CorruptDataError(_mismatch(self.location(digest), digest, actual))
-        return content
+        if is_whole:
+            self._check_digest(digest, digest_of(content))
+            return content
+        sink = io.BytesIO()
+        self.fetch(digest, size_bytes, sink)
+        return sink.getvalue()
 
     def _parts(self, digest: Digest, size_bytes: int) -> Iterator[bytes]:
         """Yield the object's parts in order, with a bounded number of parallel requests."""
@@ -426,6 +422,13 @@ class Objects:
                 "it from another copy"
             )
 
+    def _check_digest(self, digest: Digest, actual: Digest) -> None:
+        if actual != digest:
+            raise CorruptDataError(
+                f"{self.location(digest)} is corrupt: its bytes hash to {actual[:12]}..., expected {digest[:12]}...; "
+                "restore this object from another copy of the repository"
+            )
+
     def _temporary_path(self) -> Path:
         folder = self.storage.local_path("objects")
         if folder is None:
@@ -433,10 +436,3 @@ class Objects:
         else:
             durable.make_folder(folder)
         return folder / f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
-
-
-def _mismatch(location: str, expected: Digest, actual: Digest) -> str:
-    return (
-        f"{location} is corrupt: its bytes hash to {actual[:12]}..., expected {expected[:12]}...; "
-        "restore this object from another copy of the repository"
-    )

@@ -1,4 +1,7 @@
-"""Cancellation of blocking reads: one thread sets a token, and reads with this token in other threads end."""
+"""Cancellation of blocking reads: one thread sets a token, and reads with this token in other threads end.
+
+A cache that is closed ends its requests in this way; otherwise the exit of a program could wait for a silent server.
+"""
 
 from __future__ import annotations
 

@@ -152,11 +152,7 @@ class Connection:
 
 
 class Connections:
-    """Pool of idle connections; thread-safe. A forked child starts with an empty pool.
-
-    Args:
-        timeouts: limits of waiting for new connections.
-    """
+    """Pool of idle connections; thread-safe. A forked child starts with an empty pool."""
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts

@@ -1,4 +1,7 @@
-"""Detection of a sender whose throughput is too low, although bytes still arrive."""
+"""Detection of a sender whose throughput is too low, although bytes still arrive.
+
+A timeout for silence alone never ends a stream of a few bytes at a time. Used for web servers and for peers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Ranged reads of a store's files, returned as bytes or passed on as they arrive."""
+"""Ranged reads of a store's files, returned as bytes or passed on as they arrive.
+
+Plain web servers are read by `http_stream`, all others by fsspec's client, in blocks that bound the memory.
+"""
 
 from __future__ import annotations
 

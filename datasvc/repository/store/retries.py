@@ -85,6 +85,7 @@ def with_retries(
     """
 
     def once() -> _Result:
+        # Mapped in each attempt, so that only an UnavailableError is retried.
         with map_exceptions(action, location):
             return read()
 
