@@ -207,7 +207,8 @@ def test_a_store_that_lists_the_folder_itself_gives_its_children_only(monkeypatc
     storage = Storage("memory://marked-store")
     storage.put_bytes("marked/1", b"x")
     real = MemoryFileSystem.ls
-    monkeypatch.setattr(MemoryFileSystem, "ls", lambda self, path, **options: [path, *real(self, path, **options)])
+    itself = {"name": "/marked-store/marked", "size": 0, "type": "directory"}
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda self, path, **options: [itself, *real(self, path, **options)])
     assert storage.list("marked") == ["1"]
 
 
