@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
@@ -19,12 +18,10 @@ from datasvc.models.dcp.values import decode_opaque, wrap_value
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches
-from datasvc.models.tensors.chunks import Box, intersect, slices
-from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
-from datasvc.models.tensors.read import load_tensors, read_in_threads
+from datasvc.models.tensors.chunks import Box, is_inside
+from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
-from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
+from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.models.versions.entry_refs import MAX_SHARDING_BYTES
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
@@ -49,29 +46,6 @@ class ShardedVersion:
     sharding: Sharding
     records: Mapping[str, TensorRecord]
     skeleton: Any
-
-
-@dataclass(frozen=True)
-class ChunkRead:
-    """A chunk to read, and the destinations of its elements.
-
-    Attributes:
-        record: record of the tensor.
-        chunk: chunk of the tensor.
-        copies: pairs (view to fill, box of the tensor that it receives).
-    """
-
-    record: TensorRecord
-    chunk: Chunk
-    copies: list[tuple[torch.Tensor, Box]] = field(default_factory=list)
-
-    @property
-    def only_target(self) -> torch.Tensor | None:
-        """The view, if there is only one, it takes the whole chunk, and its memory can be read into; else None."""
-        (target, box), *others = self.copies
-        if others or box != self.chunk.box or dtype_name(target) != self.record.dtype or not is_plain(target):
-            return None
-        return target
 
 
 def read_sharded(
@@ -117,49 +91,13 @@ def load_items(
     in_values = _find_tensors_in_values(stored, value_items)
     needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *in_values]
     with stored.copies.open_source(needed) as source:
-        _read_chunks(source, reads)
+        read_chunks(source, reads)
         tensors = load_tensors(source, in_values)
     for item, target in zip(tensor_items, targets, strict=True):
         planner.commit_tensor(item, target)
     for item in value_items:
         _load_value(stored, item, tensors, planner, planner_bytes=planner_bytes)
     return stored.copies.report(needed, time.monotonic() - began_s)
-
-
-def _read_chunks(source: ChunkSource, reads: Sequence[ChunkRead]) -> None:
-    reader = ChunkReader(source, [read.chunk for read in reads])
-
-    def read_one(read: ChunkRead) -> None:
-        check_reaches(source, read.record.name, read.chunk)
-        target = read.only_target
-        if target is not None:
-            # Read directly into the target, without a buffer and a copy.
-            reader.read(read.record.name, read.chunk, bytes_of(target))
-            return
-        content = np.empty(read.record.chunk_bytes(read.chunk), np.uint8)
-        reader.read(read.record.name, read.chunk, content)
-        loaded = tensor_of(content, read.record.dtype, read.chunk.shape)
-        for target, box in read.copies:
-            target.copy_(loaded[slices(box, origin=read.chunk.start)])
-
-    sizes = [read.record.chunk_bytes(read.chunk) for read in reads]
-    read_in_threads(source, read_one, [(read,) for read in reads], sizes)
-
-
-def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[ChunkRead]:
-    """Return the distinct chunks that overlap blocks of tensors, with the views of the targets to fill.
-
-    Args:
-        blocks: triples (record of the tensor, box of the block, target tensor with the shape of the block).
-    """
-    reads: dict[tuple[str, tuple[int, ...]], ChunkRead] = {}
-    for record, box, target in blocks:
-        for chunk in record.chunks:
-            shared = intersect(box, chunk.box)
-            if shared is not None:
-                read = reads.setdefault((record.name, chunk.start), ChunkRead(record, chunk))
-                read.copies.append((target[slices(shared, origin=box[0])], shared))
-    return list(reads.values())
 
 
 def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
@@ -178,10 +116,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     shape = tuple(item.lengths)
-    fits = len(start) == len(record.shape) and all(
-        s >= 0 and s + n <= size for s, n, size in zip(start, shape, record.shape, strict=True)
-    )
-    if not fits:
+    if not is_inside((start, shape), record.shape):
         raise ConfigError(
             f"the plan needs the block of shape {shape} at {start} of {index.fqn!r}, whose shape in {stored.version} "
             f"is {record.shape}; load again"

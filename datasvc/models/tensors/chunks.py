@@ -1,6 +1,7 @@
-"""Splits tensors into chunks, and checks whether chunks tile a tensor. Pure functions on boxes.
+"""Splits tensors into chunks, and checks that chunks tile a tensor: that they cover each element exactly once.
 
-A box is the start and the shape of a block of a tensor, each with one number per dimension.
+All functions are pure and compute with boxes. A box is the start and the shape of a block of a tensor, each with one
+number per dimension.
 """
 
 from __future__ import annotations
@@ -41,15 +42,20 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
     """Return whether every element of a tensor of `shape` is in exactly one of `boxes`. No box may be empty."""
     if len(boxes) == 1:
         return boxes[0] == ((0,) * len(shape), shape) and 0 not in shape
-    for start, size in boxes:
-        if len(start) != len(shape) or len(size) != len(shape):
-            return False
-        if any(s < 0 or n < 1 or s + n > most for s, n, most in zip(start, size, shape, strict=True)):
-            return False
+    if not all(is_inside(box, shape) and 0 not in box[1] for box in boxes):
+        return False
     # Boxes inside of the tensor with as many elements, and without overlap, tile it.
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
     return not boxes or not _overlap(boxes)
+
+
+def is_inside(box: Box, shape: Shape) -> bool:
+    """Return whether a box is a block of a tensor of `shape`; it may be empty."""
+    start, size = box
+    return len(start) == len(size) == len(shape) and all(
+        s >= 0 and n >= 0 and s + n <= length for s, n, length in zip(start, size, shape, strict=True)
+    )
 
 
 def intersect(a: Box, b: Box) -> Box | None:
@@ -66,17 +72,6 @@ def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
     return tuple(slice(s - o, s - o + n) for s, n, o in zip(*box, begin, strict=True))
 
 
-def flat_offset(shape: Shape, box: Box) -> int | None:
-    """Return the offset in elements at which a box starts in a row-major tensor, None if it is not contiguous."""
-    start, size = box
-    if size == shape:
-        return 0
-    cut = next((place for place, count in enumerate(size) if count != 1), len(size))
-    if size[cut + 1 :] != shape[cut + 1 :]:
-        return None
-    return sum(place * math.prod(shape[number + 1 :]) for number, place in enumerate(start))
-
-
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Return whether two boxes overlap, by a sweep along the dimension with most distinct starts."""
     starts = np.array([start for start, _ in boxes], np.int64)
@@ -89,6 +84,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
         return True
+    # One vectorised comparison per box: with a hundred thousand boxes a loop over pairs would take minutes.
     for box, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:
             apart = (starts[first:end] >= stops[box]) | (stops[first:end] <= starts[box])

@@ -1,17 +1,18 @@
-"""Reads tensors: every chunk verified against its digest, in parallel, and only the chunks that are needed."""
+"""Reads tensors in threads: only the chunks that are needed, each verified against its digest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, TypeVarTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches, is_near
-from datasvc.models.tensors.chunks import Shape, flat_offset, intersect, slices
-from datasvc.models.tensors.codec import Bytes, Decoders
-from datasvc.models.tensors.dtypes import bytes_of, tensor_of
+from datasvc.models.tensors.chunks import Box, Shape, intersect, is_inside, slices
+from datasvc.models.tensors.codec import Decoders
+from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
@@ -21,15 +22,36 @@ from datasvc.threads import run_in_threads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ChunkSource", "load_chunk", "load_tensors", "load_window"]
-
-_Arguments = TypeVarTuple("_Arguments")
+__all__ = ["ChunkSource", "load_chunk", "load_tensors", "load_window", "plan_reads", "read_chunks"]
 
 # Remote stores need many parallel requests. Local reads are fast: one thread more than there are processors reads
 # while the others decode; further threads would only compete for caches and the interpreter lock.
 _THREADS: Final = max(16, min(32, count_processors()))
 _NEAR_THREADS: Final = min(32, count_processors() + 1)
 _SMALL_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChunkRead:
+    """A chunk to read, and the tensors that receive its elements.
+
+    Attributes:
+        record: record of the stored tensor.
+        chunk: chunk of the stored tensor.
+        targets: pairs of a view to fill and the box of the stored tensor that it receives.
+    """
+
+    record: TensorRecord
+    chunk: Chunk
+    targets: list[tuple[torch.Tensor, Box]] = field(default_factory=list)
+
+    @property
+    def direct_target(self) -> torch.Tensor | None:
+        """The view, if there is only one, it takes the whole chunk, and its memory can be read into; else None."""
+        (target, box), *others = self.targets
+        if others or box != self.chunk.box or dtype_name(target) != self.record.dtype or not is_plain(target):
+            return None
+        return target
 
 
 def load_tensors(
@@ -55,28 +77,21 @@ def load_tensors(
         UnavailableError: the store did not answer.
     """
     requested = list(records)
+    # Before the allocation: a table may claim sizes that its objects do not have.
     for record in requested:
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
-    reader = ChunkReader(source, [chunk for record in requested for chunk in record.chunks])
     tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
-
-    def load_one(record: TensorRecord, chunk: Chunk, size_bytes: int) -> None:
-        tensor, offset = tensors[record.name], flat_offset(record.shape, chunk.box)
-        # A contiguous chunk is read straight into the tensor, any other one through a buffer.
-        if offset is not None:
-            out = bytes_of(tensor)[offset * ITEM_BYTES[record.dtype] :][:size_bytes]
-            reader.read(record.name, chunk, out)
-        else:
-            content: Bytes = np.empty(size_bytes, np.uint8)
-            reader.read(record.name, chunk, content)
-            tensor[slices(chunk.box)] = tensor_of(content, record.dtype, chunk.shape)
-        progress.advance(size_bytes)
-
     # Large tensors first, so that none is left for a single thread at the end; small ones in the order of objects.
     in_order = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
-    chunks = [(record, chunk, record.chunk_bytes(chunk)) for record in in_order for chunk in record.chunks]
-    read_in_threads(source, load_one, chunks, [size_bytes for _, _, size_bytes in chunks])
+    reads = []
+    for record in in_order:
+        tensor = tensors[record.name]
+        for chunk in record.chunks:
+            # Most tensors are a single chunk, which needs no view.
+            target = tensor if chunk.shape == record.shape else tensor[slices(chunk.box)]
+            reads.append(ChunkRead(record, chunk, [(target, chunk.box)]))
+    read_chunks(source, reads, progress)
     return tensors
 
 
@@ -108,43 +123,54 @@ def load_window(source: ChunkSource, record: TensorRecord, start: Sequence[int],
         CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`.
     """
     window = (tuple(start), tuple(shape))
-    if not len(start) == len(shape) == len(record.shape) or any(
-        s < 0 or n < 0 or s + n > size for s, n, size in zip(*window, record.shape, strict=True)
-    ):
+    if not is_inside(window, record.shape):
         raise ConfigError(f"tensor {record.name!r} of shape {record.shape} has no block {shape} at {tuple(start)}")
     block = _allocate(record.name, record.dtype, window[1])
-    shared = [(chunk, overlap) for chunk in record.chunks if (overlap := intersect(chunk.box, window)) is not None]
-    reader = ChunkReader(source, [chunk for chunk, _ in shared])
-
-    def load_one(chunk: Chunk, overlap: tuple[Shape, Shape]) -> None:
-        check_reaches(source, record.name, chunk)
-        content = np.empty(record.chunk_bytes(chunk), np.uint8)
-        reader.read(record.name, chunk, content)
-        loaded = tensor_of(content, record.dtype, chunk.shape)
-        block[slices(overlap, origin=window[0])] = loaded[slices(overlap, origin=chunk.start)]
-
-    read_in_threads(source, load_one, shared, [record.chunk_bytes(chunk) for chunk, _ in shared])
+    read_chunks(source, plan_reads([(record, window, block)]))
     return block
 
 
-def read_in_threads(
-    source: ChunkSource,
-    read: Callable[[*_Arguments], None],
-    arguments: Sequence[tuple[*_Arguments]],
-    sizes: Sequence[int],
-) -> None:
-    """Call `read` with each of `arguments`, in a number of threads that suits the source.
+def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[ChunkRead]:
+    """Return the distinct chunks that overlap blocks of tensors, with the views of the targets to fill.
 
     Args:
-        source: source that `read` uses.
-        read: reads one chunk.
-        arguments: arguments of each call.
-        sizes: sizes of the chunks in bytes.
+        blocks: triples (record of the tensor, box of the block, target tensor with the shape of the block).
     """
+    reads: dict[tuple[str, Shape], ChunkRead] = {}
+    for record, box, target in blocks:
+        for chunk in record.chunks:
+            shared = intersect(box, chunk.box)
+            if shared is not None:
+                read = reads.setdefault((record.name, chunk.start), ChunkRead(record, chunk))
+                read.targets.append((target[slices(shared, origin=box[0])], shared))
+    return list(reads.values())
+
+
+def read_chunks(source: ChunkSource, reads: Sequence[ChunkRead], progress: Progress = NO_PROGRESS) -> None:
+    """Read chunks into their targets, in a number of threads that suits the source. Raises as `load_tensors`."""
+    reader = ChunkReader(source, [read.chunk for read in reads])
+
+    def read_one(read: ChunkRead, size_bytes: int) -> None:
+        record, chunk, target = read.record, read.chunk, read.direct_target
+        if target is not None:
+            # Read directly into the target, without a buffer and a copy.
+            reader.read(record.name, chunk, bytes_of(target))
+        else:
+            check_reaches(source, record.name, chunk)
+            content = np.empty(size_bytes, np.uint8)
+            reader.read(record.name, chunk, content)
+            loaded = tensor_of(content, record.dtype, chunk.shape)
+            for view, box in read.targets:
+                view.copy_(loaded[slices(box, origin=chunk.start)])
+        progress.advance(size_bytes)
+
+    sizes = [read.record.chunk_bytes(read.chunk) for read in reads]
+    arguments = list(zip(reads, sizes, strict=True))
     if is_near(source):
-        run_in_threads(read, arguments, _NEAR_THREADS, sizes=sizes)
+        run_in_threads(read_one, arguments, _NEAR_THREADS, sizes=sizes)
     else:
-        run_in_threads(read, arguments, _THREADS)
+        # Without sizes: small reads from a remote store wait for an answer, so they must not share a thread.
+        run_in_threads(read_one, arguments, _THREADS)
 
 
 def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:
