@@ -1,4 +1,4 @@
-"""Parser of torch's `checkpoint_id`, which names a repository, a model and a version here."""
+"""Parses torch's `checkpoint_id`: with `DcpWriter` and `DcpReader` it names a repository, a model and a version."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from datasvc.repository.logs.references import parse_reference
 
 @dataclass(frozen=True)
 class CheckpointId:
-    """Parts of a `checkpoint_id`.
-
-    Attributes:
-        url: URL of the repository; None if it is not given.
-        ref: "NAME", "NAME@3" or "NAME@tag"; None if it is not given.
-    """
+    """Parts of a `checkpoint_id`: the URL of the repository, and NAME, NAME@3 or NAME@tag; None: not given."""
 
     url: str | None
     ref: str | None
@@ -42,10 +37,27 @@ class CheckpointId:
         return cls(url or None, ref or None)
 
 
-def is_checkpoint_id(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Return whether `CheckpointId.parse` accepts it."""
-    try:
-        CheckpointId.parse(checkpoint_id)
-    except (ConfigError, TypeError):
-        return False
-    return True
+class CheckpointIdMixin:
+    """The methods that torch's readers and writers have for `checkpoint_id`.
+
+    Attributes:
+        url: URL of the repository.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(path)
+        self._checkpoint_id: str | os.PathLike[str] = path
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The `path`, or the last `checkpoint_id` that torch gave."""
+        return self._checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether `reset` accepts it."""
+        try:
+            CheckpointId.parse(checkpoint_id)
+        except (ConfigError, TypeError):
+            return False
+        return True

@@ -1,4 +1,4 @@
-"""Load the items of a rank's plan from a stored version; read only the chunks that overlap them."""
+"""Loads the items of a rank's plan from a stored version, for `DcpReader`; reads only chunks that overlap them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,7 @@ from datasvc.repository.objects.objects import parse_digest
 
 @dataclass(frozen=True)
 class ShardedVersion:
-    """Metadata of a version; its tensors are not read.
-
-    Attributes:
-        repository: repository of the version.
-        copies: repositories and cache that its objects are read from.
-        version: the resolved version.
-        sharding: description for torch's planners.
-        records: tensor table, by name.
-        skeleton: skeleton of the state tree.
-    """
+    """Metadata of a version without the bytes of its tensors; objects are read from `copies`."""
 
     repository: Repository
     copies: StoredCopies
@@ -53,17 +44,7 @@ def read_sharded(
 ) -> ShardedVersion:
     """Read the metadata of a version. An unsharded version is described as a sharded one with a single part.
 
-    Args:
-        repository: repository of the version.
-        copies: repositories and cache to read its objects from.
-        ref: NAME, NAME@VERSION or NAME@TAG.
-        trusted_keys: see `read_version`.
-
-    Raises:
-        ConfigError: `ref` is not a valid reference, or an object has a format that this version does not support.
-        NotFoundError: the version does not exist, or one of its objects is missing.
-        CorruptDataError: the entry, table, state or sharding is damaged, or the version is not signed.
-        UnavailableError: the store does not answer.
+    Arguments and errors as of `read_version`; also raises CorruptDataError if the state or the sharding is damaged.
     """
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     version = str(stored.version)
@@ -86,6 +67,7 @@ def load_items(
     began_s = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
+    # The planner's own tensors: reads write into their memory.
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
     in_values = _find_tensors_in_values(stored, value_items)
@@ -101,11 +83,7 @@ def load_items(
 
 
 def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
-    """Return the tensor and the box that an item reads.
-
-    Raises:
-        ConfigError: the version has no such tensor, or the box is outside its shape.
-    """
+    """Return the tensor and the box that an item reads. Raises ConfigError: the version does not have them."""
     index = item.storage_index
     name = stored.sharding.names.get(index.fqn)
     if name is None:
@@ -125,11 +103,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
 
 
 def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -> list[TensorRecord]:
-    """Return the distinct records of tensors inside values.
-
-    Raises:
-        CorruptDataError: a value refers to a tensor that is not in the table.
-    """
+    """Return the distinct records of tensors inside values. Raises CorruptDataError: a tensor is not in the table."""
     used = _UsedRecords(stored.records)
     for item in items:
         unflatten(_skeleton_of(stored, item), used)
@@ -137,7 +111,7 @@ def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -
 
 
 class _UsedRecords(dict[str, Any]):
-    """Collect the records of the tensors that were looked up."""
+    """Records by tensor name; contains those that were looked up."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""The metadata of torch.distributed.checkpoint as JSON: the partition of tensors over ranks, and the planner's paths.
+"""Encodes torch's `Metadata` as JSON, the sharding object of a version: the blocks of each tensor, and the paths.
 
-Shapes and dtypes are only in the tensor table, and values only in the state, so nothing is stored twice. Reading
-executes no code. The content is checked against the table before memory is allocated from it.
+Torch pickles this metadata; reading JSON executes no code. Shapes and dtypes are only in the tensor table, and values
+only in the state, so that nothing is stored twice. The content is checked against the table before memory is
+allocated from it.
 """
 
 from __future__ import annotations
@@ -57,11 +58,7 @@ class Sharding:
 
 
 def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> bytes:
-    """Return the bytes of a sharding object.
-
-    Raises:
-        ConfigError: the planner's data is not a path for each key, or the result is too large.
-    """
+    """Return the bytes of a sharding object. Raises ConfigError: see `planned_paths`, or the result is too large."""
     paths, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
         "format": SHARDING_FORMAT,
@@ -88,8 +85,7 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
 def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:
     """Return the path of each key of a save in the state tree; None if the planner did not flatten the state.
 
-    Raises:
-        ConfigError: the planner's data is not a path for each key.
+    Raises ConfigError: the planner's data is not a path for each key.
     """
     try:
         return check_paths(metadata.planner_data)
@@ -100,13 +96,7 @@ def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:
 
 
 def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: Any, version: str) -> Sharding:
-    """Decode a sharding object and check it against the version's table and state.
-
-    Args:
-        raw: bytes of the object.
-        records: tensor table of the version, by name.
-        skeleton: skeleton of its state tree.
-        version: name of the version, for messages.
+    """Decode a sharding object and check it against the tensor table of the version and the skeleton of its state.
 
     Raises:
         CorruptDataError: the object is damaged, or contradicts the table or the state.
@@ -114,7 +104,7 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
     """
     try:
         described = json.loads(raw)
-        # Compare the format first: a later one may have other fields.
+        # Compare the format first: a later format may have other fields.
         is_later = int(described["format"]) > SHARDING_FORMAT
         sharding = None if is_later else _sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:

@@ -1,4 +1,7 @@
-"""Paths in the state tree: for each key of a planner, the place from which it took the value."""
+"""Paths in the state tree: a planner flattens the tree to keys, and the path of a key is the position of its value.
+
+Paths in a stored version are checked before a tree is built from them.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,9 @@ Path = tuple[str | int, ...]
 
 
 def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
-    """Check that the data of a planner has the form of torch's planners: a path for each key.
+    """Return the data of a planner, which is None or a path for each key: a tuple of dict keys and list indices.
 
-    A path consists of dict keys (str) and list indices (int).
-
-    Raises:
-        ValueError: it is neither None nor a mapping from keys to paths; the message names the key.
+    Raises ValueError: it has another form; the message names the key.
     """
     if planner_data is None:
         return None
@@ -29,12 +29,9 @@ def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
 
 
 def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
-    """Check that all paths exist in the skeleton of a state.
+    """Raise CorruptDataError unless all paths exist in the skeleton of a state.
 
-    Trees are built from paths, so a path with a huge list index would allocate memory for elements that do not exist.
-
-    Raises:
-        CorruptDataError: a path does not exist.
+    Trees are built from paths: a path with a huge list index would allocate memory for elements that do not exist.
     """
     # Children by id of their parent: a wide dict is decoded once, not once per path.
     children: dict[int, Any] = {}
@@ -47,11 +44,7 @@ def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
 
 
 def find(skeleton: Any, path: Path) -> Any:
-    """Return the part of a state's skeleton at `path`.
-
-    Raises:
-        CorruptDataError: the path does not exist.
-    """
+    """Return the part of a state's skeleton at `path`. Raises CorruptDataError: the path does not exist."""
     part = skeleton
     for depth, key in enumerate(path):
         part = _step(_children(part, path[:depth]), key, path)
@@ -68,11 +61,12 @@ def _is_step(step: Any) -> bool:
 
 
 def _children(part: Any, path: Path) -> Any:
-    """Return the children of a part of a skeleton, by key or index; no dict or list for a value."""
+    """Return the children of a part of a skeleton, by key or index; a result of another type has no children."""
     if not isinstance(part, dict):
         return part
     if "$dict" not in part:
-        return None if any(name.startswith("$") for name in part) else part  # a key with "$" marks an encoded value
+        # A key with "$" marks an encoded value, such as a tensor or a tuple.
+        return None if any(name.startswith("$") for name in part) else part
     try:
         return {str(name): child for name, child in part["$dict"]}
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`DcpReader`: torch's `StorageReader` over model versions."""
+"""`DcpReader`: loads model versions through torch.distributed.checkpoint, as its `StorageReader`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.futures import Future
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import DatasvcError
-from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
+from datasvc.models.dcp.checkpoint_id import CheckpointId, CheckpointIdMixin
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME, picklable_errors
 from datasvc.models.restoring.copies import StoredCopies
@@ -29,7 +29,7 @@ from datasvc.repository.logs.references import parse_reference
 logger = logging.getLogger(__name__)
 
 
-class DcpReader(StorageReader):
+class DcpReader(CheckpointIdMixin, StorageReader):
     """Load model versions through torch.distributed.checkpoint, sharded or not. Create one on every rank.
 
     A rank reads only the chunks that its plan needs, and verifies every byte. If a chunk is missing, damaged or
@@ -69,27 +69,16 @@ class DcpReader(StorageReader):
         planner_bytes: bool = False,
     ) -> None:
         parse_reference(ref or name, "model")
-        self.url = os.fspath(path)
+        super().__init__(path)
         self.ref = ref or name
         self.load_id = str(uuid.uuid4())
         self.version: Resolved | None = None
         self.report: RestoreReport | None = None
-        self._given_id: str | os.PathLike[str] = path
         self._cache, self._peers = cache, peers
         self._fallback = tuple(fallback)
         self._trusted_keys = trusted_keys
         self._planner_bytes = planner_bytes
         self._stored: ShardedVersion | None = None
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The `path`, or the last `checkpoint_id` that torch gave."""
-        return self._given_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `reset` accepts it."""
-        return is_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load.
@@ -104,7 +93,7 @@ class DcpReader(StorageReader):
             parsed = CheckpointId.parse(checkpoint_id)
             self.url = parsed.url or self.url
             self.ref = parsed.ref or self.ref
-            self._given_id = checkpoint_id
+            self._checkpoint_id = checkpoint_id
         self._stored = None
         self.load_id = str(uuid.uuid4())
 
@@ -138,7 +127,7 @@ class DcpReader(StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged: the version itself contains the places of its chunks."""
+        """Return the plan unchanged: the tensor table of the version has the places of all chunks."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -175,7 +164,7 @@ class DcpReader(StorageReader):
 
 
 class _UnreadMetadata(Metadata):
-    """Placeholder for metadata that could not be read: raises the error when torch or a planner uses it."""
+    """Placeholder for metadata that could not be read: raises the error at its first use by torch or a planner."""
 
     def __init__(self, error: DatasvcError) -> None:
         self.error = error

@@ -1,4 +1,4 @@
-"""Store the part of a rank in a sharded save, and join the parts of all ranks at the coordinator."""
+"""Stores the part of a rank in a sharded save, and joins the parts of all ranks, for `DcpWriter`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.models.dcp.values import encode_value, nest
 from datasvc.models.tensors.chunks import CHUNK_BYTES, Box, Shape, plan_chunks, slices
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
+from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
 from datasvc.repository import Repository
 
 _MIN_CHUNK_BYTES: Final = 512 << 10
@@ -54,9 +54,7 @@ def store_share(
 ) -> RankShare:
     """Store the items of the final plan of a rank; with the codec "delta", as differences to `base`.
 
-    Raises:
-        ConfigError: a tensor or value cannot be stored; the message names it.
-        UnavailableError: a write to the store fails.
+    Raises as `DcpWriter.write_data`.
     """
     blocks: list[TensorBlock] = []
     values: dict[str, Any] = {}
@@ -70,9 +68,8 @@ def store_share(
         values[item.index.fqn] = encoded.skeleton
         if encoded.is_opaque:
             opaque.add(item.index.fqn)
-        for name, tensor in encoded.tensors.items():
-            shapes[name] = tuple(tensor.shape)
-            blocks.append(TensorBlock(name, (0,) * tensor.dim(), tensor))
+        shapes.update({name: tuple(tensor.shape) for name, tensor in encoded.tensors.items()})
+        blocks += whole_blocks(encoded.tensors)
     stored = store_chunks(repository.objects, blocks, base=base, codec=codec)
     dtypes = {block.name: dtype_name(block.tensor) for block in blocks}
     return RankShare(stored.chunks, dtypes, values, frozenset(opaque), shapes, stored.new_bytes, stored.num_nonfinite)
@@ -91,22 +88,15 @@ def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
         )
     name, start, tensor = item.index.fqn, tuple(chunk.offsets), tensor.detach()
     tensor_shape = tuple(item.tensor_data.size)
-    boxes = plan_parts(start, tuple(chunk.sizes), tensor_shape, tensor.itemsize)
+    boxes = _plan_boxes(start, tuple(chunk.sizes), tensor_shape, tensor.itemsize)
     # A rank with an empty block must still report the dtype of the tensor.
     return [
         TensorBlock(name, box_start, tensor[slices((box_start, shape), origin=start)]) for box_start, shape in boxes
     ] or [TensorBlock(name, start, tensor)]
 
 
-def plan_parts(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int) -> list[Box]:
-    """Return the boxes of the chunks of a rank's block; [] for an empty block.
-
-    Args:
-        start: first index of the block in the tensor.
-        shape: shape of the block.
-        tensor_shape: shape of the whole tensor.
-        item_bytes: size of an element.
-    """
+def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int) -> list[Box]:
+    """Return the boxes of the chunks of a rank's block in a tensor of `tensor_shape`; [] for an empty block."""
     if shape == tensor_shape:
         # The same chunks as in an ordinary save, so that equal tensors are stored only once.
         chunk_bytes = CHUNK_BYTES
@@ -121,11 +111,7 @@ def plan_parts(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int)
 
 
 def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:
-    """Join the parts of all ranks into one state.
-
-    Raises:
-        ConfigError: the parts contradict each other, or something is missing.
-    """
+    """Join the parts of all ranks into one state. Raises ConfigError: they are contradictory or incomplete."""
     num_nonfinite: Counter[str] = Counter()
     for share in shares:
         num_nonfinite.update(share.num_nonfinite)
@@ -142,6 +128,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
     dtypes: dict[str, str] = {}
     chunks: dict[str, list[Chunk]] = {}
     for share in shares:
+        # Tensors inside values are not in torch's metadata: only their rank has the shape.
         for name, shape in share.shapes.items():
             if name in shapes:
                 raise ConfigError(f"two tensors of the state have the name {name!r}; rename one of the keys")

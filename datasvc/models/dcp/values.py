@@ -24,13 +24,7 @@ from datasvc.models.tensors.state_tree import flatten
 
 
 class EncodedValue(NamedTuple):
-    """Stored form of a value.
-
-    Attributes:
-        skeleton: JSON value, as `state_tree.flatten` returns it.
-        tensors: tensors inside the value, by their names in the skeleton.
-        is_opaque: whether the value is bytes in a format that only its planner can read.
-    """
+    """Stored form of a value: a `flatten` result, or opaque bytes in a format that only its planner can read."""
 
     skeleton: Any
     tensors: Mapping[str, torch.Tensor]
@@ -38,13 +32,9 @@ class EncodedValue(NamedTuple):
 
 
 def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
-    """Return the stored form of a byte item of a save plan.
-
-    Raises:
-        ConfigError: the value cannot be stored without pickle; the message names its key.
-    """
+    """Return the stored form of a byte item of a save plan. Raises ConfigError: storing it would need pickle."""
     key = item.index.fqn
-    value, is_opaque = _value(planner, item)
+    value, is_opaque = _resolve_value(planner, item)
     if is_opaque:
         return EncodedValue({"$bytes": value.hex()}, {}, is_opaque=True)
     skeleton, tensors = flatten({key: value})
@@ -97,8 +87,7 @@ def wrap_value(value: Any) -> io.BytesIO:
 def nest(leaves: Mapping[Path, Any]) -> Any:
     """Build the skeleton of a state tree from the skeletons of its leaves, by path; an int is an index of a list.
 
-    Raises:
-        ConfigError: two leaves have the same path, or the path of one leads through another.
+    Raises ConfigError: two leaves have the same path, or the path of one leads through another.
     """
     root: dict[str | int, Any] = {}
     for path, skeleton in leaves.items():
@@ -129,10 +118,11 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
     return {"$dict": [[key, child] for key, child in children.items()]}
 
 
-def _value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
+def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
     """Return the value of a byte item, and whether it is bytes in the planner's own format."""
     kind = type(planner)
-    if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):
+    # Such a planner would only pickle the value: take the value itself.
+    if isinstance(planner, DefaultSavePlanner) and _keeps_values(kind):
         return planner.lookup_object(item.index), False
     resolved = planner.resolve_data(item)
     if not isinstance(resolved, io.BytesIO):

@@ -1,4 +1,4 @@
-"""`DcpWriter`: torch's `StorageWriter` that commits each checkpoint as a model version."""
+"""`DcpWriter`: commits each checkpoint of torch.distributed.checkpoint as a version, as its `StorageWriter`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.dcp.checkpoint_id import CheckpointId, is_checkpoint_id
+from datasvc.models.dcp.checkpoint_id import CheckpointId, CheckpointIdMixin
 from datasvc.models.dcp.metadata import encode_sharding
 from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
 from datasvc.models.saving.shared_store import Marker, check_markers, write_marker
@@ -34,9 +34,9 @@ DEFAULT_NAME: Final = "checkpoint"
 
 @contextmanager
 def picklable_errors() -> Iterator[None]:
-    """Replace errors of other packages by a `DatasvcError`, which every rank can unpickle.
+    """Replace errors of other packages by a `DatasvcError`, which every rank can unpickle. Also a decorator.
 
-    Torch pickles the error of a rank and sends it to all ranks; one that cannot be unpickled there makes them hang.
+    Torch pickles the error of a rank and sends it to all ranks; they hang if they cannot unpickle it.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def picklable_errors() -> Iterator[None]:
         raise DatasvcError(f"{type(error).__name__}: {error}") from error
 
 
-class DcpWriter(StorageWriter):
+class DcpWriter(CheckpointIdMixin, StorageWriter):
     """Save the checkpoints of torch.distributed.checkpoint as versions of a model. Create one on every rank.
 
     The arguments from `step` on are those of `datasvc.models.save`; the values of the coordinator are stored.
@@ -55,14 +55,14 @@ class DcpWriter(StorageWriter):
         path: repository: local folder or fsspec URL; created if it does not exist.
         name: name of the model; created if it does not exist.
         codec: "none", "planes" or "delta", see `store_chunks`.
-        step: number of optimizer steps.
-        data: data sets that the run used.
-        config: settings of the run.
-        metrics: metrics of the version.
+        step: number of optimizer steps that produced the state.
+        data: data consumed so far.
+        config: configuration of the run.
+        metrics: metric values by name.
         parent: version that this one continues.
-        message: message of the commit.
-        code: code revision of the run.
-        environment: software environment of the run.
+        message: free text for readers of the log.
+        code: code of the run.
+        environment: environment of the run.
 
     Attributes:
         save_id: id of this save on this rank.
@@ -90,7 +90,7 @@ class DcpWriter(StorageWriter):
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"{codec!r} is not a valid codec; expected one of {', '.join(CODECS)}")
-        self.url = os.fspath(path)
+        super().__init__(path)
         self.name = check_name(name, "model")
         self.codec: Codec = codec
         self.version_metadata = VersionMetadata(
@@ -98,20 +98,9 @@ class DcpWriter(StorageWriter):
         )
         self.save_id = str(uuid.uuid4())
         self.committed: Resolved | None = None
-        self._given_id: str | os.PathLike[str] = path
         self._repository: Repository | None = None
         self._base: Sequence[TensorRecord] = ()
         self._is_coordinator = False
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The `path`, or the last `checkpoint_id` that torch gave."""
-        return self._given_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `reset` accepts it."""
-        return is_checkpoint_id(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save.
@@ -130,13 +119,14 @@ class DcpWriter(StorageWriter):
                 )
             self.url = parsed.url or self.url
             self.name = parsed.ref or self.name
-            self._given_id = checkpoint_id
+            self._checkpoint_id = checkpoint_id
         self.save_id = str(uuid.uuid4())
 
     def storage_meta(self) -> StorageMeta:
         """Return the ids of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
+    @picklable_errors()
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Open the repository and read the base version for differences. Every rank calls this.
 
@@ -148,26 +138,22 @@ class DcpWriter(StorageWriter):
             raise ConfigError(
                 "use_collectives=False would create a separate version for each rank; save with use_collectives=True"
             )
-        with picklable_errors():
-            self.committed = None
-            self._repository = Repository.create(self.url)
-            self._is_coordinator = is_coordinator
-            # Ranks may resolve different base versions. That is harmless, because each chunk lists its full chain.
-            needs_base = self.codec == "delta"
-            self._base = base_records(self._repository, self.name, self.version_metadata.parent) if needs_base else ()
+        self.committed = None
+        self._repository = Repository.create(self.url)
+        self._is_coordinator = is_coordinator
+        # Ranks may resolve different base versions. That is harmless, because each chunk lists its full chain.
+        needs_base = self.codec == "delta"
+        self._base = base_records(self._repository, self.name, self.version_metadata.parent) if needs_base else ()
 
+    @picklable_errors()
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave a marker in the repository, and return the plan with it.
-
-        Raises:
-            UnavailableError: the store does not answer.
-        """
+        """Write a marker for `prepare_global_plan`, and return the plan with it. Raises UnavailableError."""
         assert self._repository is not None, "torch sets a writer up before it plans"
         if self._is_coordinator:
             return plan
-        with picklable_errors():
-            return replace(plan, storage_data=write_marker(self._repository.storage))
+        return replace(plan, storage_data=write_marker(self._repository.storage))
 
+    @picklable_errors()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all ranks write to the same repository, before any tensor is stored; return the plans unchanged.
 
@@ -180,10 +166,10 @@ class DcpWriter(StorageWriter):
         """
         assert self._repository is not None, "torch sets a writer up before it plans"
         markers = [plan.storage_data if isinstance(plan.storage_data, Marker) else None for plan in plans]
-        with picklable_errors():
-            check_markers(self._repository.storage, markers)
+        check_markers(self._repository.storage, markers)
         return [replace(plan, storage_data=None) for plan in plans]
 
+    @picklable_errors()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Store this rank's part. It is not visible before `finish`.
 
@@ -192,8 +178,7 @@ class DcpWriter(StorageWriter):
             UnavailableError: a write to the store fails.
         """
         assert self._repository is not None, "torch sets a writer up before it writes"
-        with picklable_errors():
-            share = store_share(self._repository, plan, planner, self._base, self.codec)
+        share = store_share(self._repository, plan, planner, self._base, self.codec)
         sizes = sizes_by_name(share)
         # The size of a tensor is reported once, with its first item.
         results = [WriteResult(item.index, sizes.pop(item.index.fqn, 0), share) for item in plan.items]
@@ -201,6 +186,7 @@ class DcpWriter(StorageWriter):
         future.set_result(results)
         return future
 
+    @picklable_errors()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Join the parts of all ranks and commit them as one version. Only the coordinator calls this.
 
@@ -209,22 +195,21 @@ class DcpWriter(StorageWriter):
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         assert self._repository is not None, "torch sets a writer up before it finishes"
-        with picklable_errors():
-            # All results of a rank refer to the same share; a rank without items has no result.
-            shares = [part[0].storage_data for part in results if part]
-            opaque = frozenset().union(*(share.opaque for share in shares))
-            sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))
-            self.committed = commit(
-                self._repository,
-                self.name,
-                join_shares(metadata, shares),
-                self.version_metadata,
-                extra={"sharding": sharding.digest},
-                extra_objects=[sharding.digest],
-            )
-            # Torch sends the metadata to every rank, so each rank learns the committed version from it.
-            metadata.storage_meta = StorageMeta(f"{self.url}#{self.committed}", self.save_id)
+        # All results of a rank refer to the same share; a rank without items has no result.
+        shares = [part[0].storage_data for part in results if part]
+        opaque = frozenset().union(*(share.opaque for share in shares))
+        sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))
+        self.committed = commit(
+            self._repository,
+            self.name,
+            join_shares(metadata, shares),
+            self.version_metadata,
+            extra={"sharding": sharding.digest},
+            extra_objects=[sharding.digest],
+        )
+        # Torch sends the metadata to every rank, so each rank learns the committed version from it.
+        metadata.storage_meta = StorageMeta(f"{self.url}#{self.committed}", self.save_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Background saves pickle the writer; the state of the current save is not sent with it.
+        # A background save in another process pickles the writer. That process opens the repository again.
         return {**vars(self), "_repository": None, "_base": ()}

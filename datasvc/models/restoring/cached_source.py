@@ -1,8 +1,8 @@
-"""Reads stored bytes of checkpoints through the node's cache: fetched once per node, verified on arrival, mapped.
+"""Reads stored bytes of checkpoints through the node's cache, which fetches and verifies each object once per node.
 
-An object is acquired at the first read of one of its chunks, pinned by a lease while further reads are planned, and
-released after the last. Objects for which the cache has no space are read directly from the repository: a restore
-neither fails because of the cache's size nor waits for other jobs to release their objects.
+The source acquires an object at the first read of one of its chunks, and releases it after the last planned read.
+Between the two the object cannot be evicted. Objects for which the cache has no space are read directly from the
+repository: a restore neither fails because of the cache's size nor waits for other jobs to release their objects.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from datasvc.cache import Cache
 from datasvc.errors import CacheFullError, ConfigError, CorruptDataError, NotFoundError, UnavailableError
@@ -28,13 +27,13 @@ DIRECT: Final = "direct"
 
 
 class CachedSource:
-    """A `ChunkSource` over a node's cache, its peers, and the repositories behind it. Use it as a context manager.
+    """A `ChunkSource` over a node's cache, its peers, and the repositories behind it. Call `close` at the end.
 
     Args:
         cache: cache of this node; its peers are tried before the repositories.
         repositories: repositories of the objects, nearest first.
         direct: source over the same repositories, for objects that the cache cannot provide.
-        records: records whose chunks will be read once each; determine when an object can be released.
+        records: records whose chunks will be read once each: an object is released after its last chunk.
     """
 
     def __init__(
@@ -96,14 +95,6 @@ class CachedSource:
         for digest, future in remaining.items():
             self._release(digest, future)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _view(self, digest: Digest) -> memoryview | None:
         """Return the mapped object, acquired by the first caller; None if the cache cannot provide it."""
         with self._lock:
@@ -151,13 +142,14 @@ class CachedSource:
             self._cache.release(digest)
 
     def _check_cached(self, digest: Digest) -> None:
-        """Let the cache hash its copy again, once; a bad copy is quarantined, and the object is fetched anew."""
+        """Hash the cache's copy again, once; the cache quarantines a bad copy, and the object is fetched anew."""
         with self._lock:
             checking = self._checking.setdefault(digest, threading.Lock())
         with checking:
             if digest in self._checked:
                 return
             self._checked.add(digest)
+            # The mapping of the bad file stays readable: its bytes show later which tensors were affected.
             before = self._view(digest)
             with self._lock:
                 acquired = self._mapped.pop(digest, None)
@@ -176,7 +168,7 @@ def count_bytes(records: Iterable[TensorRecord]) -> Counter[Digest]:
     for record in records:
         for chunk in record.chunks:
             for link in chunk.chain:
-                # A whole object is read once for each chunk, a range once for all chunks in it.
+                # A whole object is read once for each chunk; a range is read once and shared by all chunks in it.
                 if link.is_whole_object or link not in ranges:
                     counted[link.object] += link.length
                     ranges.add(link)

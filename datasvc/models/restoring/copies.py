@@ -1,14 +1,14 @@
 """The copies of a version's objects: in one or several repositories, with or without the node's cache.
 
-Tensor tables and states are read whole and directly; tensors through a source that is opened for the chunks to be
-read. A report lists how many bytes came from each place and which copies were bad.
+A restore reads tensor tables and states whole, from the repositories (`direct`), and tensors through a source that it
+opens for the chunks to be read. Its report has the bytes read from each place, and the bad copies.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class StoredCopies:
         with ExitStack() as opened:
             cache = self._cache
             node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=self._peers))
-            source = opened.enter_context(CachedSource(node, self._repositories, self.direct, records))
+            source = opened.enter_context(closing(CachedSource(node, self._repositories, self.direct, records)))
             yield source
             self._bytes_by_origin.update(source.came_bytes)
 
@@ -85,6 +85,7 @@ class StoredCopies:
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""
+        # Not `nbytes` of the records: a part of a restore may read some chunks of a tensor only.
         size_bytes = sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
         return RestoreReport(seconds, size_bytes, dict(self._bytes_by_origin), self.direct.bad.listed(records))
 

@@ -1,8 +1,8 @@
-"""Failover between copies: each object is read from the first place that has a good copy.
+"""Failover between copies: each object is read from the first repository that has a good copy.
 
-Reads are not verified here: the caller checks each chunk against its digest. Only if that fails, whole objects are
-hashed at one place after another. A bad copy is then known for certain, is reported with the affected tensors, and is
-not read again.
+`read_range` does not verify: the caller checks each chunk against its digest. Only if a check fails does `copies`
+hash the whole object, in one repository after another. A copy that fails this test is reported with the affected
+tensors, and is not read again.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FailoverSource:
         self._mark_all_bad(digest, failed, None)
 
     def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
-        # Later than the failed reads: a good copy shows which bytes of the failed ones are wrong.
+        # Marked only now: a comparison with a good copy shows which bytes of the failed ones are wrong.
         while failed:
             number, content = failed.pop()
             error = CorruptDataError(
@@ -119,17 +119,16 @@ class FailoverSource:
 
 
 class _NullFile(io.BytesIO):
-    """A file that discards what is written."""
+    """A file that discards its content: `find_damage` needs no memory for the object."""
 
     def write(self, content: Any, /) -> int:
-        """Discard `content`; return its size in bytes."""
         return memoryview(content).nbytes
 
 
 def find_damage(
     objects: Objects, digest: Digest, size_bytes: int | None = None, progress: Progress = NO_PROGRESS
 ) -> DatasvcError | None:
-    """Read and verify an object in bounded memory; return what is wrong with it, None if nothing is.
+    """Read an object in bounded memory; return the reason why it is not a good copy, None if it is one.
 
     Args:
         objects: objects of a repository.
@@ -138,8 +137,8 @@ def find_damage(
         progress: counts the bytes of each part that was hashed.
 
     Returns:
-        NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest. UnavailableError:
-        it cannot be read now. ConfigError: access is denied. None: it is intact.
+        NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest, or its size is not
+        `size_bytes`. UnavailableError: it cannot be read now. ConfigError: access is denied.
     """
     damage: DatasvcError | None = None
     for _ in range(_tries(objects, digest)):
@@ -167,7 +166,7 @@ def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
 
 
 def _read_whole(place: Objects, digest: Digest) -> bytes:
-    """Return the bytes of an object, even if they are wrong; read twice if the transfer may be the reason."""
+    """Return the bytes of an object, even if they are wrong; read twice if the transfer may have damaged them."""
     for _ in range(_tries(place, digest)):
         content = place.read_range(digest, 0, _size(place, digest))
         if digest_of(content) == digest:

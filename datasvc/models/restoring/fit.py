@@ -1,4 +1,4 @@
-"""Compares the tensors of a checkpoint and a model by name, dtype and shape, with a table of the differences."""
+"""Compares the tensors of a checkpoint and a model by name, dtype and shape: decides what `load_into` loads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD = ("tensor", "model expects", "checkpoint has")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Dtype and shape of a tensor; `dtype` is torch's name, "float32"."""
+    """Dtype, by torch's name, and shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Mismatch:
 
     @property
     def what(self) -> str:
-        """Description of the checkpoint's tensor."""
+        """Description of the checkpoint's tensor, for the table."""
         return f"{self.found}" if self.tied_to is None else f"{self.found}, other values than {self.tied_to}"
 
 
@@ -87,7 +87,7 @@ class LoadReport:
             *((name, str(spec), "-") for name, spec in self.missing.items()),
             *((name, "-", str(spec)) for name, spec in self.unexpected.items()),
         ]
-        shown = [_HEAD, *(tuple(map(printable, row)) for row in rows[:_SHOWN_ROWS])]
+        shown = [_HEAD, *(tuple(map(_printable, row)) for row in rows[:_SHOWN_ROWS])]
         widths = [max(len(row[column]) for row in shown) for column in (0, 1)]
         lines = [f"  {name:{widths[0]}}  {expected:{widths[1]}}  {found}" for name, expected, found in shown]
         if len(rows) > _SHOWN_ROWS:
@@ -149,7 +149,7 @@ def _untied(
                 yield Mismatch(name, expected[name], found[name], other)
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Escape text from a file for a terminal: control characters could control it."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 

@@ -81,7 +81,7 @@ def load_version_into(
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> LoadReport:
-    """Fill a model's parameters and buffers from a version; reads only tensors of the model, none if they do not fit.
+    """Fill a model's parameters and buffers from a version; reads only the model's tensors, none if they do not fit.
 
     Arguments, result and errors are those of `load_into` and `restore.restore`.
     """
@@ -156,6 +156,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if name in current:
             cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite
+    # On the CPU, so that a model on a GPU needs no further memory there.
     old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
         model.load_state_dict(state, strict=False)

@@ -60,11 +60,11 @@ class RestoreReport:
 
 
 class BadCopies:
-    """Collects the bad copies that a restore meets. Safe for threads."""
+    """Collects the bad copies that a restore finds. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._found: dict[tuple[Digest, str], tuple[str, Integers | None]] = {}
+        self._bad: dict[tuple[Digest, str], tuple[str, Integers | None]] = {}
 
     def add(
         self,
@@ -75,23 +75,19 @@ class BadCopies:
         content: Content | None = None,
         intact: Content | None = None,
     ) -> None:
-        """Record that the copy of an object at `location` is bad.
+        """Record that the copy of an object at `location` is bad, for `reason`.
 
-        Args:
-            digest: digest of the object.
-            location: location of the copy.
-            reason: what is wrong with it.
-            content: bytes of the copy, if all could be read; compared with `intact` to find the affected tensors.
-            intact: bytes of a good copy.
+        `content`, the bytes of this copy, is compared with those of an `intact` one to find the affected tensors. If
+        one of them is None, all tensors with bytes in the object count as affected.
         """
         wrong = None if content is None or intact is None else _differing(content, intact)
         with self._lock:
-            self._found.setdefault((digest, location), (reason, wrong))
+            self._bad.setdefault((digest, location), (reason, wrong))
 
     def listed(self, records: Iterable[TensorRecord] = ()) -> tuple[BadCopy, ...]:
         """Return the bad copies, each once, with the names of the affected tensors of `records`."""
         with self._lock:
-            copies = dict(self._found)
+            copies = dict(self._bad)
         if not copies:
             return ()
         objects = {digest for digest, _ in copies}

@@ -1,7 +1,8 @@
-"""A save by all ranks of a job: each rank stores its part, rank 0 commits, and all ranks get the outcome.
+"""The steps of a save by all ranks: each rank stores its part, rank 0 commits, and all ranks get the same outcome.
 
-The checkpoint is rank 0's state, never a mix of several: another rank stores chunks of a tensor only if it holds the
-same bytes as rank 0. State that each rank has alone, such as its random state, is stored beside it.
+`writer.VersionWriter` calls the steps in the order `agree_on_tensors`, `store_part`, `gather_parts`, `join_parts`,
+`share_outcome`. The checkpoint is rank 0's state, never a mix of several: another rank stores chunks of a tensor only
+if it holds the same bytes as rank 0. State that each rank has alone, such as its random state, is stored too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from datasvc.models.saving.rank_channel import RankChannel, describe_error, rais
 from datasvc.models.tensors.chunks import Shape, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
+from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
 from datasvc.repository import Digest, Objects, Resolved
 from datasvc.repository.objects.objects import digest_of
 
@@ -35,7 +36,7 @@ _DIGEST_BITS: Final = 62
 
 @dataclass(frozen=True)
 class RankWrites:
-    """What one rank has stored, in the form in which it is sent to rank 0."""
+    """Chunks and state that one rank has stored, which it sends to rank 0."""
 
     chunks: Sequence[tuple[str, Chunk]]
     rank_tensors: Mapping[str, tuple[str, Shape]]
@@ -44,7 +45,7 @@ class RankWrites:
     num_nonfinite: Mapping[str, int]
 
     def encode(self) -> bytes:
-        """Return the part as a message."""
+        """Return the message for rank 0."""
         rows = [
             [name, chunk.start, chunk.shape, chunk.digest, [list(vars(link).values()) for link in chunk.chain]]
             for name, chunk in self.chunks
@@ -55,7 +56,7 @@ class RankWrites:
 
     @classmethod
     def decode(cls, raw: bytes) -> RankWrites:
-        """Return the part in a message of another rank."""
+        """Return the content of an `encode` result."""
         rows, rank_tensors, rank_skeleton, new_bytes, num_nonfinite = json.loads(raw)
         chunks = [
             (name, Chunk(tuple(start), tuple(shape), Digest(digest), tuple(ChainLink(*link) for link in chain)))
@@ -68,13 +69,8 @@ class RankWrites:
 def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: Exception | None) -> frozenset[str]:
     """Check that all ranks are ready to store the same step; return the shared tensors that rank 0 stores alone.
 
-    Every rank calls this before it stores anything.
-
-    Args:
-        channel: channel between the ranks.
-        step: step of the state.
-        state: state of this rank; its shared tensors have the same names, dtypes and shapes on all ranks.
-        error: reason why this rank cannot store the state.
+    Every rank calls this before it stores anything. The shared tensors of `state` have the same names, dtypes and
+    shapes on all ranks; `error` is the reason why this rank cannot store the state.
 
     Raises:
         ConfigError: the ranks are at different steps.
@@ -84,7 +80,7 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
     fingerprints: Mapping[str, int] = {}
     try:
         if channel.size > 1 and error is None:
-            # Sorted, so that all ranks have the fingerprints in the same order.
+            # Sorted, because the collective compares fingerprints by position.
             fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(state.tensors.items())}
     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
         error = failure
@@ -98,14 +94,7 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
 def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception | None) -> list[RankWrites]:
     """Return the parts that all ranks have stored, on rank 0; [] elsewhere. Every rank calls this after `store_part`.
 
-    Args:
-        channel: channel between the ranks.
-        part: part of this rank; None after an error.
-        error: reason why this rank could not store its part.
-
-    Raises:
-        DatasvcError: a rank has an error.
-        UnavailableError: a rank is lost.
+    `error` is the reason why this rank could not store its part, which is None then. Raises as `agree_on_tensors`.
     """
     # Commit only if every rank has stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
@@ -116,10 +105,7 @@ def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception
 def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
     """Return the version that rank 0 committed, or raise its error, on all ranks.
 
-    Args:
-        channel: channel between the ranks.
-        version: committed version, on rank 0.
-        error: error of the commit, on rank 0.
+    Only rank 0 has a `version` or an `error`, those of its commit.
 
     Raises:
         DatasvcError: rank 0 has an error; nothing was committed.
@@ -133,7 +119,8 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
         answers = channel.exchange(outcome)
     except UnavailableError as lost:
         if version is not None:
-            return version  # committed: a rank that was lost afterwards does not change that
+            # The version is committed: a rank that was lost afterwards does not change that.
+            return version
         if channel.rank == 0:
             assert error is not None
             raise error from lost
@@ -148,9 +135,7 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
 def _find_differing(channel: RankChannel, fingerprints: Mapping[str, int]) -> frozenset[str]:
     """Return the tensors whose bytes differ between ranks, such as the statistics of a batch normalisation.
 
-    Args:
-        channel: channel between the ranks.
-        fingerprints: fingerprint of this rank's tensors by name, in an order that is the same on all ranks.
+    `fingerprints` has this rank's value for each tensor, in an order that is the same on all ranks.
     """
     import torch
 
@@ -182,26 +167,22 @@ def store_part(
         logger.info(
             "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
         )
-    shared = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
-    chunks = [
-        TensorBlock(write.name, write.box[0], state.tensors[write.name][slices(write.box)])
-        for write in partition_writes(shared, channel.size, rank0_only=rank0_only)
-        if write.rank == channel.rank
-    ]
-    rank_tensors = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.rank_tensors.items()}
-    chunks += [_full_chunk(name, tensor) for name, tensor in state.rank_tensors.items()]
-    base_chunks = [_full_chunk(name, tensor) for name, tensor in base_tensors.items()]
-    stored = store_chunks(objects, chunks, base=base, base_tensors=base_chunks, codec=codec)
+    shared, rank_tensors = _describe(state.tensors), _describe(state.rank_tensors)
+    parts = partition_writes(shared, channel.size, rank0_only=rank0_only)[channel.rank]
+    blocks = [TensorBlock(name, box[0], state.tensors[name][slices(box)]) for name, box in parts]
+    blocks += whole_blocks(state.rank_tensors)
+    stored = store_chunks(objects, blocks, base=base, base_tensors=whole_blocks(base_tensors), codec=codec)
     return RankWrites(stored.chunks, rank_tensors, state.rank_skeleton, stored.new_bytes, stored.num_nonfinite)
 
 
-def _full_chunk(name: str, tensor: torch.Tensor) -> TensorBlock:
-    return TensorBlock(name, (0,) * tensor.dim(), tensor)
+def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Shape]]:
+    """Return the dtype and the shape of each tensor."""
+    return {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
     """Return the state that all ranks together have stored. Raises ConfigError: two tensors have the same name."""
-    described = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.tensors.items()}
+    described = _describe(state.tensors)
     for rank_writes in parts:
         for name, dtype_and_shape in rank_writes.rank_tensors.items():
             if name in described:

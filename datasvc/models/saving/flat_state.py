@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.state_tree import flatten
-from datasvc.repository import Digest
-from datasvc.repository.objects.objects import digest_of
 
 if TYPE_CHECKING:
     import torch
@@ -45,11 +43,6 @@ class FlatState:
         """Name, dtype and shape of each shared tensor: must be equal on all ranks."""
         return [f"{name} {dtype_name(tensor)}{list(tensor.shape)}" for name, tensor in sorted(self.tensors.items())]
 
-    @property
-    def signature_digest(self) -> Digest:
-        """Digest of `signature`, for a short message between ranks."""
-        return digest_of("\n".join(self.signature).encode())
-
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
         """Return the same state with other tensors under the same names."""
         return replace(
@@ -60,22 +53,19 @@ class FlatState:
 
 
 def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rank: int) -> FlatState:
-    """Flatten a state and the state of this rank alone, and check that both can be stored.
-
-    Raises:
-        ConfigError: a value cannot be stored; the message names it and says what to do.
-    """
+    """Flatten a state and the state of this rank alone. Raises ConfigError: one of their values cannot be stored."""
     if RANK_STATE in state:
         raise ConfigError(
             f"the state has the reserved key {RANK_STATE!r}: pass the state of each rank as rank_state="
         )
     skeleton, tensors = flatten(state)
-    # The states of the ranks are added to the skeleton under a plain key, which this form does not have.
+    # The states of the ranks are added to the skeleton under a plain key, which the form `$dict` does not have.
     if rank_state is not None and "$dict" in skeleton:
         raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
     rank_skeleton: Any = None
     rank_tensors: Mapping[str, torch.Tensor] = {}
     if rank_state is not None:
+        # Flattened below the rank's number, so that the names of its tensors differ from those of other ranks.
         full_skeleton, rank_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
         rank_skeleton = full_skeleton[RANK_STATE][str(rank)]
     for name in tensors.keys() & rank_tensors.keys():

@@ -1,4 +1,8 @@
-"""Saves and restores the checkpoints of one model during a run: in the background, on all ranks, on a schedule."""
+"""`CheckpointManager`: saves and restores the checkpoints of one model during a run.
+
+The calling thread copies the state to host memory. The thread of a `SaveQueue` writes the copy, so that the training
+continues meanwhile. All ranks save together, and get the same version or the same error.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,7 @@ from datasvc.models.versions.metadata import VersionMetadata, check_step
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
+from datasvc.repository.objects.objects import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +166,9 @@ class CheckpointManager:
         return self._scheduler.cost
 
     def should_save(self, step: int) -> bool:
-        """Return whether to save now; every rank gets the same answer. Every rank calls this after each step.
+        """Return whether to save now, the same on all ranks. Every rank calls this after each step.
 
-        Also True once the run must end; `stop_signal` is set from then on.
+        Also True after SIGTERM or Ctrl-C, if `grace` is set: `stop_signal` is then set, and the run must end.
 
         Raises:
             ConfigError: the ranks are at different steps.
@@ -240,7 +245,7 @@ class CheckpointManager:
             reported, error = self._take_failure()
             if error is None:
                 # Resolve a tag now: it may point at another version by the time this save is committed.
-                parent = exact_version(self._repository, parent)
+                parent = None if parent is None else exact_version(self._repository, parent)
                 metadata = copy.deepcopy(VersionMetadata(step, data, config, metrics, parent, message=message))
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
         except Exception as failure:  # noqa: BLE001 - raised on all ranks
@@ -256,7 +261,8 @@ class CheckpointManager:
         finally:
             # Measure the call itself: it may have waited for a save, or run the save in this thread.
             if self._copying and self._copying[-1].done():
-                self._copying.clear()  # the stall recorded below includes these copies
+                # The stall that is recorded below includes these copies: do not count them twice.
+                self._copying.clear()
             self._scheduler.record_stall(time.perf_counter() - began_s)
         return handle
 
@@ -271,18 +277,9 @@ class CheckpointManager:
     ) -> Checkpoint:
         """Return a checkpoint with every byte verified, the same on every rank. The next save continues it.
 
-        Waits for running saves first, so that their parent is the version from before the restore.
-
-        Args:
-            ref: version or tag of any model, "digits-cnn@3"; None: the newest version of this model.
-            only: patterns of tensors to restore; with `only`, `exclude` or `rename` see `restore.restore`.
-            exclude: patterns of tensors to leave out.
-            rename: map from stored names to new names.
-            progress: counts the bytes of restored tensors.
-
-        Raises:
-            ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
-            CorruptDataError: an entry, the state or a tensor does not match its digest; the message names it.
+        Waits for running saves first, so that their parent is the version from before the restore. `ref` is a
+        version or tag of any model; None: the newest version of this model. Other arguments and errors as of
+        `models.restore`.
         """
         self._queue.finish()
         error: Exception | None = None
@@ -333,9 +330,9 @@ class CheckpointManager:
             DatasvcError: a save failed and its error was not reported yet.
             UnavailableError: a save has not ended within the grace period; it continues until the process exits.
         """
-        is_ending = self._preemption is not None and self._preemption.received is not None
+        preemption = self._preemption
         try:
-            self._queue.wait(self._preemption.remaining_s if is_ending and self._preemption is not None else None)
+            self._queue.wait(None if preemption is None or preemption.received is None else preemption.remaining_s)
         finally:
             # A save that continues still needs the channels and the buffers.
             if not self._queue.is_busy:
@@ -361,7 +358,8 @@ class CheckpointManager:
                 raise error
             return
         # A rank that failed takes part in the exchange too: the others would wait for it.
-        digest = None if flat_state is None else flat_state.signature_digest
+        # The digest, because a signature is long; it is sent in full only if the digests differ.
+        digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
         raise_on_all_ranks([answer[0] for answer in answers], error)
@@ -399,7 +397,7 @@ class CheckpointManager:
             self._scheduler.record_device_copy(self._copying.popleft().device_s or 0.0)
 
     def _take_failure(self) -> tuple[list[int], DatasvcError | None]:
-        """Return the numbers of the earlier saves whose errors are reported now, and the error to raise, if any."""
+        """Return the numbers of earlier saves whose errors this call reports, and the error to raise, if any."""
         reported = []
         while (failure := self._queue.take_unreported_failure()) is not None:
             number, error = failure

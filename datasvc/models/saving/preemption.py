@@ -1,8 +1,8 @@
-"""Preemption: SIGTERM from a scheduler or Ctrl-C ends a run after a last save, within a grace period.
+"""Preemption: after SIGTERM from a scheduler, or Ctrl-C, a run saves once more and ends within a grace period.
 
-The handler only records the signal; the run polls it, saves and leaves its loop. If that takes longer than the grace
-period, the process exits with the signal's status, so that a blocked run cannot outlive it. An uncommitted save
-leaves nothing visible.
+The handler only records the signal. The run polls it (`CheckpointManager.should_save`), saves and leaves its loop. If
+that takes longer than the grace period, the process exits with the signal's status, even if the run is blocked. An
+uncommitted save leaves nothing visible.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _call_handler(handler: Any, number: int, frame: FrameType | None) -> None:
 
 
 def _release_all() -> None:
-    """Restore signal handling in a forked child: it has neither the loop that polls nor the thread that enforces."""
+    """Restore signal handling in a forked child, which has neither the polling loop nor the thread with the limit."""
     for preemption in reversed(list(_open)):
         preemption._release()  # noqa: SLF001
 

@@ -1,7 +1,7 @@
 """Queue of background saves: one thread runs them in the order of submission.
 
-The error of a failed save is reported once: by the handle's `result`, else by the next `wait` or request for
-failures, else in the log at exit. The process does not exit before its saves have ended.
+The error of a failed save is reported once: by `SaveHandle.result`, by the next `wait` or `take_unreported_failure`,
+or in the log at exit, whichever comes first. The process does not exit before its saves have ended.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class SaveQueue:
             except BaseException as error:  # noqa: BLE001 - raised by `result`, `wait` or the next save
                 failure = error
             handle = task.handle
-            del task  # its state takes memory, and this thread may wait for the next save
+            # Its state takes memory, and this thread may wait for the next save.
+            del task
             with self._changed:
                 handle.settle(version, failure)
                 # After `settle`, so that a listed failure has its error; before `popleft`, so that `mark_reported`

@@ -1,7 +1,7 @@
-"""Messages between the ranks of a save: small JSON messages over gloo groups of their own, on the host.
+"""Exchanges small JSON messages between the ranks of a save, over gloo groups that only the saves use.
 
-Separate groups keep these messages apart from all other collectives, whatever the back end of the default group is.
-A rank that dies or does not answer within the timeout is an error on all other ranks, never a hang.
+These groups separate the messages from all other collectives, and work on the host whatever the back end of the
+default group is. A rank that dies or does not answer within the timeout is an error on all other ranks, never a hang.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import datetime as dt
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc import errors
 from datasvc.errors import DatasvcError, UnavailableError
@@ -18,13 +18,12 @@ from datasvc.errors import DatasvcError, UnavailableError
 if TYPE_CHECKING:
     import torch
 
-# One collective carries messages up to this size, with their length; a longer one needs a second.
 _SLOT_BYTES: Final = 1024
 _LENGTH_BYTES: Final = 8
 
 
-class RankChannel(Protocol):
-    """Communication within a group of ranks.
+class RankChannel:
+    """Communication within a group of ranks; this class is the group of a single rank, `GroupChannel` one of several.
 
     All ranks call the same methods in the same order, from one thread at a time.
 
@@ -33,45 +32,26 @@ class RankChannel(Protocol):
         size: number of ranks in the group.
     """
 
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
 
     def exchange(self, message: Any) -> list[Any]:
         """Return the JSON messages of all ranks, in rank order. Raises UnavailableError: a rank is lost."""
+        return [message]
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks on rank 0, [] elsewhere. Raises UnavailableError: a rank is lost."""
+        return [message]
 
     def all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum, int64[n], over the ranks. Raises UnavailableError: a rank is lost."""
+        return numbers
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
 
 
-class SingleRank:
-    """The channel of a process without other ranks."""
-
-    rank = 0
-    size = 1
-
-    def exchange(self, message: Any) -> list[Any]:
-        """Return the message alone."""
-        return [message]
-
-    def gather(self, message: bytes) -> list[bytes]:
-        """Return the message alone."""
-        return [message]
-
-    def all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the numbers unchanged."""
-        return numbers
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class GroupChannel:
+class GroupChannel(RankChannel):
     """Channel over a torch.distributed group.
 
     Args:
@@ -88,7 +68,8 @@ class GroupChannel:
         self.size = dist.get_world_size(group)
 
     def exchange(self, message: Any) -> list[Any]:
-        """See `RankChannel`. Needs one collective if all messages are short, else two."""
+        """See `RankChannel`."""
+        # Short messages, the usual case, travel with their lengths: one collective. Longer ones need a second.
         raw = json.dumps(message).encode()
         slots = self._all_gather(
             len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
@@ -171,7 +152,7 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return SingleRank(), SingleRank()
+        return RankChannel(), RankChannel()
     # Local synchronization: ranks outside of the group need not take part.
     members: dict[str, Any] = (
         {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True} if group else {}
@@ -185,7 +166,7 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
 
 
 def describe_error(error: BaseException | None) -> Mapping[str, str] | None:
-    """Return an error as a JSON message for `raise_on_all_ranks`; None for None."""
+    """Return an error as a JSON message for `raise_on_all_ranks`, None if there is no error."""
     return None if error is None else {"type": type(error).__name__, "message": str(error)}
 
 
@@ -207,6 +188,7 @@ def raise_on_all_ranks(
     rank, error = failed[0]
     if len(errors_by_rank) == 1 and isinstance(own_error, DatasvcError):
         raise own_error
+    # Only the names of our own classes: a message must not name any other class to create.
     kind = getattr(errors, error["type"], None)
     is_ours = isinstance(kind, type) and issubclass(kind, DatasvcError)
     message = error["message"] if is_ours else f"{error['type']}: {error['message']}"

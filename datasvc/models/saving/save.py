@@ -1,4 +1,4 @@
-"""Saves a state tree as a model version, by one process and in the foreground."""
+"""Saves a state tree as a model version, by one process and in the foreground: `models.save`."""
 
 from __future__ import annotations
 
@@ -63,10 +63,12 @@ def save(
     """
     check_name(name, "model")
     # Resolve references first: a tag may be moved while tensors are stored.
-    parent, merged = exact_version(repository, parent), [exact_version(repository, ref) for ref in merged]
+    parent = None if parent is None else exact_version(repository, parent)
+    merged = [exact_version(repository, ref) for ref in merged]
     metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
-    encode_state(skeleton)  # raises if the state is too large, before tensors are stored
+    # Raises if the state is too large: before tensors are stored, not at the commit.
+    encode_state(skeleton)
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, progress=progress)
     return commit(repository, name, replace(stored, skeleton=skeleton), metadata)

@@ -1,9 +1,9 @@
-"""Save policy: how often to save, limited to a share of the training time.
+"""Save policy: decides when the next save is due, for `CheckpointManager.should_save`.
 
 The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021): the time for which the save stops the
-training, plus the time by which steps are slower while a save is written. `max_stall` is the share of the training
-time that this overhead may take: the next save waits until enough training time has passed. Pure except for the clock
-that is passed in; no I/O.
+training, plus the time by which steps are slower while a save is written. `max_stall` is the largest share of the
+training time that this cost may take: the next save waits until enough training time has passed. There is no I/O, and
+the clock is an argument.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from datasvc.errors import ConfigError
 
@@ -48,24 +48,13 @@ class SavePolicy:
     max_stall: float | None = None
 
     @property
-    def is_set(self) -> bool:
-        """Whether any rule is set; without one `SaveScheduler` never asks for a save."""
-        return (self.every_steps, self.every_s, self.max_stall) != (None, None, None)
-
-    @property
     def needs_clock(self) -> bool:
         """Whether the policy depends on time, which differs between ranks."""
         return self.every_s is not None or self.max_stall is not None
 
 
-@dataclass(frozen=True)
-class SaveDecision:
-    """Result of one check of the policy.
-
-    Attributes:
-        is_due: whether to save now.
-        next_step: step of the next check.
-    """
+class SaveDecision(NamedTuple):
+    """Result of one check of the policy: whether to save now, and the step of the next check."""
 
     is_due: bool
     next_step: int
@@ -103,7 +92,12 @@ def parse_policy(every: int | str | None, max_stall: float | str | None) -> Save
     Raises:
         ConfigError: a value is not in one of these forms or out of range.
     """
-    share = parse_share(max_stall) if isinstance(max_stall, str) else max_stall
+    share = max_stall
+    if isinstance(max_stall, str):
+        percentage = _SHARE.fullmatch(max_stall.strip())
+        if percentage is None:
+            raise ConfigError(f"{max_stall!r} is not a valid share; write a percentage such as 3%")
+        share = float(percentage[1]) / 100
     if share is not None and not 0 < share < 1:
         raise ConfigError(f"max_stall is {max_stall!r}; expected a share of the training's time, '3%' or 0.03")
     steps = _STEPS.fullmatch(every.strip()) if isinstance(every, str) else None
@@ -126,14 +120,6 @@ def parse_duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def parse_share(text: str) -> float:
-    """Return "3%" as a share, 0.03. Raises ConfigError: another form."""
-    match = _SHARE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a valid share; write a percentage such as 3%")
-    return float(match[1]) / 100
-
-
 class SaveScheduler:
     """Measures the steps of a run and decides when to save.
 
@@ -142,8 +128,9 @@ class SaveScheduler:
         now: clock, seconds from any origin.
 
     Attributes:
-        cost: what saving has cost so far.
-        overhead_s: seconds spent on saving that training time has not yet paid for, at the share `max_stall`.
+        cost: training time that saving has taken so far.
+        overhead_s: cost of saving, in seconds, that is still to be divided among later training time: each second of
+            training reduces it by `max_stall` seconds.
     """
 
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
@@ -160,11 +147,6 @@ class SaveScheduler:
         self._paid_share = 1.0 if policy.max_stall is None else policy.max_stall
         self.cost = SaveCost()
 
-    @property
-    def step_s(self) -> float | None:
-        """Median duration of the last steps without a running save; None before the first."""
-        return statistics.median(self._undisturbed) if self._undisturbed else None
-
     def end_step(self, *, is_saving: bool) -> None:
         """Record the end of a step; `is_saving`: whether a save is running now."""
         ended = self._now()
@@ -175,7 +157,8 @@ class SaveScheduler:
         if not is_disturbed:
             self._undisturbed.append(step_s)
             self._num_since_save += 1
-        elif (usual_s := self.step_s) is not None:
+        elif self._undisturbed:
+            usual_s = statistics.median(self._undisturbed)
             is_break = step_s >= max(_MAX_STEP * usual_s, _MIN_BREAK_S)
             # Of a break only the known device copies count as caused by the save.
             self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
@@ -187,7 +170,8 @@ class SaveScheduler:
         self._add_cost(stall_s=stall_s, training_s=stall_s)
         self.overhead_s += stall_s
         self._num_since_save, self._slowed_s, self._copied_s = 0, 0.0, 0.0
-        self._was_saving = True  # the write may start and end within the next step
+        # The write may start and end within the next step.
+        self._was_saving = True
 
     def record_device_copy(self, spent_s: float) -> None:
         """Record that a save occupied a device for `spent_s` seconds, within past or later steps.
@@ -207,7 +191,7 @@ class SaveScheduler:
 
     @property
     def _disturbed_s(self) -> float:
-        # A negative sum means that steps were faster, by chance or for another reason: it must not pay for the stall.
+        # A negative sum means that steps were faster, by chance or for another reason: it must not offset the stall.
         # Device copies are part of the slower steps, unless those steps were not measured: the larger one counts.
         return max(0.0, self._slowed_s, self._copied_s)
 
@@ -227,9 +211,7 @@ class SaveScheduler:
 
     def _is_due(self, before: int, step: int, *, is_saving: bool) -> bool:
         policy = self._policy
-        if not policy.is_set:
-            return False
-        # No save before the overhead of the last one is paid for, nor while one is running.
+        # No save before enough training time has passed since the last one, nor while one is running.
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
@@ -237,8 +219,8 @@ class SaveScheduler:
             return step // policy.every_steps > before // policy.every_steps
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
-        # Only `max_stall` is set: wait until enough undisturbed steps give a current step time.
-        return self._num_since_save >= _MIN_MEASURED_STEPS
+        # With `max_stall` alone: wait until enough undisturbed steps give a current step time.
+        return policy.max_stall is not None and self._num_since_save >= _MIN_MEASURED_STEPS
 
     def _steps_to_next_check(self, before: int, step: int) -> int:
         longest_s = max(self._latest, default=0.0)

@@ -1,4 +1,7 @@
-"""A save as one value: made by the training thread and handed down to the save thread; its handle has the results."""
+"""A save as one value, `SaveTask`: the training thread makes it, and the save thread writes it.
+
+`SaveHandle` is the part that the caller gets: the outcome and the timings of the save.
+"""
 
 from __future__ import annotations
 
@@ -103,9 +106,9 @@ class SaveTask:
     """A save that is queued.
 
     Attributes:
-        handle: handle of the save; receives the version or the error, and the timings.
+        handle: receives the version or the error, and the timings.
         metadata: metadata of the version.
-        state: state to save. Its tensors are in `copies`.
+        state: state to save; its tensors are the originals, which the training changes.
         copies: copies of the tensors in `buffer`, or the reason why there are none: the save then fails on all ranks,
             which have queued it too.
         buffer: buffer of this save.

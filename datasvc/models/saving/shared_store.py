@@ -1,15 +1,14 @@
-"""Checks that all ranks of a save store to the same place: `./repo` may be a different folder on every node.
+"""Checks that all ranks of a save store to one place: a path such as `./repo` may be a different folder on each node.
 
-One rank writes a marker, a small file with a random name and random content, and another one reads it. No cache of a
-file system or driver can answer for a name that was never looked up. The marker is removed at once; one that a killed
-process leaves is a temporary file, which `gc` removes.
+One rank writes a marker, a small file with a random name and random content, and other ranks read it. No cache of a
+file system or driver can have an answer for a new name. The marker is removed at once; a marker that a killed process
+leaves is a temporary file, which `gc` removes.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
@@ -19,17 +18,13 @@ from datasvc.models.saving.rank_channel import RankChannel, describe_error, rais
 from datasvc.repository import Storage
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.store.storage import redact_url
+from datasvc.threads import map_in_threads
 
-_READS_AT_ONCE: Final = 16
+_REQUESTS_AT_ONCE: Final = 16
 
 
 class Marker(NamedTuple):
-    """A file that a rank wrote into the repository for this check.
-
-    Attributes:
-        path: path below the root.
-        content: content of the file.
-    """
+    """A file that a rank wrote into the repository for this check: its path below the root, and its content."""
 
     path: str
     content: str
@@ -74,11 +69,11 @@ def check_same_store(channel: RankChannel, storage: Storage) -> None:
         _, rank0_marker, rank0_url = answers[0]
         try:
             is_visible = can_read_marker(storage, Marker(*rank0_marker))
-        except Exception as failure:  # noqa: BLE001 - likewise
+        except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         answers = channel.exchange([describe_error(error), is_visible])
     raise_on_all_ranks([answer[0] for answer in answers], error)
-    check_all_visible((rank for rank, answer in enumerate(answers) if not answer[1]), channel.size, rank0_url)
+    _check_all_visible({rank: answer[1] for rank, answer in enumerate(answers)}, channel.size, rank0_url)
 
 
 def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
@@ -93,17 +88,16 @@ def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
         UnavailableError: the store did not answer.
     """
     written = {rank: marker for rank, marker in enumerate(markers) if marker is not None}
-    with ThreadPoolExecutor(_READS_AT_ONCE, thread_name_prefix="datasvc-markers") as pool:
-        visible = dict(zip(written, pool.map(partial(can_read_marker, storage), written.values()), strict=True))
-        list(pool.map(storage.remove_temporary, (written[rank].path for rank, is_seen in visible.items() if is_seen)))
-    check_all_visible(
-        (rank for rank, is_seen in visible.items() if not is_seen), len(markers), redact_url(storage.url)
-    )
+    visible = map_in_threads(partial(can_read_marker, storage), written.values(), _REQUESTS_AT_ONCE)
+    rank_visible = dict(zip(written, visible, strict=True))
+    paths = [written[rank].path for rank, is_visible in rank_visible.items() if is_visible]
+    map_in_threads(storage.remove_temporary, paths, _REQUESTS_AT_ONCE)
+    _check_all_visible(rank_visible, len(markers), redact_url(storage.url))
 
 
-def check_all_visible(mismatched: Iterable[int], num_ranks: int, url: str) -> None:
-    """Raise ConfigError if any rank, `mismatched`, does not share the repository of rank 0 at `url`."""
-    ranks = set(mismatched)
+def _check_all_visible(is_visible: Mapping[int, bool], num_ranks: int, url: str) -> None:
+    """Raise ConfigError if the marker of a rank is not visible: the rank does not store to `url`, as rank 0 does."""
+    ranks = {rank for rank, is_seen in is_visible.items() if not is_seen}
     if ranks:
         raise ConfigError(
             f"rank {describe_numbers(ranks)} (of {num_ranks}) does not store to the same place as rank 0, {url}, "

@@ -1,7 +1,7 @@
 """Staging buffers: reusable host memory that holds a copy of a state while the training changes the original.
 
-Memory is allocated once per buffer, not per save, and there is one buffer per concurrent save: a save costs one pass
-over the bytes, and memory is bounded. Changes of the originals after `copy` do not affect the copies.
+A buffer allocates its memory once, not for each save, so that a save costs one pass over the bytes. A manager has two
+buffers, so that its memory is bounded. Changes of the originals after `copy` do not affect the copies.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class HostBuffer:
         offsets, nbytes = plan_offsets(tensors)
         copies: dict[str, torch.Tensor] = {}
         by_offset: dict[int, torch.Tensor] = {}
-        events = _CopyEvents()
+        began: dict[torch.device, Any] = {}
         with self._lock, torch.no_grad():
             first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
             self._grow(nbytes, pinned_for=first_cuda)
@@ -90,9 +90,10 @@ class HostBuffer:
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     continue
                 if offset not in by_offset:
-                    by_offset[offset] = self._fill(offset, tensor.detach(), events)
+                    by_offset[offset] = self._fill(offset, tensor.detach(), began)
                 copies[name] = by_offset[offset]
-        return HostCopies(copies, nbytes, events.end())
+        events = tuple((device, event, _record_event(device)) for device, event in began.items())
+        return HostCopies(copies, nbytes, events)
 
     def reserve_like(self, other: HostBuffer) -> None:
         """Allocate as much memory as `other` has and touch it, so that the first `copy` does not pay for page faults.
@@ -123,46 +124,23 @@ class HostBuffer:
         self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
         self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
-    def _fill(self, offset: int, tensor: torch.Tensor, events: _CopyEvents) -> torch.Tensor:
+    def _fill(self, offset: int, tensor: torch.Tensor, began: dict[torch.device, Any]) -> torch.Tensor:
+        """Copy a tensor into the memory; add the start event of the first copy from a device to `began`."""
+        import torch
+
         assert self._memory is not None
         target = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
         copied = target.view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda:
-            events.begin(tensor.device)
+            if tensor.device not in began:
+                began[tensor.device] = _record_event(tensor.device)
             # The tensor may belong to another stream: its memory must not be reused there before the copy has run.
-            tensor.record_stream(events.stream(tensor.device))
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
             # Resolve on the device: `copy_` would do it on the host, before the bytes have arrived.
             copied.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         else:
             copied.copy_(tensor)
         return copied
-
-
-class _CopyEvents:
-    """Start and end events of the copies, per device."""
-
-    def __init__(self) -> None:
-        self._began: dict[Any, Any] = {}
-
-    def begin(self, device: torch.device) -> None:
-        if device not in self._began:
-            self._began[device] = self._record(device)
-
-    def end(self) -> tuple[tuple[torch.device, Any, Any], ...]:
-        return tuple((device, began, self._record(device)) for device, began in self._began.items())
-
-    @staticmethod
-    def stream(device: torch.device) -> torch.cuda.Stream:
-        import torch
-
-        return torch.cuda.current_stream(device)
-
-    def _record(self, device: torch.device) -> Any:
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self.stream(device))
-        return event
 
 
 def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
@@ -184,7 +162,7 @@ def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], i
 
 
 def _map_memory(nbytes: int) -> torch.Tensor:
-    """Return anonymous memory that is empty in forked children: copy-on-write would slow the next save otherwise."""
+    """Return anonymous memory that is empty in forked children. Raises ConfigError: there is not enough memory."""
     import torch
 
     try:
@@ -194,6 +172,7 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
+    # Wiped in a forked child, such as a worker of a loader: the next save would otherwise copy each page on write.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)
@@ -202,14 +181,21 @@ def _map_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
-def _pin(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pin the memory, so that devices copy into it asynchronously; return whether that worked.
+def _record_event(device: torch.device) -> Any:
+    """Return an event on the current stream of a device, with its time."""
+    import torch
 
-    `device` is one that this process uses already: a call for another one would allocate a context there.
-    """
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _pin(memory: torch.Tensor, device: torch.device) -> bool:
+    """Pin the memory, so that devices copy into it asynchronously; return whether that worked."""
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # On a device that this process uses: a call for another device would allocate a context there.
     with torch.cuda.device(device):
         result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

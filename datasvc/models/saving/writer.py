@@ -1,4 +1,7 @@
-"""Background part of a save: waits for the device copies, stores the tensors and commits the version."""
+"""Background part of a save: waits for the device copies, stores the tensors and commits the version.
+
+All ranks run the same steps, and each step ends with an exchange: an error on one rank is raised on all of them.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ class VersionWriter:
         return version
 
     def release_copies(self) -> None:
-        """Drop the copies of the last save, so that their memory can be freed."""
+        """Drop the references to the copies of the last save, so that their memory can be freed."""
         self._base_tensors = {}
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
@@ -109,12 +112,12 @@ class VersionWriter:
         """Return the records of the version to which the tensors of this save are stored as differences."""
         parent = self._parent(metadata)
         # Cached records are valid while their version exists: its removal may delete the objects that they name.
-        if parent is not None and self._records[0] == parent and self._is_there(parent):
+        if parent is not None and self._records[0] == parent and self._exists(parent):
             return self._records[1]
         self._records = ("", ())
         return base_records(self._repository, self._name, parent)
 
-    def _is_there(self, version: str) -> bool:
+    def _exists(self, version: str) -> bool:
         try:
             self._repository.resolve("models", version)
         except NotFoundError:

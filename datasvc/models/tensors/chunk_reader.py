@@ -1,7 +1,7 @@
-"""Reads chunks: fetches and decodes the links of their chains and verifies the result against the chunk's digest.
+"""Reads chunks: fetches and decodes the links of their chains, and verifies the result against the chunk's digest.
 
-Adjacent links of one object are read in one request. If a result does not match, the source is asked for good copies
-of every link.
+Adjacent links of one object are read in one request. Objects are not verified at first, as the digest of the chunk
+covers the decoded bytes. Only if it does not match are the links read from copies whose objects match their digests.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class NearSource(ChunkSource, Protocol):
 
 @dataclass
 class _SharedRange:
-    """A range of an object that holds several links; its content is kept from the first use to the last."""
+    """A range of an object that holds several links; its content stays in memory from the first use to the last."""
 
     object: Digest
     offset: int
@@ -86,7 +86,7 @@ class ChunkReader:
     def __init__(self, source: ChunkSource, chunks: Iterable[Chunk], decoders: Decoders | None = None) -> None:
         self._source = source
         self._near = source if is_near(source) else None
-        self._spans = plan_shared_ranges(chunks)
+        self._shared_ranges = plan_shared_ranges(chunks)
         self._decoders = decoders or Decoders()
 
     def read(self, name: str, chunk: Chunk, out: Bytes) -> None:
@@ -105,7 +105,8 @@ class ChunkReader:
         except NotFoundError as error:
             raise NotFoundError(f"tensor {name!r} is missing: {error}") from error
         except CorruptDataError:
-            pass  # handled below, as a digest that does not match
+            # Handled below, as a digest that does not match.
+            pass
         else:
             if digest_of(out.data) == chunk.digest:
                 return
@@ -143,11 +144,11 @@ class ChunkReader:
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
     def _read_link(self, link: ChainLink) -> bytes | memoryview:
-        span = self._spans.get((link.object, link.offset, link.length))
+        span = self._shared_ranges.get((link.object, link.offset, link.length))
         if span is None:
             return self._source.read_range(link.object, link.offset, link.length)
         with span.lock:
-            # The first user reads the range, the last one drops it.
+            # The first user reads the range. The last one drops it, so that only few ranges are in memory.
             if span.content is None:
                 length = span.stop - span.offset
                 span.content = memoryview(self._source.read_range(span.object, span.offset, length))
@@ -169,7 +170,7 @@ class ChunkReader:
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the links of a chunk from the first good copy of each, then from the next copies, if any."""
+        """Yield the links of a chunk from the first good copy of each, then from the next copies of each."""
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
         for link, copy in zip(chunk.chain, copies, strict=True):

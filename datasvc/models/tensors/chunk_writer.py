@@ -1,7 +1,7 @@
-"""Writes chunks: reuses stored bytes where it can, else stores the smallest encoding.
+"""Writes chunks, for `write`: references the bytes of a chunk that is stored, else stores its smallest encoding.
 
-A chunk is reused if the version before, a raw object or the deduplication index has its bytes. Encoded chunks of
-`OWN_OBJECT_BYTES` or more become objects of their own; smaller ones of a save are packed into few objects.
+A chunk is stored if the version before, a raw object or the deduplication index has its bytes. Encoded chunks
+of `OWN_OBJECT_BYTES` or more become objects of their own; smaller ones of a save are packed into few objects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datasvc.models.tensors import codec as planes
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dedup_index import find_chain, write_pointer
-from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite
+from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite, dtype_name
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
 from datasvc.progress import Progress
@@ -46,33 +46,28 @@ _PACK_BYTES: Final = 8 << 20
 _POINTERS_AT_ONCE: Final = 8
 
 
+BlockKey = tuple[str, Shape, Shape, str]
+"""Name, start, shape and dtype of a block."""
+
+
 @dataclass(frozen=True)
-class TensorSlice:
-    """A slice of a tensor in memory that is stored as one chunk.
+class TensorBlock:
+    """A block of a tensor in memory: the part that one rank holds, or the part of it that becomes one chunk.
 
     Attributes:
-        name: name of the tensor.
-        start: index of the slice's first element in the tensor.
-        shape: size of the slice per dimension.
-        dtype: torch's name of the dtype.
-        tensor: elements of the slice.
+        name: name of the tensor, its dotted path in the state tree.
+        start: index of the block's first element in the tensor.
+        tensor: elements of the block.
     """
 
     name: str
     start: Shape
-    shape: Shape
-    dtype: str
     tensor: torch.Tensor
 
     @property
-    def nbytes(self) -> int:
-        """Size of the slice in bytes."""
-        return self.tensor.nbytes
-
-    @property
-    def key(self) -> tuple[str, Shape, Shape, str]:
-        """Name, start, shape and dtype: equal for the slices of two versions that can be stored as a difference."""
-        return self.name, self.start, self.shape, self.dtype
+    def key(self) -> BlockKey:
+        """The same for the blocks of two versions that can be stored as a difference."""
+        return self.name, self.start, tuple(self.tensor.shape), dtype_name(self.tensor)
 
 
 class ChunkWriter:
@@ -82,9 +77,9 @@ class ChunkWriter:
         objects: objects of the repository.
         batch: batch over `objects` in which new objects are written; `finish` finishes it.
         base: records of the version before.
-        base_tensors: slices in memory that may equal those of the base, by key.
+        base_tensors: blocks in memory that may equal chunks of the base, by key.
         codec: see `write.store_tensors`.
-        progress: counts the bytes of each slice that was stored.
+        progress: counts the bytes of each chunk that was stored.
 
     Attributes:
         new_bytes: bytes of the objects that were not stored before.
@@ -96,13 +91,13 @@ class ChunkWriter:
         objects: Objects,
         batch: ObjectBatch,
         base: Sequence[TensorRecord],
-        base_tensors: Mapping[tuple[str, Shape, Shape, str], TensorSlice],
+        base_tensors: Mapping[BlockKey, TensorBlock],
         codec: Codec,
         progress: Progress,
     ) -> None:
         self._objects, self._batch, self._base_tensors = objects, batch, base_tensors
         self._codec = codec
-        self._base_chunks = {
+        self._base_chunks: dict[BlockKey, Chunk] = {
             (record.name, chunk.start, chunk.shape, record.dtype): chunk for record in base for chunk in record.chunks
         }
         self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
@@ -116,14 +111,14 @@ class ChunkWriter:
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
 
-    def store(self, part: TensorSlice) -> Digest:
-        """Store a slice, unless an equal one was stored or is being stored; return the digest of its bytes."""
-        content = bytes_of(part.tensor)
+    def store(self, block: TensorBlock) -> Digest:
+        """Store a block as one chunk, unless an equal one was stored or is being stored; return its digest."""
+        content = bytes_of(block.tensor)
         digest = digest_of(content.data)
-        num_nonfinite = count_nonfinite(content, part.dtype)
+        num_nonfinite = count_nonfinite(content, dtype_name(block.tensor))
         with self._lock:
             # Counted for every tensor, also if another tensor has stored an equal chunk.
-            self.num_nonfinite[part.name] += num_nonfinite
+            self.num_nonfinite[block.name] += num_nonfinite
             is_new = digest not in self._seen
             self._seen.add(digest)
         if is_new:
@@ -131,7 +126,7 @@ class ChunkWriter:
             if chain is not None:
                 self._chains[digest] = chain
             else:
-                self._write(digest, *self._encode(part, content))
+                self._write(digest, *self._encode(block, content))
         self._progress.advance(content.size)
         return digest
 
@@ -168,23 +163,25 @@ class ChunkWriter:
             return (ChainLink(digest, size, 0, size, "raw"),)
         return find_chain(self._objects, digest, size)
 
-    def _encode(self, part: TensorSlice, content: Bytes) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
-        """Return the smallest encoding of a slice: the links that it continues, its name and the encoded bytes."""
+    def _encode(self, block: TensorBlock, content: Bytes) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
+        """Return the smallest encoding of a block: the links that it continues, its name and the encoded bytes."""
         if self._codec == "none":
             return (), "raw", content.data
-        word = planes.word_bytes(part.dtype)
-        base = self._base_of(part, content.size)
+        word = planes.word_bytes(dtype_name(block.tensor))
+        base = self._base_of(block, content.size)
         trials = planes.try_encodings(content, word, base[1] if base else None)
         if base:
             chunk, base_content = base
             encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
+            # A difference must be smaller than the planes by a margin, and must keep the chain cheap to restore.
             max_share = min(
                 min(trials["planes"].share, 1) - _SAVED_BY_DIFFERENCE,
                 _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST,
             )
             if trials[encoding].share <= max_share:
                 stored = trials[encoding].stored or planes.encode(content, word, encoding, base_content)
-                if len(stored) <= max_share * content.size:  # the share was estimated from a sample: check it
+                # The share was estimated from a sample: check the whole.
+                if len(stored) <= max_share * content.size:
                     return chunk.chain, encoding, stored
         if planes.is_worthwhile(trials["planes"].share):
             stored = trials["planes"].stored or planes.encode(content, word, "planes")
@@ -192,23 +189,27 @@ class ChunkWriter:
                 return (), "planes", stored
         return (), "raw", content.data
 
-    def _base_of(self, part: TensorSlice, size: int) -> tuple[Chunk, Bytes] | None:
-        """Return the base chunk of a slice and its bytes; None if a difference to it cannot be stored."""
-        chunk = self._base_chunks.get(part.key)
+    def _base_of(self, block: TensorBlock, size: int) -> tuple[Chunk, Bytes] | None:
+        """Return the base chunk of a block and its bytes; None if a difference to it cannot be stored."""
+        key = block.key
+        chunk = self._base_chunks.get(key)
         if self._codec != "delta" or chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
             return None
         if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
-            return None  # too costly for a reader, however small the difference is
-        base_slice = self._base_tensors.get(part.key)
-        if base_slice is not None and self._is_present(chunk.chain):
+            # Too costly for a reader, however small the difference is.
+            return None
+        base_block = self._base_tensors.get(key)
+        if base_block is not None and self._is_present(chunk.chain):
             # Copy before hashing: during a background save the training may overwrite the buffer.
-            content = bytes_of(base_slice.tensor).copy()
+            content = bytes_of(base_block.tensor).copy()
             if digest_of(content.data) == chunk.digest:
                 return chunk, content
+        dtype = dtype_name(block.tensor)
         try:
-            base_chunk = load_chunk(self._objects, part.dtype, chunk, name=part.name, decoders=self._decoders)
+            base_chunk = load_chunk(self._objects, dtype, chunk, name=block.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
-            return None  # damage of the base must not spread: this chunk is stored in full
+            # Damage of the base must not spread: this chunk is stored in full.
+            return None
         return chunk, bytes_of(base_chunk)
 
     def _is_present(self, chain: Sequence[ChainLink]) -> bool:

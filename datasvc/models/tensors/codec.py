@@ -38,7 +38,7 @@ _PLANE_SAMPLE_BYTES: Final = 32 << 10
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
-# Key of the memory for stored bytes, beside the planes' numbers.
+# Key of the memory for stored bytes; the memory for a plane has the number of the plane.
 _STORED: Final = -1
 
 _of_thread = threading.local()
@@ -123,7 +123,7 @@ class ChainDecoder:
     """Decodes chains; reuses its memory between calls. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # A window is only needed for truncated frames, which are damaged and may claim a window of any size.
+        # Only truncated frames need a window. They are damaged, and may claim a window of any size.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}
 

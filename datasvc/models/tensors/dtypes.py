@@ -1,4 +1,4 @@
-"""Dtypes of tensors, their bytes in row-major order as arrays `uint8[size]`, and checked casts."""
+"""Dtypes of tensors: which can be stored, their bytes in row-major order as `uint8[size]`, and checked casts."""
 
 from __future__ import annotations
 

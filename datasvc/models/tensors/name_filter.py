@@ -1,4 +1,4 @@
-"""Selects and renames tensors by patterns and name maps over dotted names."""
+"""Selects tensors by patterns, and renames them by name maps, for restores, imports and exports of parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class NameRule:
             raise ConfigError(f"the name map {self.old}={self.new} has no old name; write OLD=NEW")
         if self.is_regex:
             try:
-                re.compile(self._expression).sub(self.new, "")  # checks the template too, even without a match
+                # Checks the template too, even without a match.
+                re.compile(self._expression).sub(self.new, "")
             except (re.error, IndexError) as error:
                 raise ConfigError(
                     f"the name map {self.old}={self.new} is not a valid regular expression: {error}"
@@ -116,10 +117,8 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
 def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
     """Return the new name of every name, by old name.
 
-    Args:
-        names: dotted names.
-        rename: new name by old name, prefix or expression, see `NameRule`; the rules are applied one after the other,
-            each to the results of the one before.
+    `rename` has the new name by old name, prefix or expression, see `NameRule`; the rules are applied in order, each
+    to the results of the one before.
 
     Raises:
         ConfigError: a rule matches no name, a new name is empty, or two new names are equal.
@@ -145,7 +144,8 @@ def _check_distinct(mapped: Mapping[str, str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    if name == pattern:  # a name may contain brackets
+    # A name may contain brackets, which are special in a pattern.
+    if name == pattern:
         return True
     if any(character in pattern for character in "*?["):
         return fnmatchcase(name, pattern)

@@ -96,7 +96,8 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         value = _from_numpy(value, path)
     if isinstance(value, torch.Tensor):
         name = path or "tensor"
-        while name in tensors:  # {"a.b": x, "a": {"b": y}} has the same path twice
+        # {"a.b": x, "a": {"b": y}} has the same path twice.
+        while name in tensors:
             name += "'"
         tensors[name] = value
         return {"$tensor": name}
@@ -108,12 +109,9 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         return value
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
-    if isinstance(value, tuple):
-        return {
-            "$tuple": [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
-        }
-    if isinstance(value, list):
-        return [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
+    if isinstance(value, list | tuple):
+        items = [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         return _flatten_mapping(value, path, tensors, depth)
     raise ConfigError(

@@ -1,7 +1,7 @@
-"""Tensor tables: which tensors a checkpoint has, and which stored bytes each of their chunks consists of.
+"""Tensor tables: the tensors of a version, and the stored bytes of each of their chunks; an Arrow IPC file.
 
-A table is self-contained: a restore needs no other table and no other version's entry. A decoded table is validated
-completely, before memory is allocated or an object is read because of its values.
+A table is self-contained: a restore needs no other table and no other version's entry. Tables may come from anybody
+who can write to the store, so `decode_table` validates all values before memory is allocated or an object is read.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Chunk:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all links: what a reader of the chunk reads."""
+        """Bytes of all links, which a reader of the chunk reads."""
         return sum(link.length for link in self.chain)
 
     def to_json(self) -> dict[str, Any]:
@@ -213,14 +213,6 @@ def join_chunks(name: str, dtype: str, shape: Sequence[int], chunks: Iterable[Ch
     return joined
 
 
-def check_tiling(name: str, shape: Shape, boxes: Sequence[Box]) -> None:
-    """Raise CorruptDataError unless the boxes tile a tensor of `shape`; `name` is for the message."""
-    if len(shape) > _MAX_DIMENSIONS or min((*shape, 0)) < 0:
-        raise CorruptDataError(f"tensor {name!r}: {shape} is not a valid shape")
-    if not is_tiling(shape, boxes):
-        raise CorruptDataError(f"tensor {name!r} of shape {shape}: its chunks leave out elements or hold some twice")
-
-
 def digest_of_content(records: Iterable[TensorRecord]) -> Digest:
     """Return a digest that is equal for equal tensors in equal chunks, whatever their encodings are."""
     ordered = sorted(records, key=attrgetter("name"))
@@ -274,7 +266,8 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
             _check_record(record, location)
             records.append(record)
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        if isinstance(error, ConfigError):  # which is a ValueError
+        # ConfigError is a ValueError too, but has its message already.
+        if isinstance(error, ConfigError):
             raise
         raise CorruptDataError(f"{location} is not a valid tensor table: {error!r}") from error
     return tuple(records)
@@ -351,14 +344,15 @@ def _check_record(record: TensorRecord, location: str) -> None:
     """Raise ConfigError or CorruptDataError if a value of the record is invalid."""
     if record.dtype not in ITEM_BYTES:
         raise ConfigError(f"tensor {record.name!r} in {location} has the unknown dtype {record.dtype!r}")
-    try:
-        check_tiling(record.name, record.shape, [chunk.box for chunk in record.chunks])
-    except CorruptDataError as error:
-        raise CorruptDataError(f"{location}: {error}") from error
-    if math.prod(filter(None, record.shape)) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
+    shape = record.shape
+    if len(shape) > _MAX_DIMENSIONS or min((*shape, 0)) < 0:
+        raise CorruptDataError(f"{location}: tensor {record.name!r}: {shape} is not a valid shape")
+    if not is_tiling(shape, [chunk.box for chunk in record.chunks]):
         raise CorruptDataError(
-            f"{location}: tensor {record.name!r} of shape {record.shape} is larger than any memory"
+            f"{location}: tensor {record.name!r} of shape {shape}: its chunks leave out elements or hold some twice"
         )
+    if math.prod(filter(None, shape)) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
+        raise CorruptDataError(f"{location}: tensor {record.name!r} of shape {shape} is larger than any memory")
     for chunk in record.chunks:
         wrong = fault_of_chain(chunk.chain, record.chunk_bytes(chunk))
         if wrong:
@@ -366,16 +360,17 @@ def _check_record(record: TensorRecord, location: str) -> None:
 
 
 def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
-    """Return what is invalid in the chain of a chunk, None if nothing is."""
+    """Return a text about the first invalid value in the chain of a chunk, None if the chain is valid."""
     if not 1 <= len(chain) <= MAX_CHAIN:
         return f"its chain has {len(chain)} links"
     is_raw = len(chain) == 1 and chain[0].encoding == "raw"
     if not is_raw and chunk_bytes > MAX_ENCODED_CHUNK_BYTES:
         return f"a chunk in encoding {chain[-1].encoding!r} has at most {MAX_ENCODED_CHUNK_BYTES} bytes"
+    # The first link encodes a whole chunk, each further one a difference to it.
     allowed = STANDALONE
     for link in chain:
         if link.encoding not in allowed:
-            return f"its encodings {[each.encoding for each in chain]} are not a valid sequence"
+            return f"its encodings {[link.encoding for link in chain]} are not a valid sequence"
         allowed = DIFFERENCES
         if min(link.offset, link.length) < 0 or link.offset + link.length > link.object_bytes:
             return (
@@ -387,13 +382,10 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
 
 
 def _has_compressed_batch(stream: pa.Buffer) -> bool:
-    """Return whether a record batch of an Arrow IPC stream is compressed.
+    """Return whether a record batch of an Arrow IPC stream is compressed. Raises ArrowException, OSError, ValueError.
 
-    A reader would decompress it to whatever size the batch claims, which exhausts memory. pyarrow does not expose
+    A reader would decompress it to the size that the batch claims, which may exhaust memory. pyarrow does not expose
     this field, so it is read from the flatbuffers of each message.
-
-    Raises:
-        ArrowException, OSError, ValueError: `stream` is not a valid stream.
     """
     messages = pa.ipc.MessageReader.open_stream(stream)
     try:

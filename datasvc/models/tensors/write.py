@@ -1,15 +1,15 @@
-"""Writes tensors: split into chunks, each stored once, in the smallest of several encodings."""
+"""Writes tensors in threads: splits them into chunks, and stores each distinct chunk once, in its smallest form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
-from datasvc.models.tensors.chunk_writer import CODECS, ChunkWriter, Codec, TensorSlice
-from datasvc.models.tensors.chunks import CHUNK_BYTES, Shape, plan_chunks, slices
+from datasvc.models.tensors.chunk_writer import CODECS, ChunkWriter, Codec, TensorBlock
+from datasvc.models.tensors.chunks import CHUNK_BYTES, plan_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.processors import count_processors
@@ -21,27 +21,12 @@ from datasvc.threads import run_in_threads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CODECS", "Codec", "StoredState", "TensorBlock", "store_chunks", "store_tensors"]
+__all__ = ["CODECS", "Codec", "StoredState", "TensorBlock", "store_chunks", "store_tensors", "whole_blocks"]
 
 # Every thread holds several copies of a chunk, so more threads only compete for caches and memory. Local files are
 # written to the page cache and synced by other threads; for a remote store some threads upload while others encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
 _THREADS: Final = max(8, min(16, count_processors()))
-
-
-@dataclass(frozen=True)
-class TensorBlock:
-    """A block of a tensor in memory: the part that one rank holds, or all of it.
-
-    Attributes:
-        name: name of the tensor, its dotted path in the state tree.
-        start: index of the block's first element in the tensor.
-        tensor: elements of the block.
-    """
-
-    name: str
-    start: Shape
-    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -65,7 +50,7 @@ class StoredState:
 
     Attributes:
         records: records of all its tensors.
-        skeleton: skeleton of its tree, from `state_tree.flatten`; None: not known to the function that stored them.
+        skeleton: skeleton of its tree, from `state_tree.flatten`; None: the caller adds it before the commit.
         new_bytes: bytes that were not in the repository before.
         num_nonfinite: number of NaN and infinite elements by tensor; tensors without any are left out.
     """
@@ -105,12 +90,11 @@ def store_tensors(
             unknown.
         UnavailableError: the store failed.
     """
-    base_blocks = [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in (base_tensors or {}).items()]
     stored = store_chunks(
         objects,
-        [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()],
+        whole_blocks(tensors),
         base=base,
-        base_tensors=base_blocks,
+        base_tensors=whole_blocks(base_tensors or {}),
         codec=codec,
         chunk_bytes=chunk_bytes,
         progress=progress,
@@ -146,31 +130,34 @@ def store_chunks(
     for block in blocks:
         check_storable(block.name, block.tensor)
     parts = sorted(_split(blocks, chunk_bytes), key=attrgetter("key"))
-    base_slices = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
+    base_blocks = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
     with ObjectBatch(objects) as batch:
-        writer = ChunkWriter(objects, batch, base, base_slices, codec, progress)
+        writer = ChunkWriter(objects, batch, base, base_blocks, codec, progress)
         arguments = [(part,) for part in parts]
         if objects.is_near:
-            digests = run_in_threads(writer.store, arguments, _NEAR_THREADS, sizes=[part.nbytes for part in parts])
+            sizes = [part.tensor.nbytes for part in parts]
+            digests = run_in_threads(writer.store, arguments, _NEAR_THREADS, sizes=sizes)
         else:
             digests = run_in_threads(writer.store, arguments, _THREADS)
         chains = writer.finish(digests)
     chunks = [
-        (part.name, Chunk(part.start, part.shape, digest, chains[digest]))
+        (part.name, Chunk(part.start, tuple(part.tensor.shape), digest, chains[digest]))
         for part, digest in zip(parts, digests, strict=True)
     ]
     return StoredChunks(chunks, writer.new_bytes, {name: n for name, n in sorted(writer.num_nonfinite.items()) if n})
 
 
-def _split(blocks: Sequence[TensorBlock], chunk_bytes: int) -> list[TensorSlice]:
-    """Return the blocks split into slices of at most `chunk_bytes`, as views."""
-    parts = []
+def whole_blocks(tensors: Mapping[str, torch.Tensor]) -> list[TensorBlock]:
+    """Return one block for each tensor, which has all of its elements."""
+    return [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
+
+
+def _split(blocks: Iterable[TensorBlock], chunk_bytes: int) -> Iterator[TensorBlock]:
+    """Yield the blocks split into parts of at most `chunk_bytes`, as views."""
     for block in blocks:
-        tensor, shape, dtype = block.tensor.detach(), tuple(block.tensor.shape), dtype_name(block.tensor)
-        for box in plan_chunks(shape, tensor.itemsize, chunk_bytes=chunk_bytes):
-            if box[1] == shape:  # most tensors are a single chunk
-                parts.append(TensorSlice(block.name, block.start, shape, dtype, tensor))
-            else:
-                start = tuple(map(add, block.start, box[0]))
-                parts.append(TensorSlice(block.name, start, box[1], dtype, tensor[slices(box)]))
-    return parts
+        tensor = block.tensor.detach()
+        for box in plan_chunks(tuple(tensor.shape), tensor.itemsize, chunk_bytes=chunk_bytes):
+            start = tuple(map(add, block.start, box[0]))
+            # Most tensors are a single chunk, which needs no view.
+            part = tensor if box[1] == tensor.shape else tensor[slices(box)]
+            yield TensorBlock(block.name, start, part)

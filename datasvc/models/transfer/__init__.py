@@ -1,4 +1,4 @@
-"""Copy model versions to another repository; only objects that are missing there are transferred."""
+"""Copies model versions to another repository; transfers only the objects that are missing there."""
 
 from datasvc.models.transfer.copy_versions import Transferred, TransferReport, transfer
 

@@ -1,8 +1,8 @@
-"""Copy model versions, optionally with their ancestors and data, to another repository.
+"""Copies model versions, optionally with their ancestors and data, to another repository: `models push` and `pull`.
 
 Each version becomes visible there atomically. A version keeps the identity of the commit that created it, so copying
-it twice, by any route, creates one version only. An interrupted transfer can therefore be repeated; it copies only
-what is missing.
+it twice, by any route, creates one version only. An interrupted transfer can therefore be repeated: it copies only
+the objects and versions that are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasvc.errors import ConfigError
-from datasvc.models.transfer.copying import Copied, copy_missing
+from datasvc.models.transfer.copying import copy_missing
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.intent_journal import declare_intent
 from datasvc.models.transfer.reachable import reachable_objects
@@ -29,13 +29,7 @@ from datasvc.repository.store.storage import redact_url
 
 @dataclass(frozen=True)
 class Transferred:
-    """One version in both repositories.
-
-    Attributes:
-        source: the version at the source.
-        target: the version at the target.
-        is_new: whether this transfer created it.
-    """
+    """One version, by its references in both repositories; `is_new`: whether this transfer created it there."""
 
     source: Resolved
     target: Resolved
@@ -80,12 +74,12 @@ def transfer(
         target: repository to copy to, or its URL.
         refs: versions to copy: NAME, NAME@VERSION or NAME@TAG.
         name: name of the model at the target, by default the same; with it, all `refs` must be of one model.
-        with_parents: also copy all ancestors that are in the source.
-        with_data: also copy the data-set versions that the models consumed, with all shards.
+        with_parents: whether to copy all ancestors that are in the source too.
+        with_data: whether to copy the data-set versions that the models consumed too, with all shards.
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model must be signed at the source by one
             of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
-        progress: counts the bytes of each object that the target now has, those that it had included.
+        progress: counts the bytes of each object that the target now has, including those that it had before.
 
     Returns:
         The versions at the target, and the amount of data copied. Existing versions are not changed.
@@ -124,7 +118,7 @@ def transfer(
         logs.check_related(version)
     progress.begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))
     done: list[Transferred] = []
-    copied, seen = Copied(0, 0), set[ObjectInfo]()
+    copied, seen = list[ObjectInfo](), set[ObjectInfo]()
     with declare_intent(target, objects) as keep:
         for version in versions:
             committed, is_new = existing[version], False
@@ -140,7 +134,7 @@ def transfer(
                 # Commit point of this version: only now are all objects that its entry references at the target.
                 committed, is_new = logs.commit(version)
             done.append(Transferred(version, committed, is_new))
-    return TransferReport(tuple(done), copied.num_objects, copied.bytes)
+    return TransferReport(tuple(done), len(copied), sum(info.size_bytes for info in copied))
 
 
 def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> None:
@@ -152,7 +146,8 @@ def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: S
 
 def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:
     uses = [use["dataset"] for version in versions for use in logs.content(version).get("data", [])]
-    refs = {ref for use in uses for ref in use.split(", ")}  # a mixture lists the versions of all its splits
+    # A mixture lists the versions of all its splits.
+    refs = {ref for use in uses for ref in use.split(", ")}
     versions_read = {logs.source.resolve("datasets", ref) for ref in refs}
     return sorted(versions_read, key=lambda version: (version.name, version.version))
 

@@ -1,6 +1,6 @@
-"""Copy missing objects from one repository to another, in parallel, and verify their digests.
+"""Copies missing objects from one repository to another, in threads, and verifies their digests.
 
-Objects never change, so an interrupted copy can simply be repeated: objects that the target has are skipped.
+An interrupted copy can be repeated: objects never change, and those that the target has are skipped.
 """
 
 from __future__ import annotations
@@ -8,32 +8,16 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Container, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from itertools import compress
 from typing import BinaryIO, Final, cast
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import ObjectInfo, Objects
+from datasvc.threads import map_in_threads
 
 AT_ONCE: Final = 8
 _IN_MEMORY_BYTES: Final = 8 << 20
-
-
-@dataclass(frozen=True)
-class Copied:
-    """Amount of data copied.
-
-    Attributes:
-        num_objects: number of objects that were missing at the target.
-        bytes: size of these objects.
-    """
-
-    num_objects: int
-    bytes: int
-
-    def __add__(self, other: Copied) -> Copied:
-        return Copied(self.num_objects + other.num_objects, self.bytes + other.bytes)
 
 
 def copy_missing(
@@ -44,7 +28,7 @@ def copy_missing(
     *,
     reachable: Callable[[], Container[ObjectInfo]] = frozenset,
     keep: Callable[[], None] = lambda: None,
-) -> Copied:
+) -> list[ObjectInfo]:
     """Copy the objects that `target` lacks; refresh the time stamp of the others, so that `gc` there keeps them.
 
     Args:
@@ -55,7 +39,10 @@ def copy_missing(
         reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
             at any age. It is called once at most: only if the time stamp of an object cannot be refreshed without a
             copy.
-        keep: called after each object, from this thread.
+        keep: called after each object, from one thread at a time.
+
+    Returns:
+        The objects that were missing at the target.
 
     Raises:
         NotFoundError: the source lacks an object.
@@ -70,42 +57,31 @@ def copy_missing(
                 cached.append(reachable())
         return info in cached[0]
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="datasvc-transfer") as pool:
-        futures = [pool.submit(_copy, source, target, info, progress, is_reachable) for info in objects]
-        moved = 0, 0
-        try:
-            for done in as_completed(futures):
-                size_bytes = done.result()
-                moved = (moved[0] + (size_bytes is not None), moved[1] + (size_bytes or 0))
-                keep()
-        except BaseException:
-            # After an error, start no further copies.
-            pool.shutdown(wait=False, cancel_futures=True)
+    def copy_one(info: ObjectInfo) -> bool:
+        is_copied = _copy(source, target, info, is_reachable)
+        progress.advance(info.size_bytes)
+        with lock:
+            keep()
+        return is_copied
+
+    infos = list(objects)
+    is_new = map_in_threads(copy_one, infos, AT_ONCE)
+    return list(compress(infos, is_new))
+
+
+def _copy(source: Objects, target: Objects, info: ObjectInfo, is_reachable: Callable[[ObjectInfo], bool]) -> bool:
+    """Copy an object, unless the target has it and `gc` keeps it there; return whether it was copied."""
+    if target.refresh(info) or (target.size(info.digest) == info.size_bytes and is_reachable(info)):
+        return False
+    _check_size(source, info)
+    try:
+        _move(source, target, info)
+    except CorruptDataError:
+        if source.storage.is_local:
             raise
-    return Copied(*moved)
-
-
-def _copy(
-    source: Objects,
-    target: Objects,
-    info: ObjectInfo,
-    progress: Progress,
-    is_reachable: Callable[[ObjectInfo], bool],
-) -> int | None:
-    """Copy an object if necessary; return its size, or None if the target had it."""
-    is_there = target.refresh(info) or (target.size(info.digest) == info.size_bytes and is_reachable(info))
-    if not is_there:
-        _check_size(source, info)
-        # Try twice from a remote store, because the bytes may have been damaged in transit only.
-        for is_last in (True,) if source.storage.is_local else (False, True):
-            try:
-                _move(source, target, info)
-                break
-            except CorruptDataError:
-                if is_last:
-                    raise
-    progress.advance(info.size_bytes)
-    return None if is_there else info.size_bytes
+        # Try again from a remote store: the bytes may have been damaged in transit only.
+        _move(source, target, info)
+    return True
 
 
 def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
@@ -120,12 +96,7 @@ def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
 
 
 def _check_size(source: Objects, info: ObjectInfo) -> None:
-    """Compare the size of an object with the recorded size, before memory or disk is allocated for it.
-
-    Raises:
-        NotFoundError: the object is missing.
-        CorruptDataError: its size differs.
-    """
+    """Raise NotFoundError or CorruptDataError unless an object has its recorded size: memory is allocated from it."""
     size_bytes = source.size(info.digest)
     if size_bytes is None:
         raise NotFoundError(f"object {source.location(info.digest)} is missing; restore it from another copy")

@@ -1,8 +1,12 @@
-"""Find versions in the logs of the target repository, and rewrite their entries for it."""
+"""Finds versions in the logs of the target repository of a transfer, and rewrites their entries for it.
+
+The identity of a version is the id of the commit that created it first, in any repository. Its number and the
+numbers of its parents and data sets may differ at the target.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -45,11 +49,7 @@ class TargetLogs:
         return self._contents[version]
 
     def find(self, version: Resolved) -> Resolved | None:
-        """Return the same version at the target; None if it does not exist there or was removed.
-
-        Raises:
-            CorruptDataError, UnavailableError: see `Log.read`.
-        """
+        """Return the version at the target; None if it does not exist there or was removed. Raises as `Log.read`."""
         log = self._log(version)
         number = log.find(identity(self.content(version)))
         return None if number is None else Resolved(version.kind, log.name, number)
@@ -73,7 +73,7 @@ class TargetLogs:
         if version.name not in self._commits:
             entries = self.source.versions("datasets", version.name).entries()
             self._commits[version.name] = frozenset(identity(entry.content) for entry in entries)
-        if self._commits[version.name].isdisjoint(log.identities):
+        if self._commits[version.name].isdisjoint(log.numbers):
             raise ConfigError(
                 f"cannot copy {version} to {redact_url(self._target.url)}: it has another data set {log.name!r} with "
                 f"{len(log.contents)} versions, none of them from {redact_url(self.source.url)}; give the copy "
@@ -81,11 +81,7 @@ class TargetLogs:
             )
 
     def reachable(self) -> set[ObjectInfo]:
-        """Return the objects reachable from the living versions of all logs that were opened.
-
-        Raises:
-            UnavailableError: the target does not answer.
-        """
+        """Return the objects reachable from the living versions of all open logs. Raises UnavailableError."""
         objects: set[ObjectInfo] = set()
         for log in self._logs.values():
             for living in log.living():
@@ -186,7 +182,8 @@ class TargetLogs:
             version = parse_version(ref) if kind == "models" else _parse_data_version(ref)
             target = None if version is None else self.find(Resolved(kind, *version))
         except (NotFoundError, ConfigError):
-            return None  # the source does not have it either
+            # The source does not have it either.
+            return None
         return None if target is None else str(target)
 
 
@@ -196,7 +193,13 @@ def _num_parents(content: Mapping[str, Any]) -> int:
 
 
 class _TargetVersions:
-    """Versions of one name at the target, indexed by identity."""
+    """The versions of one name at the target that were read.
+
+    Attributes:
+        name: name at the target.
+        contents: content of each entry, by number.
+        numbers: numbers of the versions, by identity; several if a version was removed and copied again.
+    """
 
     def __init__(self, target: Repository, kind: Kind, name: str) -> None:
         self.name = name
@@ -204,12 +207,7 @@ class _TargetVersions:
         self._kind = kind
         self._log = target.versions(kind, name)
         self._removals = target.removals(kind, name)
-        self._numbers: dict[str, list[int]] = {}
-
-    @property
-    def identities(self) -> Collection[str]:
-        """Identities of all versions that were read."""
-        return self._numbers.keys()
+        self.numbers: dict[str, list[int]] = {}
 
     def living(self) -> list[Resolved]:
         """Return the versions that were read and are not removed."""
@@ -219,13 +217,11 @@ class _TargetVersions:
     def find(self, identity_sought: str, head: int | None = None) -> int | None:
         """Return the number of the living version with an identity; None if there is none.
 
-        Args:
-            identity_sought: identity, see `identity`.
-            head: number of the newest version, if the caller has it; avoids a listing of the log.
+        `head`, the number of the newest version if the caller has it, avoids a listing of the log.
         """
         if head is None or head not in self.contents:
             self.read_new()
-        numbers = self._numbers.get(identity_sought)
+        numbers = self.numbers.get(identity_sought)
         if not numbers:
             return None
         removed = self._removals.removed(numbers)
@@ -237,7 +233,7 @@ class _TargetVersions:
         new = self._log.numbers_after(max(self.contents)) if self.contents else self._log.numbers()
         for entry in self._log.entries(new):
             self.contents[entry.number] = entry.content
-            self._numbers.setdefault(identity(entry.content), []).append(entry.number)
+            self.numbers.setdefault(identity(entry.content), []).append(entry.number)
 
 
 class _AlreadyThere(Exception):  # noqa: N818 - not an error: another process has committed the version
@@ -246,11 +242,7 @@ class _AlreadyThere(Exception):  # noqa: N818 - not an error: another process ha
 
 
 def identity(content: Mapping[str, Any]) -> str:
-    """Return the identity of a version: the id of the commit that created it first, in any repository.
-
-    Raises:
-        CorruptDataError: the entry has no commit id.
-    """
+    """Return the identity of a version, see the module. Raises CorruptDataError: the entry has no commit id."""
     commit = content["origin"]["commit"] if is_copied(content) else content.get("commit")
     if not isinstance(commit, str):
         raise CorruptDataError(f"an entry has no valid commit id: {content.get('commit')!r}; expected a text")

@@ -1,7 +1,7 @@
 """Intent journal of a transfer: protects its objects at the target from `gc` until the versions are committed.
 
-Without it, `gc` keeps an unreferenced object only for its grace period. The transfer of a large model over a slow
-network may take longer.
+Without a journal, `gc` keeps an unreferenced object only for its grace period. The transfer of a large model over a
+slow network may take longer.
 """
 
 from __future__ import annotations
@@ -23,16 +23,10 @@ _KEEP_S: Final = 3600.0
 def declare_intent(
     target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]
 ) -> Iterator[Callable[[], None]]:
-    """Write the intent journal, which protects objects from `gc` until the block ends.
+    """Write the intent journal, which protects the objects of versions to commit from `gc` until the block ends.
 
-    If the block fails, the journal stays and expires like any other journal.
-
-    Args:
-        target: repository whose entries will reference the objects.
-        objects: objects of every version to commit.
-
-    Yields:
-        A function that renews the journal; call it regularly. It writes at most once per hour.
+    Yields a function that renews the journal; call it regularly, from one thread at a time. It writes at most once
+    per hour. If the block fails, the journal stays and expires like any other journal.
 
     Raises:
         UnavailableError, UnknownOutcomeError: the journal cannot be written.
@@ -54,6 +48,6 @@ def declare_intent(
             renewed_s = time.monotonic()
 
     yield keep
-    # All versions are committed, so the journal is no longer needed; if it cannot be removed, `gc` deletes it later.
+    # All versions are committed: the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
     with suppress(UnavailableError):
         journal.remove()

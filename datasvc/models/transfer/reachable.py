@@ -1,4 +1,4 @@
-"""List the objects that are reachable from a version: those that a repository needs to restore it."""
+"""Lists the objects that are reachable from a version: a transfer copies them, and a restore reads them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ _DIGEST: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
 def reachable_objects(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> list[ObjectInfo]:
-    """Return the distinct objects that a version needs, sorted by digest.
-
-    Args:
-        repository: repository of the version.
-        version: version of a model or a data set.
-        content: content of its entry.
+    """Return the distinct objects that a version of a model or data set needs, sorted by digest.
 
     Raises:
         CorruptDataError: the entry or one of its tables is damaged.

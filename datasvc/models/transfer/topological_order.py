@@ -1,4 +1,4 @@
-"""Sort model versions topologically, parents before children."""
+"""Sorts model versions topologically, so that a transfer commits parents before their children."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from datasvc.repository import Repository, Resolved
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
     """Return the versions with parents before children; ties are broken by name and number. Cycles are cut.
 
-    Args:
-        parents: parents of each version; a parent that is not a key is ignored.
+    `parents` has the parents of each version; a parent that is not a key is ignored.
     """
     ordered: dict[Resolved, None] = {}
     for version in sorted(parents, key=_sort_key):
@@ -40,16 +39,9 @@ def read_parents(
     *,
     with_ancestors: bool,
 ) -> dict[Resolved, list[Resolved]]:
-    """Return the parents of versions; parents that do not exist or were removed are left out.
+    """Return the parents of versions, with `with_ancestors` of all their ancestors too. Raises as `Log.read`.
 
-    Args:
-        repository: repository of the versions.
-        versions: model versions.
-        content: function that returns the content of a version's entry.
-        with_ancestors: also return the parents of all ancestors.
-
-    Raises:
-        CorruptDataError, UnavailableError: see `Log.read`.
+    `content` returns the content of a version's entry. Parents that do not exist or were removed are left out.
     """
     living: dict[str, frozenset[int]] = {}
     parents: dict[Resolved, list[Resolved]] = {}

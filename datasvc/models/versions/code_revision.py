@@ -1,4 +1,7 @@
-"""Describes the code of a run: the git revision of its working folder, and the local changes."""
+"""Describes the code of a run, for the entry of its versions: the git revision and the local changes.
+
+It runs git with time limits and bounded output. A run without git, or outside of a checkout, is described as such.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +86,12 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
         return CodeRevision(None, dirty=False)
     status = (_git(where, "status", "--porcelain=v1", "-z", most=_MAX_NAME_BYTES) or "").split("\0")[:-1]
     untracked = [line[3:] for line in status if line.startswith("?? ")]
+    # A submodule at another commit is a local change; untracked files in a submodule are not.
+    tracked_only = ("--untracked-files=no", "--ignore-submodules=untracked")
     return CodeRevision(
         revision,
-        dirty=_is_dirty(where),
+        # Any output means a change, so one byte of it is enough.
+        dirty=bool(_git(where, "status", "--porcelain", *tracked_only, most=1)),
         remote=_remote(where),
         untracked=tuple(untracked[:_MAX_NAMES]),
         num_untracked=len(untracked),
@@ -99,17 +105,10 @@ def capture_code(folder: Path | None = None) -> None:
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
-    """Return the revision of a checkout and store its local changes as an object.
+    """Return the revision of a checkout and store its local changes as an object. Raises UnavailableError.
 
     The code is read once per process and folder, by `capture_code` or here: a process executes the code that it
-    loaded at its start, whatever is edited later.
-
-    Args:
-        objects: objects of the repository that stores the changes.
-        folder: a folder in the checkout; default: the working folder.
-
-    Raises:
-        UnavailableError: the changes cannot be stored.
+    loaded at its start, whatever is edited later. `folder` is in the checkout; default: the working folder.
     """
     code, diff = _capture(str(folder or Path.cwd()))
     return replace(code, diff=objects.put(diff).digest) if diff else code
@@ -125,14 +124,6 @@ def _capture(folder: str) -> tuple[CodeRevision, bytes]:
         return replace(code, diff_kind="patch"), patch
     stat = _output(folder, *_DIFF, "--stat=200", "HEAD", most=MAX_DIFF_BYTES) or b""
     return replace(code, diff_kind="stat"), stat
-
-
-def _is_dirty(folder: str) -> bool:
-    # A submodule at another commit is a local change; untracked files in a submodule are not.
-    # Any output means a change, so one byte of it is enough.
-    return bool(
-        _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=untracked", most=1)
-    )
 
 
 def _remote(folder: str) -> str | None:
@@ -151,9 +142,9 @@ def without_credentials(url: str) -> str | None:
     The user `git` is not a secret and is kept. A password may contain characters that end a host name, so everything
     up to the last @ is removed, even in a path.
     """
-    peeled = _HELPER.fullmatch(url)
-    if peeled:
-        helper, inner = peeled.groups()
+    with_helper = _HELPER.fullmatch(url)
+    if with_helper:
+        helper, inner = with_helper.groups()
         bare = without_credentials(inner) if "://" in inner else None
         return None if bare is None else f"{helper}{bare}"
     scheme, is_url, remainder = url.partition("://")
@@ -162,7 +153,8 @@ def without_credentials(url: str) -> str | None:
         return url if user in {"", "git"} or url.startswith(("/", ".")) else place
     user, _, place = remainder.rpartition("@")
     if "?" in user:
-        return None  # what follows may be the end of a token
+        # The text after the @ may be the end of a token.
+        return None
     kept = "git@" if user == "git" and scheme == "ssh" else ""
     return f"{scheme}://{kept}{re.split('[?#]', place)[0]}"
 
@@ -201,17 +193,14 @@ def _output(folder: str, *arguments: str, most: int) -> bytes | None:
             watch.daemon = True
             watch.start()
             try:
-                return _read(git, most)
+                assert git.stdout is not None
+                output = git.stdout.read(most)
+                if git.stdout.read(1):
+                    # Not needed, and git would wait until it is read.
+                    git.kill()
+                    return output
+                return output if git.wait() == 0 else None
             finally:
                 watch.cancel()
     except OSError:
         return None
-
-
-def _read(git: subprocess.Popen[bytes], most: int) -> bytes | None:
-    assert git.stdout is not None
-    output = git.stdout.read(most)
-    if git.stdout.read(1):
-        git.kill()  # the remaining output is not needed
-        return output
-    return output if git.wait() == 0 else None

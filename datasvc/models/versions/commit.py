@@ -1,10 +1,13 @@
-"""Commits model versions: stored tensors, the state and the metadata become a log entry. There is no other commit."""
+"""Commits model versions: stored tensors, the state and the metadata become a log entry.
+
+Every save, import and sharded save commits here, so that the checks before the append hold for all versions.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, overload
+from typing import Any, Final
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.tensors.state_tree import encode_state
@@ -18,7 +21,7 @@ from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.objects.presence import check_present
 
-# Whoever lists versions reads their entries, so the size of an entry must not grow with the model.
+# A list of versions reads all their entries, so the size of an entry must not grow with the model.
 _MAX_NONFINITE: Final = 100
 
 
@@ -48,12 +51,12 @@ def commit(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
-    tensors = repository.objects.put(encode_table(state.records)).digest
+    table = repository.objects.put(encode_table(state.records)).digest
     skeleton = repository.objects.put(encode_state(state.skeleton)).digest
     code = metadata.code or keep_code(repository.objects)
     entry = {
         "step": metadata.step,
-        "tensors": tensors,
+        "tensors": table,
         "num_tensors": len(state.records),
         "bytes": sum(record.nbytes for record in state.records),
         "stored_bytes": state.new_bytes,
@@ -65,24 +68,20 @@ def commit(
         "environment": dict(describe_environment() if metadata.environment is None else metadata.environment),
         "config": dict(metadata.config or {}),
         "metrics": {key: _json_number(value) for key, value in (metadata.metrics or {}).items()},
-        "parent": exact_version(repository, metadata.parent),
+        "parent": None if metadata.parent is None else exact_version(repository, metadata.parent),
         "message": metadata.message,
         **({"merged": [exact_version(repository, ref) for ref in metadata.merged]} if metadata.merged else {}),
         **(extra or {}),
     }
     # Check before the append: an entry must never name an object that is missing.
     referenced = {link.object for record in state.records for chunk in record.chunks for link in chunk.chain}
-    referenced.update((tensors, skeleton), extra_objects, () if code.diff is None else (parse_digest(code.diff),))
+    referenced.update((table, skeleton), extra_objects, () if code.diff is None else (parse_digest(code.diff),))
     check_present(repository.objects, referenced, f"{name!r}")
     committed = repository.versions("models", name).append(lambda _head: entry)
     return Resolved("models", name, committed.number)
 
 
-@overload
-def exact_version(repository: Repository, ref: str) -> str: ...
-@overload
-def exact_version(repository: Repository, ref: None) -> None: ...
-def exact_version(repository: Repository, ref: str | None) -> str | None:
+def exact_version(repository: Repository, ref: str) -> str:
     """Return the version that the reference of a parent resolves to now: a tag may be moved later.
 
     A reference to a model that is not in this repository, or a text in another form, is returned unchanged: it may
@@ -92,8 +91,6 @@ def exact_version(repository: Repository, ref: str | None) -> str | None:
         NotFoundError: the model exists here and has no such version or tag.
         UnavailableError: see `Repository.resolve`.
     """
-    if ref is None:
-        return None
     try:
         name = parse_reference(ref, "model").name
     except ConfigError:

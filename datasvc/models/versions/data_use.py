@@ -1,9 +1,9 @@
-"""Data use of a model version: which split or mixture was read, in which order, and over which spans.
+"""Data use of a model version: which split or mixture was read, in which order, and over which spans of positions.
 
-The state of a loader has the current position, not the positions that the weights were trained on: a run that starts
-from the weights of another may read the same data again. A data use therefore has spans: everything that the run
-consumed since its weights were equal to its parent version. Spans start at the parent, not at the previous save, so
-that a save that failed, or was not committed when the next one was made, leaves no gap.
+The state of a loader has the current position only: a run that starts from the weights of another run may read the
+same data again. A data use therefore has spans: all positions that the run consumed since its weights were equal to
+its parent version. Spans start at the parent, not at the previous save: a save that fails, or is not committed before
+the next one is made, leaves no gap.
 """
 
 from __future__ import annotations
@@ -154,9 +154,7 @@ class ConsumptionTracker:
     def switch_loader(self, loader: ReadLoader, *, step: int) -> None:
         """Continue with another loader at the same position, with another world size or batch size.
 
-        Args:
-            loader: loader from now on; its position is that of the weights.
-            step: number of optimizer steps of the current weights.
+        The position of `loader` is that of the weights, after `step` optimizer steps.
         """
         self._spans.append(self._span(cursor_of(loader.state_dict())))
         self._begin(loader, step)
@@ -195,7 +193,7 @@ class ConsumptionTracker:
 
     def use(self) -> DataUse:
         """Return what was consumed so far. Raises ConfigError: the loader is at a position before the run started."""
-        # Only the order is needed here. The decoder settings are stored with the loader's state in the checkpoint.
+        # Only the order determines the samples; the decoder settings are in the checkpoint, with the loader's state.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)
         if splits is None:

@@ -1,4 +1,4 @@
-"""Reads log entries of models along their ancestry: lists each log once, and reads each entry once, in batches."""
+"""Reads log entries of models along their ancestry: lists each log once, and reads entries in batches, each once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any, Final
 
 from datasvc.repository import Entry, Repository
 
-# The versions of a run are each other's parents: after one entry its predecessors are usually read.
+# The versions of a run are each other's parents: after one entry, the next read is usually of its predecessor.
 _BATCH: Final = 32
 
 
 class EntryReader:
-    """Entries of the models of a repository; each is cached as it was at its first read.
-
-    Args:
-        repository: repository of the models.
-    """
+    """Entries of the models of a repository; each is cached as it was at its first read."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository

@@ -1,4 +1,4 @@
-"""The objects that the entry of a model version names: used to verify, copy and keep versions."""
+"""Lists the objects that the entry of a model version names: restore, verify, transfer and `gc` need them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,9 @@ class EntryObjects:
 
 
 def objects_of_entry(content: Mapping[str, Any], version: object) -> EntryObjects:
-    """Return the objects that the entry of a model version names.
+    """Return the objects that the entry of a model version names; `version` is for messages.
 
-    Args:
-        content: content of the entry.
-        version: the version, for messages.
-
-    Raises:
-        CorruptDataError: a field is missing, or a value is not a digest.
+    Raises CorruptDataError: a field is missing, or a value is not a digest.
     """
     try:
         sharding, code = content.get("sharding"), (content.get("code") or {}).get("diff")

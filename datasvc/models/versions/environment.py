@@ -1,4 +1,7 @@
-"""Describes the environment of a run: interpreter, packages, CUDA, GPUs; no host name unless it is requested."""
+"""Describes the environment of a run, for the entry of its versions: interpreter, packages, CUDA and GPUs.
+
+It does not use a GPU that the program does not use, and has no host name unless it is requested.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,14 @@ def describe_environment(*, world_size: int | None = None, hostname: bool = Fals
         `python`, `platform`, `cpus` (processors of this process), `packages` (version by name), `gpus` (number of
         visible GPUs by model), `driver` (of NVIDIA), `cuda`, `cudnn`, `world_size`, `hostname`.
     """
-    # The caller may add to it: the cached packages are copied.
-    environment: dict[str, Any] = {**_describe_process(), **_describe_gpus()}
+    environment: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        # A copy: the caller may change the result, which must not change the cache.
+        "packages": dict(_describe_packages()),
+        **_describe_gpus(),
+    }
     size = _world_size() if world_size is None else world_size
     if size is not None:
         environment["world_size"] = size
@@ -51,15 +60,6 @@ def _describe_packages() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
-
-
-def _describe_process() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "packages": dict(_describe_packages()),
-    }
 
 
 def _describe_gpus() -> dict[str, Any]:

@@ -4,8 +4,8 @@
 the version's number and the complete entry. The entry names everything else by digest, so that one signature covers
 every byte of the checkpoint and its metadata. Signature files are created and never changed.
 
-A signature does not cover tags: who can write to the repository can move a tag to another signed version. Where that
-matters, refer to the version by its number.
+A signature does not cover tags: anybody who can write to the repository can move a tag to another signed version.
+Where that matters, refer to the version by its number.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ _PURPOSE = b"datasvc model version 1"
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature that was verified or just made.
-
-    Attributes:
-        version: signed version, "digits-cnn@3".
-        key_id: identifier of the key, see `PublicKey.id`.
-        location: location of the signature file.
-    """
+    """A signature that was verified or just made; `key_id` is `PublicKey.id`, `location` that of the file."""
 
     version: str
     key_id: str

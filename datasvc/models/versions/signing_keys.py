@@ -1,6 +1,6 @@
-"""Ed25519 keys in PEM files, as `openssl genpkey -algorithm ed25519` writes them too.
+"""Ed25519 keys in PEM files, for signatures of model versions; `openssl genpkey -algorithm ed25519` writes them too.
 
-Needs the package `cryptography`, which is imported only where a key is used.
+Needs the package `cryptography`, which is imported only where a key is used: it is an optional dependency.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class PublicKey:
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """A key that signs.
-
-    Attributes:
-        public: public key of the pair.
-    """
+    """A key that signs, with the public key of its pair."""
 
     public: PublicKey
     _key: Ed25519PrivateKey = field(repr=False, compare=False)
@@ -92,7 +88,8 @@ def make_key(path: Path) -> PublicKey:
         try:
             _create_secret(path, private)
         except BaseException:
-            public_path.unlink()  # there is no private key for it
+            # There is no private key for it.
+            public_path.unlink()
             raise
     except FileExistsError as error:
         raise ConfigError(
@@ -117,7 +114,7 @@ def load_private_key(path: Path) -> PrivateKey:
 
     try:
         with path.open("rb") as file:
-            # The mode of the open file: another file may be moved to the path meanwhile.
+            # The mode of the open file, not of the path: another file may be moved to the path now.
             mode = os.fstat(file.fileno()).st_mode
             key = load_pem_private_key(file.read(_MAX_BYTES), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -1,5 +1,7 @@
 """A repository, copies in turn, and the node's cache are sources of chunks alike."""
 
+from contextlib import closing
+
 import pytest
 
 from datasvc.cache import Cache
@@ -74,7 +76,7 @@ class TestCachedSource(ChunkSourceLaws):
         records = [record_of(INFO), record_of(INFO), record_of(MISSING)]
         with (
             Cache(tmp_path / "cache", budget="1MB") as cache,
-            CachedSource(cache, [repository, copy], direct, records) as source,
+            closing(CachedSource(cache, [repository, copy], direct, records)) as source,
         ):
             yield source
 
@@ -84,8 +86,8 @@ class TestCachedSourceOfAFullCache(ChunkSourceLaws):
     def source(self, tmp_path, repository, objects):
         with (
             Cache(tmp_path / "cache", budget=4096) as cache,
-            CachedSource(
-                cache, [repository], FailoverSource([objects]), [record_of(INFO), record_of(MISSING)]
+            closing(
+                CachedSource(cache, [repository], FailoverSource([objects]), [record_of(INFO), record_of(MISSING)])
             ) as source,
         ):
             yield source

@@ -5,14 +5,14 @@ import torch
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.saving.flat_state import FlatState
-from datasvc.models.saving.rank_channel import SingleRank
+from datasvc.models.saving.rank_channel import RankChannel
 from datasvc.models.saving.save_task import SaveHandle, SaveTask
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
 from datasvc.models.versions.metadata import VersionMetadata
 
 
-class OtherRank(SingleRank):
+class OtherRank(RankChannel):
     """A second rank that has reached the save of `step`; keeps what it is told."""
 
     size = 2

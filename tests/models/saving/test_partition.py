@@ -17,16 +17,18 @@ TENSORS = st.dictionaries(
 @given(tensors=TENSORS, num_ranks=st.integers(1, 5), data=st.data())
 def test_every_element_is_dealt_once_and_large_ones_evenly(tensors, num_ranks, data):
     rank0_only = data.draw(st.sets(st.sampled_from(sorted(tensors)))) if tensors else set()
-    shares = partition_writes(tensors, num_ranks, rank0_only=rank0_only)
-    assert shares == partition_writes(dict(reversed(tensors.items())), num_ranks, rank0_only=rank0_only)
+    assigned = partition_writes(tensors, num_ranks, rank0_only=rank0_only)
+    assert assigned == partition_writes(dict(reversed(tensors.items())), num_ranks, rank0_only=rank0_only)
+    assert len(assigned) == num_ranks
+    shares = [(rank, name, box) for rank, chunks in enumerate(assigned) for name, box in chunks]
     for name, (_, shape) in tensors.items():
-        assert is_tiling(shape, [share.box for share in shares if share.name == name])
-        assert name not in rank0_only or all(share.rank == 0 for share in shares if share.name == name)
+        assert is_tiling(shape, [box for _, tensor, box in shares if tensor == name])
+        assert name not in rank0_only or all(rank == 0 for rank, tensor, _ in shares if tensor == name)
     load, largest, small = [0] * num_ranks, 0, 0
-    for share in shares:
-        nbytes = math.prod(share.box[1]) * (4 if tensors[share.name][0] == "float32" else 1)
-        assert nbytes >= SMALL_BYTES or share.rank == 0, "the small ones share an object"
-        load[share.rank] += nbytes
+    for rank, name, box in shares:
+        nbytes = math.prod(box[1]) * (4 if tensors[name][0] == "float32" else 1)
+        assert nbytes >= SMALL_BYTES or rank == 0, "the small ones share an object"
+        load[rank] += nbytes
         small += nbytes if nbytes < SMALL_BYTES else 0
         largest = max(largest, nbytes)
     if not rank0_only:

@@ -16,7 +16,6 @@ from datasvc.models.tensors.tensor_table import (
     ChainLink,
     Chunk,
     TensorRecord,
-    check_tiling,
     decode_table,
     digest_of_content,
     encode_table,
@@ -197,8 +196,6 @@ def test_ranks_join_their_chunks_in_any_order_and_a_missing_one_is_said():
     assert joined.chunks == (left, right)
     with pytest.raises(ConfigError, match=r"'w'.*leave out elements or hold some twice"):
         join_chunks("w", "float32", (2, 3), [right])
-    with pytest.raises(CorruptDataError, match="'w'"):
-        check_tiling("w", (2, 3), [right.box])
 
 
 def test_the_content_is_the_same_however_it_is_stored():
