@@ -146,5 +146,5 @@ def test_what_finds_no_room_in_the_cache_is_read_past_it(stored, tmp_path):
 
 def test_peers_without_the_folder_of_a_cache_are_refused_with_what_to_do(stored, cache):
     for given in (None, cache):
-        with pytest.raises(ConfigError, match="by way of a node's cache"):
+        with pytest.raises(ConfigError, match="peers need a node's cache"):
             StoredCopies(stored, cache=given, peers=Peers(Strangers("http://a:1")))

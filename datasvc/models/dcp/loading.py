@@ -91,6 +91,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
             f"the plan needs the tensor {index.fqn!r}, which {stored.version} does not have; load again"
         )
     record = stored.records[name]
+    # An item is relative to one of the blocks in the metadata, which begins at `index.offset`.
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     shape = tuple(item.lengths)

@@ -55,8 +55,7 @@ class StoredCopies:
     ) -> None:
         if peers is not None and (cache is None or isinstance(cache, Cache)):
             raise ConfigError(
-                "peers are reached by way of a node's cache: pass the cache's folder as cache=, or a Cache that has "
-                "peers"
+                "peers need a node's cache: pass the cache's folder as cache=, or pass a Cache that has peers"
             )
         self._cache, self._peers = cache, peers
         fallbacks = [fallback] if isinstance(fallback, str | Repository) else fallback

@@ -104,7 +104,7 @@ def load_version_into(
 
 
 def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the mapped name of each tensor below `prefix`, by stored name. Raises ConfigError: there is none."""
+    """Return the mapped name of each tensor below `prefix`, by stored name. Raises ConfigError: there are none."""
     every = list(names)
     stem = prefix.rstrip(".")
     cut = len(f"{stem}.") if stem else 0
@@ -112,7 +112,7 @@ def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | N
     if not inner and every:
         tops = ", ".join(sorted({name.partition(".")[0] for name in every})[:10])
         raise ConfigError(
-            f"no tensor lies below {prefix!r}; the state has: {tops}. Set prefix= to one of these, or to '' for all"
+            f"no tensor is below {prefix!r}; the state has: {tops}. Set prefix= to one of these, or to '' for all"
         )
     mapped = map_names(inner.values(), rename)
     return {old: mapped[name] for old, name in inner.items()}

@@ -32,7 +32,7 @@ class BadCopy:
     tensors: tuple[str, ...]
 
     def __str__(self) -> str:
-        affected = f"; tensors hit: {shorten(self.tensors)}" if self.tensors else ""
+        affected = f"; affected tensors: {shorten(self.tensors)}" if self.tensors else ""
         return f"{self.reason}{affected}"
 
 
@@ -82,6 +82,7 @@ class BadCopies:
         """
         wrong = None if content is None or intact is None else _differing(content, intact)
         with self._lock:
+            # The first reason counts: several readers may find the same copy bad.
             self._bad.setdefault((digest, location), (reason, wrong))
 
     def listed(self, records: Iterable[TensorRecord] = ()) -> tuple[BadCopy, ...]:

@@ -83,6 +83,7 @@ def restore(
     began = time.monotonic()
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
+    # Errors of patterns and of the state before the tensors: these are by far the largest part to read.
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
     skeleton = (

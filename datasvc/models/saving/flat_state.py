@@ -24,7 +24,7 @@ class FlatState:
     Attributes:
         skeleton: skeleton of the state that all ranks share, see `state_tree`.
         tensors: its tensors by name.
-        rank_skeleton: skeleton of the state of this rank alone; None: there is none.
+        rank_skeleton: skeleton of the state of this rank alone; None: no such state.
         rank_tensors: its tensors, by names that no other rank uses.
     """
 

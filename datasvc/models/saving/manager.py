@@ -1,7 +1,7 @@
 """`CheckpointManager`: saves and restores the checkpoints of one model during a run.
 
 The calling thread copies the state to host memory. The thread of a `SaveQueue` writes the copy, so that the training
-continues meanwhile. All ranks save together, and get the same version or the same error.
+continues. All ranks save together, and get the same version or the same error.
 """
 
 from __future__ import annotations
@@ -177,6 +177,7 @@ class CheckpointManager:
         self._count_device_copies()
         is_saving = self._queue.is_busy
         self._scheduler.end_step(is_saving=is_saving)
+        # All ranks have the same next check, from rank 0, so all of them skip the same exchanges.
         if self._main_channel.size > 1 and step < self._next_check:
             return False
         decision = self._scheduler.decide(step, is_saving=is_saving)
@@ -348,6 +349,7 @@ class CheckpointManager:
         if self._preemption is not None:
             self._preemption.close()
             received, self._preemption = self._preemption.received, None
+            # No `should_save` has reported this signal, so the run has not acted on it.
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
 
@@ -357,9 +359,9 @@ class CheckpointManager:
             if error is not None:
                 raise error
             return
-        # A rank that failed takes part in the exchange too: the others would wait for it.
-        # The digest, because a signature is long; it is sent in full only if the digests differ.
+        # The digest, because a signature is long: it is sent in full only if the digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
+        # A rank with an error exchanges too: the others would wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
         raise_on_all_ranks([answer[0] for answer in answers], error)
@@ -375,6 +377,7 @@ class CheckpointManager:
         buffer, next_buffer = self._buffers
         copies: HostCopies | Exception
         try:
+            # Fewer saves than buffers are running after this, so none of them writes this buffer to the store.
             self._queue.wait_for_slot()
             self._buffers.rotate()
             try:

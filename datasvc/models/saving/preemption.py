@@ -115,8 +115,8 @@ class Preemption:
             return
         name = signal.Signals(self.received).name
         sys.stderr.write(
-            f"{name} came {self._grace_s:g} s ago and the run has not ended: the process exits now, uncommitted "
-            "saves are lost\n"
+            f"{name} was received {self._grace_s:g} s ago and the run has not ended: the process exits now, "
+            "uncommitted saves are lost\n"
         )
         sys.stderr.flush()
         os._exit(128 + self.received)

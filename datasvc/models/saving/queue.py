@@ -60,11 +60,12 @@ class SaveQueue:
         if self._overlap == "refuse" and self.is_busy:
             before = self._under_way[0].handle.step
             raise BusyError(
-                f"step {step} is not saved: the save of step {before} goes on; save less often, or use overlap=queue"
+                f"step {step} is not saved: the save of step {before} is still running; save less often, or use "
+                "overlap=queue"
             )
 
     def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:
-        """Return number and error of the first unreported failure, and mark it as reported; None: there is none."""
+        """Return number and error of the first unreported failure, and mark it as reported; None without one."""
         while self._failed:
             handle = self._failed.popleft()
             error = handle.take_unreported_error()
@@ -109,7 +110,7 @@ class SaveQueue:
         """
         if not self.finish(timeout):
             steps = ", ".join(str(task.handle.step) for task in list(self._under_way))
-            raise UnavailableError(f"the save of step {steps} has not ended within {timeout:g} s, and goes on")
+            raise UnavailableError(f"the save of step {steps} has not ended within {timeout:g} s, and continues")
         failure = self.take_unreported_failure()
         if failure is not None:
             raise failure[1]

@@ -69,7 +69,7 @@ class SaveHandle:
         """
         check_process(self._pid)
         if not self._ended.wait(timeout):
-            raise UnavailableError(f"the save of step {self.step} has not ended within {timeout:g} s, and goes on")
+            raise UnavailableError(f"the save of step {self.step} has not ended within {timeout:g} s, and continues")
         if self._error is not None:
             self.mark_reported()
             raise self._error

@@ -57,7 +57,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
-        # Device whose driver was asked to pin the memory, even if it refused; None: no driver was asked.
+        # Device for which pinning was tried, even without success; None: not tried.
         self._pinned_for: torch.device | None = None
         self._lock = threading.Lock()
 

@@ -133,6 +133,7 @@ class VersionWriter:
             replace(task.metadata, parent=self._parent(task.metadata)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
+        # The next save stores differences to this version, and need not read its table.
         self._records = (str(version), stored.records)
         return version
 

@@ -28,7 +28,7 @@ _GAP_BYTES: Final = 64 << 10
 class ChunkSource(Protocol):
     """A source of stored bytes: a repository's `Objects`, the node's cache, or several repositories with failover.
 
-    Safe for threads. Results may be unverified: the caller verifies them and asks for other copies.
+    Safe for threads. Results may be unverified: the caller verifies them, and calls `copies` if they are wrong.
     """
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes | memoryview:
@@ -165,8 +165,8 @@ class ChunkReader:
                 if digest_of(out.data) == chunk.digest:
                     return
         raise CorruptDataError(
-            f"tensor {name!r} is corrupt: its objects match their digests, but are not what its table says; "
-            "restore another version"
+            f"tensor {name!r} is corrupt: its objects match their digests, but do not decode to the bytes in its "
+            "tensor table; restore another version"
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:

@@ -119,6 +119,7 @@ class ChunkWriter:
         with self._lock:
             # Counted for every tensor, also if another tensor has stored an equal chunk.
             self.num_nonfinite[block.name] += num_nonfinite
+            # Marked before it is stored, so that no other thread stores the same chunk.
             is_new = digest not in self._seen
             self._seen.add(digest)
         if is_new:
@@ -151,7 +152,7 @@ class ChunkWriter:
         return self._chains
 
     def _find(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
-        """Return the chain of an equal chunk that the base or any model has stored, None if there is none."""
+        """Return the chain of an equal chunk that the base or any model has stored, None if it is not stored."""
         chain = self._base_chains.get(digest)
         if chain is not None and self._is_present(chain):
             return chain

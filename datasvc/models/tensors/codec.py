@@ -103,7 +103,7 @@ def is_worthwhile(share: float) -> bool:
 
 def _compress(plane: Bytes, compressor: zstandard.ZstdCompressor) -> bytes:
     """Return a plane as a zstd frame, or raw if compression saves too little."""
-    # Try a sample from the middle first: compressing a whole plane in vain is expensive.
+    # Try a sample from the middle first: it is expensive to compress a whole plane and then store it raw.
     middle = plane[max(0, plane.size // 2 - _PLANE_SAMPLE_BYTES // 2) :][:_PLANE_SAMPLE_BYTES]
     if plane.size > 2 * middle.size and len(compressor.compress(middle.data)) >= _WORTHWHILE_PLANE * middle.size:
         return plane.tobytes()

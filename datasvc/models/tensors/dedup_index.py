@@ -1,13 +1,13 @@
 """Deduplication index: pointers from the digest of a chunk's raw bytes to the chain that stores it encoded.
 
 A raw chunk is an object named by its own digest, so equal bytes are found without an index. Encoded bytes have
-another digest: without an index another model would store them again. A small file `tensors/3f/DIGEST.json` holds the
-chain. It is a hint only: no read depends on it, a lost or damaged one costs a second copy, and every object that it
-names is checked before a table names it again.
+another digest: without an index another model would store them again. A pointer is a small file
+`tensors/3f/DIGEST.json` with the chain. It is a hint only: no read depends on it, a lost or damaged pointer costs a
+second copy, and every object that it names is checked before a table names it again.
 
 Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
 chain with an object older than a day is not reused. A chunk that was stored as a difference is then stored once more,
-in full, where another model has its bytes; raw chunks and planes get the object that they had.
+in full, where another model has its bytes. Raw chunks and planes are stored in the same object as before.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]
 
 
 def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return the chain of a stored chunk with this digest whose objects exist, None if there is none.
-
-    Raises UnavailableError.
-    """
+    """Return the chain of a stored chunk with this digest whose objects exist, else None. Raises UnavailableError."""
     path = pointer_path(digest)
     try:
         pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))

@@ -1,7 +1,7 @@
 """Tensor tables: the tensors of a version, and the stored bytes of each of their chunks; an Arrow IPC file.
 
-A table is self-contained: a restore needs no other table and no other version's entry. Tables may come from anybody
-who can write to the store, so `decode_table` validates all values before memory is allocated or an object is read.
+A table is self-contained: a restore needs no other table and no other version's entry. A table from a store is not
+trusted: `decode_table` validates all values before memory is allocated or an object is read because of them.
 """
 
 from __future__ import annotations

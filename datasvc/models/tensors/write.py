@@ -129,6 +129,7 @@ def store_chunks(
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
     for block in blocks:
         check_storable(block.name, block.tensor)
+    # Sorted, so that packs of small chunks do not depend on the order of the state.
     parts = sorted(_split(blocks, chunk_bytes), key=attrgetter("key"))
     base_blocks = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
     with ObjectBatch(objects) as batch:

@@ -97,7 +97,7 @@ class TargetLogs:
             The version at the target, and whether this call created it; another process may have done so first.
 
         Raises:
-            ConfigError: an unrelated data set got the name meanwhile, see `check_related`.
+            ConfigError: an unrelated data set has the name, see `check_related`.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         log, content = self._log(version), self._rewrite(version)
@@ -107,7 +107,7 @@ class TargetLogs:
             if number is not None:
                 # Only an exception can stop `append` from here.
                 raise _AlreadyThere(number)
-            # Check again for this head: another process may have created a data set of this name meanwhile.
+            # Check again for this head: another process may have created a data set of this name now.
             self.check_related(version)
             return content
 

@@ -180,6 +180,7 @@ def _git(folder: str, *arguments: str, most: int = 1 << 20) -> str | None:
 def _output(folder: str, *arguments: str, most: int) -> bytes | None:
     """Return the first `most` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
+    # No lock that another git process may need, no question, and output in English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         with subprocess.Popen(  # noqa: S603

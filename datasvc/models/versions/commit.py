@@ -77,6 +77,7 @@ def commit(
     referenced = {link.object for record in state.records for chunk in record.chunks for link in chunk.chain}
     referenced.update((table, skeleton), extra_objects, () if code.diff is None else (parse_digest(code.diff),))
     check_present(repository.objects, referenced, f"{name!r}")
+    # Commit point: the version is visible from here on.
     committed = repository.versions("models", name).append(lambda _head: entry)
     return Resolved("models", name, committed.number)
 

@@ -99,7 +99,7 @@ def test_names_are_mapped_and_dtypes_cast_where_asked(repository):
     model = network()
     assert load_version_into(repository, model, ref, prefix="ema", rename={"module": ""}, cast=True).is_exact
     assert torch.equal(model[0].weight, trained[0].weight.float())
-    with pytest.raises(ConfigError, match="no tensor lies below 'model'; the state has: ema"):
+    with pytest.raises(ConfigError, match="no tensor is below 'model'; the state has: ema"):
         load_version_into(repository, model, ref)
 
 

@@ -173,9 +173,9 @@ def test_progress_counts_every_byte_of_every_tensor(stored, cache):
 
 
 def test_peers_without_a_cache_are_refused(stored, cache):
-    with pytest.raises(ConfigError, match="by way of a node's cache"):
+    with pytest.raises(ConfigError, match="peers need a node's cache"):
         restore(stored, "m@2", peers=Peers(Strangers("http://a:1")))
-    with pytest.raises(ConfigError, match="by way of a node's cache"):
+    with pytest.raises(ConfigError, match="peers need a node's cache"):
         restore(stored, "m@2", cache=cache, peers=Peers(Strangers("http://a:1")))
 
 

@@ -125,6 +125,6 @@ def test_a_process_that_does_not_end_within_the_grace_is_ended():
     )
     assert done.returncode == 128 + signal.SIGTERM
     assert (
-        "SIGTERM came 0.05 s ago and the run has not ended: the process exits now, uncommitted saves are lost"
+        "SIGTERM was received 0.05 s ago and the run has not ended: the process exits now, uncommitted saves are lost"
         in done.stderr
     )

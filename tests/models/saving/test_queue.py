@@ -161,7 +161,7 @@ def test_a_save_for_which_no_thread_can_be_started_is_done_all_the_same(monkeypa
 def test_waiting_for_a_save_has_an_end():
     saver, gate = SaveQueue(write, limit=2, overlap="queue"), threading.Event()
     handle = submit(saver, 10, lambda: gate.wait() and version(1))
-    with pytest.raises(UnavailableError, match=r"step 10 has not ended within 0.01 s, and goes on"):
+    with pytest.raises(UnavailableError, match=r"step 10 has not ended within 0.01 s, and continues"):
         handle.result(timeout=0.01)
     with pytest.raises(UnavailableError, match="goes on"):
         saver.wait(0.01)
