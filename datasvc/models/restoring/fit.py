@@ -116,7 +116,7 @@ def plan_load(
     mismatched = tuple(
         Mismatch(name, spec, found[name])
         for name, spec in expected.items()
-        if name in found and not _fits(spec, found[name], cast=cast)
+        if name in found and (spec.shape != found[name].shape or not (cast or spec.dtype == found[name].dtype))
     )
     bad = {mismatch.name for mismatch in mismatched}
     # Tied names are one tensor of the model: two different values cannot both be loaded.
@@ -152,7 +152,3 @@ def _untied(
 def _printable(text: str) -> str:
     """Escape text from a file for a terminal: control characters could control it."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()
-
-
-def _fits(expected: TensorSpec, found: TensorSpec, *, cast: bool) -> bool:
-    return expected.shape == found.shape and (cast or expected.dtype == found.dtype)

@@ -105,12 +105,10 @@ class CheckpointManager:
         trusted_keys: Sequence[str | Path] | None = None,
     ) -> None:
         self.name = check_name(name, "model")
-        if codec not in CODECS:
-            raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
-        if failures not in FAILURES:
-            raise ConfigError(f"failures is {failures!r}; expected one of {', '.join(FAILURES)}")
-        if overlap not in OVERLAPS:
-            raise ConfigError(f"overlap is {overlap!r}; expected one of {', '.join(OVERLAPS)}")
+        settings = (("codec", codec, CODECS), ("failures", failures, FAILURES), ("overlap", overlap, OVERLAPS))
+        for setting, value, allowed in settings:
+            if value not in allowed:
+                raise ConfigError(f"{setting} is {value!r}; expected one of {', '.join(allowed)}")
         self._failures = failures
         self._repository = repository
         self._restore = partial(

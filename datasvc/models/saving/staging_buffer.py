@@ -59,7 +59,8 @@ class HostBuffer:
         self._is_pinned = False
         # Device for which pinning was tried, even without success; None: not tried.
         self._pinned_for: torch.device | None = None
-        self._lock = threading.Lock()
+        # Reentrant: `_grow` releases the memory.
+        self._lock = threading.RLock()
 
     @property
     def capacity_bytes(self) -> int:
@@ -109,18 +110,17 @@ class HostBuffer:
     def release(self) -> None:
         """Free the memory."""
         with self._lock:
-            self._release()
+            if self._memory is not None and self._is_pinned:
+                import torch
 
-    def _release(self) -> None:
-        if self._memory is not None and self._is_pinned:
-            _unpin(self._memory)
-        self._memory, self._is_pinned, self._pinned_for = None, False, None
+                torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
+            self._memory, self._is_pinned, self._pinned_for = None, False, None
 
     def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
         # Also replace memory that is large enough but not pinned, as no tensor was on a device before.
         if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
-        self._release()
+        self.release()
         self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
         self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
@@ -204,9 +204,3 @@ def _pin(memory: torch.Tensor, device: torch.device) -> bool:
         )
         return False
     return True
-
-
-def _unpin(memory: torch.Tensor) -> None:
-    import torch
-
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -104,7 +105,7 @@ def load_chunk(
     `load_tensors`.
     """
     check_reaches(source, name, chunk)
-    content = np.empty(_count(chunk.shape) * ITEM_BYTES[dtype], np.uint8)
+    content = np.empty(math.prod(chunk.shape) * ITEM_BYTES[dtype], np.uint8)
     ChunkReader(source, [chunk], decoders).read(name, chunk, content)
     return tensor_of(content, dtype, chunk.shape)
 
@@ -179,12 +180,8 @@ def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:
     try:
         return torch.empty(shape, dtype=getattr(torch, dtype))
     except (RuntimeError, MemoryError) as error:
-        size = format_size(_count(shape) * ITEM_BYTES[dtype])
+        size = format_size(math.prod(shape) * ITEM_BYTES[dtype])
         raise ConfigError(
             f"tensor {name!r} of shape {shape} needs {size}, which this machine cannot allocate ({error}); restore "
             "a part of it, or use a machine with more memory"
         ) from error
-
-
-def _count(shape: Shape) -> int:
-    return int(np.prod(shape, dtype=object))

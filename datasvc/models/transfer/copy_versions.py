@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from datasvc.errors import ConfigError
@@ -149,7 +150,7 @@ def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resol
     # A mixture lists the versions of all its splits.
     refs = {ref for use in uses for ref in use.split(", ")}
     versions_read = {logs.source.resolve("datasets", ref) for ref in refs}
-    return sorted(versions_read, key=lambda version: (version.name, version.version))
+    return sorted(versions_read, key=attrgetter("name", "version"))
 
 
 def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> None:

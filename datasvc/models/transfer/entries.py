@@ -136,7 +136,7 @@ class TargetLogs:
         if isinstance(content.get("merged"), list):
             names = (self._target_name(version.kind, str(parent)) for parent in content["merged"])
             rewritten["merged"] = [name for name in names if name]
-        loses_parents = version.kind == "models" and _num_parents(rewritten) < _num_parents(content)
+        loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
             # The version has also consumed what its ancestors did; `find_consumers` cannot read them at the target.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
@@ -147,14 +147,12 @@ class TargetLogs:
         return rewritten
 
     def _origin(self, version: Resolved, content: Mapping[str, Any]) -> dict[str, Any]:
-        merged = content.get("merged")
-        parents = [content.get("parent"), *(merged if isinstance(merged, list) else ())]
         return {
             "repository": redact_url(self.source.url),
             "version": str(version),
             "commit": content["commit"],
             "created": content["created"],
-            "parents": [parent for parent in parents if parent],
+            "parents": _parents(content),
         }
 
     def _rewrite_use(self, use: Any) -> Any:
@@ -187,9 +185,10 @@ class TargetLogs:
         return None if target is None else str(target)
 
 
-def _num_parents(content: Mapping[str, Any]) -> int:
+def _parents(content: Mapping[str, Any]) -> list[Any]:
+    """Return the references in `parent` and `merged` of an entry; a damaged entry has none in `merged`."""
     merged = content.get("merged")
-    return (content.get("parent") is not None) + (len(merged) if isinstance(merged, list) else 0)
+    return list(filter(None, [content.get("parent"), *(merged if isinstance(merged, list) else ())]))
 
 
 class _TargetVersions:

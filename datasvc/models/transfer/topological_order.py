@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 from datasvc.models.registry.registry import ModelVersion, parse_version
 from datasvc.repository import Repository, Resolved
+
+_BY_NAME: Final = attrgetter("name", "version")
 
 
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
@@ -15,7 +18,7 @@ def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[R
     `parents` has the parents of each version; a parent that is not a key is ignored.
     """
     ordered: dict[Resolved, None] = {}
-    for version in sorted(parents, key=_sort_key):
+    for version in sorted(parents, key=_BY_NAME):
         # An explicit stack: a history may be longer than Python's recursion limit.
         stack, seen = [version], {version}
         while stack:
@@ -49,7 +52,7 @@ def read_parents(
     while pending:
         parents |= {version: _parents(repository, version, content(version), living) for version in pending}
         older = {parent for version in pending for parent in parents[version]} if with_ancestors else set()
-        pending = sorted(older - parents.keys(), key=_sort_key)
+        pending = sorted(older - parents.keys(), key=_BY_NAME)
     return parents
 
 
@@ -65,7 +68,3 @@ def _parents(
         if number in living[name]:
             parents.append(Resolved("models", name, number))
     return parents
-
-
-def _sort_key(version: Resolved) -> tuple[str, int]:
-    return version.name, version.version

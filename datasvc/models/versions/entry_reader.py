@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from datasvc.repository import Entry, Repository
@@ -17,15 +17,15 @@ class EntryReader:
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
-        self._numbers: dict[str, Mapping[int, int]] = {}
+        self._numbers: dict[str, Mapping[int, None]] = {}
         self._entries: dict[str, dict[int, Entry]] = {}
 
-    def numbers(self, model: str) -> Mapping[int, int]:
-        """Return the position in the log by version number, ascending. Raises UnavailableError."""
+    def numbers(self, model: str) -> Collection[int]:
+        """Return the numbers of all versions, ascending. Raises UnavailableError."""
         if model not in self._numbers:
-            listed = self._repository.versions("models", model).numbers()
-            self._numbers[model] = {number: place for place, number in enumerate(listed)}
-        return self._numbers[model]
+            # A dict, because callers test many numbers.
+            self._numbers[model] = dict.fromkeys(self._repository.versions("models", model).numbers())
+        return self._numbers[model].keys()
 
     def entry(self, model: str, number: int) -> Entry:
         """Return the entry of a version. Raises as `Log.read`."""
