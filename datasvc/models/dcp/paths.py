@@ -70,17 +70,17 @@ def _children(part: Any, path: Path) -> Any:
     try:
         return {str(name): child for name, child in part["$dict"]}
     except (TypeError, ValueError) as error:
-        raise CorruptDataError(f"the state is damaged at {_shown(path)}: {error!r}") from error
+        raise CorruptDataError(f"the state is damaged at {_dotted(path)}: {error!r}") from error
 
 
 def _step(children: Any, key: Any, path: Path) -> Any:
     if not isinstance(children, dict | list):
-        raise CorruptDataError(f"the state has nothing at {_shown(path)}: the path leads through a value")
+        raise CorruptDataError(f"the state has nothing at {_dotted(path)}: the path leads through a value")
     try:
         return children[key]
     except (KeyError, IndexError, TypeError) as error:
-        raise CorruptDataError(f"the state has nothing at {_shown(path)}: {error!r}") from error
+        raise CorruptDataError(f"the state has nothing at {_dotted(path)}: {error!r}") from error
 
 
-def _shown(path: Path) -> str:
+def _dotted(path: Path) -> str:
     return ".".join(map(str, path))

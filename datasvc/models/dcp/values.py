@@ -2,8 +2,9 @@
 
 A planner of torch pickles each such value and unpickles it on load. Here, the value itself is stored. On load, it is
 decoded from JSON and pickled in memory for the planner, so stored bytes are never unpickled.
-Bytes in a planner's own format are the exception. Their effect in the planner that reads them cannot be checked, so
-they are returned only to a caller who declares the version trusted.
+
+Bytes in a planner's own format are an exception: the planner that reads them may execute code from them. They are
+returned only to a caller who declares the version trusted.
 """
 
 from __future__ import annotations

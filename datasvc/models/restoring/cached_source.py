@@ -101,15 +101,15 @@ class CachedSource:
             future = self._mapped.get(digest)
             if future is None:
                 # The first caller acquires the object outside of the lock; others wait for its future.
-                mine = self._mapped[digest] = Future[memoryview | None]()
+                new_future = self._mapped[digest] = Future[memoryview | None]()
         if future is not None:
             return future.result()
         try:
-            mine.set_result(self._acquire(self._infos[digest]))
+            new_future.set_result(self._acquire(self._infos[digest]))
         except BaseException as error:
-            mine.set_exception(error)
+            new_future.set_exception(error)
             raise
-        return mine.result()
+        return new_future.result()
 
     def _acquire(self, info: ObjectInfo) -> memoryview | None:
         """Acquire and map an object; None if the cache is full or no repository provides the object."""
@@ -150,15 +150,15 @@ class CachedSource:
                 return
             self._checked.add(digest)
             # The mapping of the bad file stays readable: its bytes show later which tensors were affected.
-            before = self._view(digest)
+            checked_view = self._view(digest)
             with self._lock:
                 acquired = self._mapped.pop(digest, None)
             if acquired is not None:
                 self._release(digest, acquired)
-            if before is not None and self._cache.check(digest) == "corrupt":
+            if checked_view is not None and self._cache.check(digest) == "corrupt":
                 where = f"the cache {self._cache.folder}"
                 reason = f"object {digest} in {where} was changed; it is in quarantine there"
-                self._direct.bad.add(digest, where, reason, content=before, intact=self._view(digest))
+                self._direct.bad.add(digest, where, reason, content=checked_view, intact=self._view(digest))
 
 
 def count_bytes(records: Iterable[TensorRecord]) -> Counter[Digest]:

@@ -31,14 +31,7 @@ if TYPE_CHECKING:
 class StoredCopies:
     """Reads the objects of a repository from the first place that has a good copy of each.
 
-    Args:
-        repository: repository that normally has the objects.
-        cache: the node's cache, or the folder of one that has a budget; tried first for tensors.
-        peers: peers for a cache that is given by its folder.
-        fallback: one or several other repositories, or their URLs, that may have copies; tried in this order.
-
-    Attributes:
-        direct: source over the repositories, without the cache.
+    Arguments as of `restore.restore`. `direct` is the source over the repositories, without the cache.
 
     Raises:
         ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.

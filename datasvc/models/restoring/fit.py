@@ -112,7 +112,7 @@ def plan_load(
         cast: whether dtypes may differ.
         are_equal: whether two tensors of the checkpoint have equal values; called for tied names.
     """
-    first = dict(tied or {})
+    first_names = dict(tied or {})
     mismatched = tuple(
         Mismatch(name, spec, found[name])
         for name, spec in expected.items()
@@ -120,10 +120,11 @@ def plan_load(
     )
     bad = {mismatch.name for mismatch in mismatched}
     # Tied names are one tensor of the model: two different values cannot both be loaded.
-    mismatched += tuple(_untied(expected, found, first, bad, are_equal))
+    mismatched += tuple(_untied(expected, found, first_names, bad, are_equal))
     bad = {mismatch.name for mismatch in mismatched}
-    given = {first.get(name, name) for name in expected if name in found and name not in bad}
-    loaded = tuple(name for name in expected if name not in bad and first.get(name, name) in given)
+    # The checkpoint needs only one name of a tied tensor: the others share its memory, and are loaded with it.
+    usable = {first_names.get(name, name) for name in expected if name in found and name not in bad}
+    loaded = tuple(name for name in expected if name not in bad and first_names.get(name, name) in usable)
     filled = set(loaded)
     return LoadReport(
         loaded,
@@ -136,15 +137,15 @@ def plan_load(
 def _untied(
     expected: Mapping[str, TensorSpec],
     found: Mapping[str, TensorSpec],
-    first: Mapping[str, str],
+    first_names: Mapping[str, str],
     bad: Container[str],
     are_equal: Callable[[str, str], bool],
 ) -> Iterator[Mismatch]:
     """Yield the tied names for which the checkpoint has another value than for the first of them."""
-    given: dict[str, str] = {}
+    usable: dict[str, str] = {}
     for name in expected:
         if name in found and name not in bad:
-            other = given.setdefault(first.get(name, name), name)
+            other = usable.setdefault(first_names.get(name, name), name)
             if other != name and not are_equal(other, name):
                 yield Mismatch(name, expected[name], found[name], other)
 

@@ -105,12 +105,12 @@ def load_version_into(
 
 def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the mapped name of each tensor below `prefix`, by stored name. Raises ConfigError: there are none."""
-    every = list(names)
+    all_names = list(names)
     stem = prefix.rstrip(".")
-    cut = len(f"{stem}.") if stem else 0
-    inner = {name: name[cut:] for name in every if is_below(name, prefix) and len(name) > cut}
-    if not inner and every:
-        tops = ", ".join(sorted({name.partition(".")[0] for name in every})[:10])
+    prefix_length = len(f"{stem}.") if stem else 0
+    inner = {name: name[prefix_length:] for name in all_names if is_below(name, prefix) and len(name) > prefix_length}
+    if not inner and all_names:
+        tops = ", ".join(sorted({name.partition(".")[0] for name in all_names})[:10])
         raise ConfigError(
             f"no tensor is below {prefix!r}; the state has: {tops}. Set prefix= to one of these, or to '' for all"
         )

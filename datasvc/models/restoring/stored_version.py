@@ -40,12 +40,8 @@ def read_version(
 ) -> StoredVersion:
     """Return the version that `ref` resolves to. Every restore uses this, so that trusted keys are always enforced.
 
-    Args:
-        repository: repository of the version.
-        ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
-        read: returns a verified object of at most the given size in bytes; default: `Objects.read` of the repository.
-        trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
-            files that `DATASVC_TRUSTED_KEYS` names.
+    `read` returns a verified object of at most the given size in bytes; default: `Objects.read` of the repository.
+    Other arguments as of `restore.restore`.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`, `signing_keys.trusted_keys`.

@@ -141,7 +141,7 @@ def _find_differing(channel: RankChannel, fingerprints: Mapping[str, int]) -> fr
 
     if channel.size == 1:
         return frozenset()
-    # One collective finds both ends: if all ranks have the same x, then max(x) == -max(-x).
+    # One collective gives the maximum and the minimum, -max(-x): they are equal if all ranks have the same x.
     values = torch.tensor(list(fingerprints.values()), dtype=torch.int64)
     largest = channel.all_reduce_max(torch.cat([values, -values]))
     is_different = largest[: len(values)] != -largest[len(values) :]

@@ -58,10 +58,10 @@ class SaveQueue:
         """
         check_process(self._pid)
         if self._overlap == "refuse" and self.is_busy:
-            before = self._under_way[0].handle.step
+            running_step = self._under_way[0].handle.step
             raise BusyError(
-                f"step {step} is not saved: the save of step {before} is still running; save less often, or use "
-                "overlap=queue"
+                f"step {step} is not saved: the save of step {running_step} is still running; save less often, or "
+                "use overlap=queue"
             )
 
     def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:

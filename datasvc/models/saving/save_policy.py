@@ -153,6 +153,7 @@ class SaveScheduler:
         step_s, self._last_end = ended - self._last_end, ended
         self._latest.append(step_s)
         self._add_cost(training_s=step_s)
+        # A write that ran at the start or at the end of the step may have slowed it.
         is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
         if not is_disturbed:
             self._undisturbed.append(step_s)
@@ -191,12 +192,14 @@ class SaveScheduler:
 
     @property
     def _disturbed_s(self) -> float:
+        """Seconds by which the last save has slowed the steps since its stall."""
         # A negative sum means that steps were faster, by chance or for another reason: it must not offset the stall.
         # Device copies are part of the slower steps, unless those steps were not measured: the larger one counts.
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
     def _unmeasured_copying_s(self) -> float:
+        """Seconds of device copies that are not yet part of slower steps."""
         return max(0.0, self._copied_s - max(0.0, self._slowed_s))
 
     def _record_slowdown(self, by_s: float) -> None:

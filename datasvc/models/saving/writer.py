@@ -35,14 +35,10 @@ if TYPE_CHECKING:
 class VersionWriter:
     """Writes the versions of one model one after the other, in the save thread.
 
-    Args:
-        repository: repository that stores the versions.
-        name: name of the model.
-        codec: see `store_tensors`.
-        channel: channel between the ranks that no other thread uses.
+    No other thread may use its `channel` between the ranks.
 
     Attributes:
-        newest: version that was committed or restored last; None: none.
+        newest: version that was committed or restored last; None: none yet.
     """
 
     def __init__(self, repository: Repository, name: str, codec: Codec, channel: RankChannel) -> None:

@@ -1,7 +1,8 @@
-"""Splits words into planes of their bytes and joins them again, optionally as differences to other words.
+"""Splits words into planes of their bytes and joins them again, or their differences to other words; for `codec`.
 
-All steps run on blocks that fit into the processor's caches. Arithmetic and casts of whole words use vector
-instructions, while copies of single bytes with a stride do not: up to words of four bytes arithmetic is faster.
+Plane 0 has the lowest byte of every word, plane 1 the next one. All steps run on blocks that fit into the processor's
+caches. Arithmetic and casts of whole words use vector instructions, while copies of single bytes with a stride do
+not: up to words of four bytes arithmetic is faster.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -
     words = content.view(_UNSIGNED[word])
     planes = np.empty((word, words.size), np.uint8)
     for start in range(0, words.size, _BLOCK_WORDS):
-        place = slice(start, start + _BLOCK_WORDS)
-        block = words[place]
+        span = slice(start, start + _BLOCK_WORDS)
+        block = words[span]
         if encoding != "planes":
             assert base is not None, encoding
-            block = _subtract(block, base.view(_UNSIGNED[word])[place], encoding)
+            block = _subtract(block, base.view(_UNSIGNED[word])[span], encoding)
         if word > _WIDEST_MULTIPLIED:
-            planes[:, place] = block.view(np.uint8).reshape(-1, word).T
+            planes[:, span] = block.view(np.uint8).reshape(-1, word).T
             continue
         for number, plane in enumerate(planes):
-            plane[place] = block >> (8 * number) if number else block
+            plane[span] = block >> (8 * number) if number else block
     return planes
 
 

@@ -128,7 +128,7 @@ def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[st
         rule = NameRule(old, new)
         if not any(map(rule.matches, mapped.values())):
             raise ConfigError(f"the name map {old}={new} matches no tensor; {_nearest(old, list(mapped.values()))}")
-        mapped = {name: rule.apply(now) for name, now in mapped.items()}
+        mapped = {name: rule.apply(current) for name, current in mapped.items()}
     _check_distinct(mapped)
     return mapped
 

@@ -25,7 +25,7 @@ _LOG_FIELDS: Final = frozenset({"format", "commit", "created", "checksum"})
 
 
 class TargetLogs:
-    """Logs of the target repository. Each entry is read once; only new entries are read later.
+    """Logs of the target repository, and the entries of the source. Each entry is read once.
 
     Args:
         source: repository to copy from.
