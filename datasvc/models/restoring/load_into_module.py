@@ -1,4 +1,7 @@
-"""Loads tensors of a checkpoint into a torch module: all that fit or none, with a report of the differences."""
+"""Loads tensors of a checkpoint into a torch module, with a report of the differences.
+
+All names, dtypes and shapes are compared before a tensor is changed. After an error the module has its old values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report of a restore: duration, origin of the bytes, and bad copies."""
+"""Report of a restore, for `Checkpoint.report` and `DcpReader.report`: duration, origin of the bytes, bad copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state that one rank saves, flattened into named tensors and a skeleton, and checked before it is copied."""
+"""Flattens the state that one rank saves into named tensors and a JSON skeleton, and checks that both can be stored.
+
+The check comes before the copy: a state that cannot be stored is an error of `save`, not of the background write.
+"""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class VersionWriter:
         error: Exception | None = None
         try:
             state = _finish_copies(task)
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
@@ -83,13 +83,13 @@ class VersionWriter:
                 base_tensors=self._base_tensors,
                 codec=self._codec,
             )
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         parts = gather_parts(channel, part, error)
         try:
             if channel.rank == 0:
                 version = self._commit(join_parts(state, parts), task)
-        except Exception as failure:  # noqa: BLE001
+        except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         version = share_outcome(channel, version, error)
         self._trusts_base = True
@@ -102,6 +102,7 @@ class VersionWriter:
         self._base_tensors = {}
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
+        # Determined by the save thread: at the call of `save`, an earlier save may still have been queued.
         return metadata.parent or (None if self.newest is None else str(self.newest))
 
     def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:

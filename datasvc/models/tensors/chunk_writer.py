@@ -1,7 +1,7 @@
-"""Writes chunks, for `write`: references the bytes of a chunk that is stored, else stores its smallest encoding.
+"""Writes the chunks of a save, for `write`: each in its smallest encoding, unless its bytes are stored already.
 
-A chunk is stored if the version before, a raw object or the deduplication index has its bytes. Encoded chunks
-of `OWN_OBJECT_BYTES` or more become objects of their own; smaller ones of a save are packed into few objects.
+They are if the version before, a raw object or the deduplication index has them. Encoded chunks of `OWN_OBJECT_BYTES`
+or more become objects of their own; smaller ones of a save are packed into few objects.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     converted = tensor.to(dtype)
     if converted is tensor or not (tensor.dtype.is_floating_point and dtype.is_floating_point):
         return converted
-    # Eight-bit dtypes without infinities have NaN for numbers that are too large.
+    # Not only infinities: eight-bit dtypes without them have NaN for numbers that are too large.
     num = int((_isfinite(tensor) & ~_isfinite(converted)).sum())
     if num:
         raise ConfigError(
@@ -117,4 +117,5 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
+    # torch has no `isfinite` for eight-bit dtypes.
     return torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor)

@@ -89,6 +89,7 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
+    # Counted per occurrence: an untrusted file may refer to one list very often.
     tensors.nodes_left -= 1
     if tensors.nodes_left < 0 or (tensors.nodes_left < math.inf and len(path) > _MAX_PATH):
         raise ConfigError(f"the state has too many values or too long names, at {path[:60]}...")

@@ -55,7 +55,7 @@ class VersionMetadata:
 def check_step(step: Any) -> int:
     """Return `step` as an int. Raises ConfigError: it is not an integer from 0 to 2**63 - 1."""
     try:
-        # `operator.index` accepts booleans, which are no numbers of steps.
+        # `operator.index` also accepts booleans, which are not a number of steps.
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1
