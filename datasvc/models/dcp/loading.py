@@ -67,7 +67,7 @@ def load_items(
     began_s = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
-    # The planner's own tensors: reads write into their memory.
+    # The planner's own tensors, which reads fill in place; detached, because autograd forbids that for parameters.
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
     in_values = _find_tensors_in_values(stored, value_items)

@@ -131,11 +131,13 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     }
     state = unflatten(skeleton, placeholders)
     try:
+        # torch's own function: the keys must be those that its default planner computes at the load.
         flat, paths = flatten_state_dict(state)
     except (ValueError, AttributeError) as error:
         raise ConfigError(
             f"{version} has no keys that a planner can use: {error}; use datasvc.models.restore"
         ) from error
+    # By identity: flattening keeps the tensor objects, but not their names.
     names_by_id = {id(tensor): name for name, tensor in placeholders.items()}
     names = {key: names_by_id[id(value)] for key, value in flat.items() if isinstance(value, torch.Tensor)}
     stored: dict[str, Any] = {
@@ -152,6 +154,7 @@ def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord],
     stored.update({str(key): BytesStorageMetadata() for key in described["values"]})
     planner_data = check_paths(unflatten(described["planner_data"], {}))
     if planner_data is not None:
+        # Only keys with a stored value: a planner builds a tree from these paths.
         planner_data = {key: path for key, path in planner_data.items() if key in stored}
         check_reach(skeleton, planner_data.values())
     metadata = Metadata(

@@ -61,6 +61,7 @@ class StoredCopies:
         """Open a source for the bytes of tensors; each chunk of `records` is then read once."""
         if self._cache is None:
             yield self.direct
+            # Without a cache all planned bytes are read directly; after an error there is no report.
             self._bytes_by_origin[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:

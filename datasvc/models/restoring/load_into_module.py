@@ -167,6 +167,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in old.items():
                 current[name].copy_(value)
+        # Errors of torch and of hooks; others, such as an interrupt, keep their type.
         if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):
             raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
         raise
@@ -209,6 +210,7 @@ def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, 
         expected[name] = spec_of(value)
         if not value.numel():
             continue
+        # Tied names have the same elements of the same memory.
         memory = (value.device, value.data_ptr(), tuple(value.shape), value.stride())
         if first_names.setdefault(memory, name) != name:
             tied[name] = first_names[memory]

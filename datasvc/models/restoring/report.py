@@ -119,6 +119,7 @@ def _differing(content: Content, intact: Content) -> Integers | None:
 
 def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
     """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
+    # A wrong offset is inside a link if its two ends have different places in the sorted offsets.
     names = (
         name
         for name, link in links

@@ -117,5 +117,5 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _isfinite(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    # torch has no `isfinite` for eight-bit dtypes.
+    # torch has no `isfinite` for float8_e4m3fn.
     return torch.isfinite(tensor.float() if tensor.itemsize == 1 else tensor)

@@ -80,6 +80,7 @@ def _check_metrics(metrics: Any) -> dict[str, float] | None:
     for name, value in metrics.items():
         try:
             checked[str(name)] = float(value)
+        # RuntimeError: a complex tensor, or one without data.
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(f"metric {name!r} is {str(value)[:80]!r}; expected a number ({error})") from error
     return checked
