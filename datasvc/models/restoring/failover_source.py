@@ -28,16 +28,15 @@ class FailoverSource:
 
     Args:
         places: objects of the repositories, nearest first; at least one.
-        bad: collects the bad copies.
 
     Attributes:
         bad: collects the bad copies.
         is_near: whether the first place is on this machine, see `NearSource`.
     """
 
-    def __init__(self, places: Sequence[Objects], bad: BadCopies | None = None) -> None:
+    def __init__(self, places: Sequence[Objects]) -> None:
         assert places
-        self.bad = bad or BadCopies()
+        self.bad = BadCopies()
         self._places = tuple(places)
         self.is_near = places[0].is_near
         self._bad_places: dict[tuple[int, Digest], DatasvcError] = {}

@@ -66,7 +66,6 @@ def store_tensors(
     tensors: Mapping[str, torch.Tensor],
     *,
     base: Sequence[TensorRecord] = (),
-    base_tensors: Mapping[str, torch.Tensor] | None = None,
     codec: Codec = "delta",
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress = NO_PROGRESS,
@@ -77,7 +76,6 @@ def store_tensors(
         objects: objects of the repository.
         tensors: dense tensors by name, on any device; they must not change during the call.
         base: records of the version before; chunks are stored as differences to its chunks.
-        base_tensors: tensors in memory that may equal those of `base`: where their digests match, `base` is not read.
         codec: "none" stores raw bytes, "planes" byte planes where these are smaller, "delta" differences too.
         chunk_bytes: largest size of a chunk in bytes.
         progress: counts the bytes of each chunk that was stored.
@@ -94,7 +92,6 @@ def store_tensors(
         objects,
         whole_blocks(tensors),
         base=base,
-        base_tensors=whole_blocks(base_tensors or {}),
         codec=codec,
         chunk_bytes=chunk_bytes,
         progress=progress,
@@ -122,8 +119,9 @@ def store_chunks(
 ) -> StoredChunks:
     """Store blocks of tensors, as one rank of a sharded save does; large blocks are split into chunks.
 
-    Arguments and errors are those of `store_tensors`. The caller joins the chunks of all ranks with
-    `tensor_table.join_chunks`, as only it has the shapes of whole tensors. A block without elements gives no chunk.
+    Arguments and errors as of `store_tensors`. `base_tensors` in memory may equal those of `base`: where their digests
+    match, `base` is not read. The caller joins the chunks of all ranks with `tensor_table.join_chunks`, as only it has
+    the shapes of whole tensors. A block without elements gives no chunk.
     """
     if codec not in CODECS:
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")

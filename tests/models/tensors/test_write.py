@@ -15,7 +15,7 @@ from datasvc.models.tensors.dedup_index import find_chain, pointer_path
 from datasvc.models.tensors.dtypes import bytes_of
 from datasvc.models.tensors.read import load_chunk, load_tensors, load_window
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, ChainLink, Chunk, TensorRecord, join_chunks
-from datasvc.models.tensors.write import TensorBlock, store_chunks, store_tensors
+from datasvc.models.tensors.write import TensorBlock, store_chunks, store_tensors, whole_blocks
 from datasvc.repository import Objects, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
 from datasvc.repository.objects.objects import digest_of
@@ -279,10 +279,11 @@ def test_a_base_in_memory_is_used_in_place_of_a_read_and_only_where_it_is_the_ba
     base = store_tensors(objects, {"w": first})
     for path in files(objects):
         path.write_bytes(b"\0" * path.stat().st_size)  # of the same size: it seems to be there
-    with_held = store_tensors(objects, {"w": second}, base=base.records, base_tensors={"w": first})
-    assert len(chain_of(with_held)) == 2
-    with_another = store_tensors(objects, {"w": later(second)}, base=base.records, base_tensors={"w": second})
-    assert len(chain_of(with_another)) == 1
+    for state, in_memory, num_links in ((second, first, 2), (later(second), second, 1)):
+        ((_, chunk),) = store_chunks(
+            objects, whole_blocks({"w": state}), base=base.records, base_tensors=whole_blocks({"w": in_memory})
+        ).chunks
+        assert len(chunk.chain) == num_links
 
 
 def test_nan_and_infinities_are_counted(objects):
