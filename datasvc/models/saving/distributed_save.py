@@ -20,9 +20,9 @@ from datasvc.models.saving.partition import partition_writes
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.models.tensors.chunks import Shape, slices
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
-from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, join_chunks
+from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
-from datasvc.repository import Digest, Objects, Resolved
+from datasvc.repository import Objects, Resolved
 from datasvc.repository.objects.objects import digest_of
 
 if TYPE_CHECKING:
@@ -46,22 +46,16 @@ class RankWrites:
 
     def encode(self) -> bytes:
         """Return the message for rank 0."""
-        rows = [
-            [name, chunk.start, chunk.shape, chunk.digest, [list(vars(link).values()) for link in chunk.chain]]
-            for name, chunk in self.chunks
-        ]
+        chunks = [[name, chunk.to_json()] for name, chunk in self.chunks]
         return json.dumps(
-            [rows, self.rank_tensors, self.rank_skeleton, self.new_bytes, dict(self.num_nonfinite)]
+            [chunks, self.rank_tensors, self.rank_skeleton, self.new_bytes, dict(self.num_nonfinite)]
         ).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> RankWrites:
         """Return the content of an `encode` result."""
         rows, rank_tensors, rank_skeleton, new_bytes, num_nonfinite = json.loads(raw)
-        chunks = [
-            (name, Chunk(tuple(start), tuple(shape), Digest(digest), tuple(ChainLink(*link) for link in chain)))
-            for name, start, shape, digest, chain in rows
-        ]
+        chunks = [(name, Chunk.from_json(chunk)) for name, chunk in rows]
         dtypes_and_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in rank_tensors.items()}
         return cls(chunks, dtypes_and_shapes, rank_skeleton, new_bytes, num_nonfinite)
 

@@ -109,17 +109,12 @@ class VersionWriter:
         """Return the records of the version to which the tensors of this save are stored as differences."""
         parent = self._parent(metadata)
         # Cached records are valid while their version exists: its removal may delete the objects that they name.
-        if parent is not None and self._records[0] == parent and self._exists(parent):
-            return self._records[1]
+        if parent is not None and self._records[0] == parent:
+            with suppress(NotFoundError):
+                self._repository.resolve("models", parent)
+                return self._records[1]
         self._records = ("", ())
         return base_records(self._repository, self._name, parent)
-
-    def _exists(self, version: str) -> bool:
-        try:
-            self._repository.resolve("models", version)
-        except NotFoundError:
-            return False
-        return True
 
     def _commit(self, stored: StoredState, task: SaveTask) -> Resolved:
         duration = {"stall_s": task.handle.stall_s, "total_s": time.perf_counter() - task.began_s}

@@ -119,9 +119,9 @@ def store_chunks(
 ) -> StoredChunks:
     """Store blocks of tensors, as one rank of a sharded save does; large blocks are split into chunks.
 
-    Arguments and errors as of `store_tensors`. `base_tensors` in memory may equal those of `base`: where their digests
-    match, `base` is not read. The caller joins the chunks of all ranks with `tensor_table.join_chunks`, as only it has
-    the shapes of whole tensors. A block without elements gives no chunk.
+    Arguments and errors as of `store_tensors`. `base_tensors` in memory may equal those of `base`: where their
+    digests match, `base` is not read. The caller joins the chunks of all ranks with `tensor_table.join_chunks`, as
+    only it has the shapes of whole tensors. A block without elements gives no chunk.
     """
     if codec not in CODECS:
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
