@@ -140,9 +140,10 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     # By identity: flattening keeps the tensor objects, but not their names.
     names_by_id = {id(tensor): name for name, tensor in placeholders.items()}
     names = {key: names_by_id[id(value)] for key, value in flat.items() if isinstance(value, torch.Tensor)}
-    stored: dict[str, Any] = {
-        key: _whole_tensor(records[names[key]]) if key in names else BytesStorageMetadata() for key in flat
-    }
+    stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat}
+    for key, name in names.items():
+        shape = records[name].shape
+        stored[key] = _tensor_metadata(records[name], [((0,) * len(shape), shape)])
     return Sharding(Metadata(stored, planner_data=paths, storage_meta=StorageMeta()), names, paths)
 
 
@@ -182,27 +183,21 @@ def _decode_tensor(described: Mapping[str, Any], record: TensorRecord) -> Tensor
     # Elements that no chunk covers would keep their old values in the caller's tensor without an error.
     if not is_tiling(record.shape, [box for box in boxes if math.prod(box[1])]):
         raise ValueError(f"the chunks of {record.name!r} do not cover each element exactly once")
+    return _tensor_metadata(
+        record,
+        boxes,
+        requires_grad=bool(described["requires_grad"]),
+        memory_format=_MEMORY_FORMATS[described["memory_format"]],
+        pin_memory=bool(described["pin_memory"]),
+    )
+
+
+def _tensor_metadata(record: TensorRecord, boxes: Iterable[Box], **properties: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(
-        TensorProperties(
-            dtype=getattr(torch, record.dtype),
-            requires_grad=bool(described["requires_grad"]),
-            memory_format=_MEMORY_FORMATS[described["memory_format"]],
-            pin_memory=bool(described["pin_memory"]),
-        ),
+        TensorProperties(dtype=getattr(torch, record.dtype), **properties),
         torch.Size(record.shape),
-        [_chunk(box) for box in boxes],
+        [ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, shape in boxes],
     )
-
-
-def _whole_tensor(record: TensorRecord) -> TensorStorageMetadata:
-    chunk = _chunk(((0,) * len(record.shape), record.shape))
-    return TensorStorageMetadata(
-        TensorProperties(dtype=getattr(torch, record.dtype)), torch.Size(record.shape), [chunk]
-    )
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
 
 
 def _sizes(numbers: Iterable[Any]) -> tuple[int, ...]:
