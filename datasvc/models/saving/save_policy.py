@@ -92,12 +92,13 @@ def parse_policy(every: int | str | None, max_stall: float | str | None) -> Save
     Raises:
         ConfigError: a value is not in one of these forms or out of range.
     """
-    share = max_stall
     if isinstance(max_stall, str):
         percentage = _SHARE.fullmatch(max_stall.strip())
         if percentage is None:
             raise ConfigError(f"{max_stall!r} is not a valid share; write a percentage such as 3%")
-        share = float(percentage[1]) / 100
+        share: float | None = float(percentage[1]) / 100
+    else:
+        share = max_stall
     if share is not None and not 0 < share < 1:
         raise ConfigError(f"max_stall is {max_stall!r}; expected a share of the training's time, '3%' or 0.03")
     steps = _STEPS.fullmatch(every.strip()) if isinstance(every, str) else None
