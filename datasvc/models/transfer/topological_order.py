@@ -60,9 +60,10 @@ def _parents(
     repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
 ) -> list[Resolved]:
     parents = []
-    for name, number in filter(
-        None, map(parse_version, ModelVersion(version.name, version.version, (), entry).parents)
-    ):
+    references = ModelVersion(version.name, version.version, (), entry).parents
+    # References without a version number are left out.
+    for name, number in filter(None, map(parse_version, references)):
+        # List the living versions of a model once, not for each version.
         if name not in living:
             living[name] = frozenset(repository.living("models", name))
         if number in living[name]:

@@ -71,7 +71,7 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
         repository.storage.create(path, encode_entry(content))
     except ConflictError as error:
         # A valid signature by this key may exist already: then there is nothing to do.
-        if _find(repository, version, key.public, message) is not None:
+        if _find_fault(repository, version, key.public, message) is not None:
             raise ConflictError(
                 f"{location} exists and is not a signature of {version} by this key; remove that file"
             ) from error
@@ -88,17 +88,17 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
     message = signed_message(version, entry.content)
     reasons = []
     for key in keys:
-        reason = _find(repository, version, key, message)
-        if reason is None:
+        fault = _find_fault(repository, version, key, message)
+        if fault is None:
             return Signature(str(version), key.id, repository.storage.location(_path(version, key)))
-        reasons.append(f"{key.id} ({key.source}): {reason}")
+        reasons.append(f"{key.id} ({key.source}): {fault}")
     raise CorruptDataError(
         f"{version} is not trusted. By key {'; by key '.join(reasons) or '- none is trusted'}. Check where it "
         f"comes from; a trusted key holder can sign it: datasvc models sign {version} --key FILE"
     )
 
 
-def _find(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
+def _find_fault(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
     """Return why there is no valid signature of `message` by `key`; None if there is one."""
     try:
         return repository.storage.read_checked(
