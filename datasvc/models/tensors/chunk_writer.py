@@ -114,8 +114,8 @@ class ChunkWriter:
     def store(self, block: TensorBlock) -> Digest:
         """Store a block as one chunk, unless an equal one was stored or is being stored; return its digest."""
         content = bytes_of(block.tensor)
-        digest = digest_of(content.data)
-        num_nonfinite = count_nonfinite(content, dtype_name(block.tensor))
+        digest, dtype = digest_of(content.data), dtype_name(block.tensor)
+        num_nonfinite = count_nonfinite(content, dtype)
         with self._lock:
             # Counted for every tensor, also if another tensor has stored an equal chunk.
             self.num_nonfinite[block.name] += num_nonfinite
@@ -127,7 +127,7 @@ class ChunkWriter:
             if chain is not None:
                 self._chains[digest] = chain
             else:
-                self._write(digest, *self._encode(block, content))
+                self._write(digest, *self._encode(block, dtype, content))
         self._progress.advance(content.size)
         return digest
 
@@ -164,12 +164,14 @@ class ChunkWriter:
             return (ChainLink(digest, size, 0, size, "raw"),)
         return find_chain(self._objects, digest, size)
 
-    def _encode(self, block: TensorBlock, content: Bytes) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
+    def _encode(
+        self, block: TensorBlock, dtype: str, content: Bytes
+    ) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
         """Return the smallest encoding of a block: the links that it continues, its name and the encoded bytes."""
         if self._codec == "none":
             return (), "raw", content.data
-        word = planes.word_bytes(dtype_name(block.tensor))
-        base = self._base_of(block, content.size)
+        word = planes.word_bytes(dtype)
+        base = self._base_of(block, dtype, content.size) if self._codec == "delta" and self._base_chunks else None
         trials = planes.try_encodings(content, word, base[1] if base else None)
         if base:
             chunk, base_content = base
@@ -190,11 +192,11 @@ class ChunkWriter:
                 return (), "planes", stored
         return (), "raw", content.data
 
-    def _base_of(self, block: TensorBlock, size: int) -> tuple[Chunk, Bytes] | None:
+    def _base_of(self, block: TensorBlock, dtype: str, size: int) -> tuple[Chunk, Bytes] | None:
         """Return the base chunk of a block and its bytes; None if a difference to it cannot be stored."""
         key = block.key
         chunk = self._base_chunks.get(key)
-        if self._codec != "delta" or chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
+        if chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
             return None
         if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
             # Too costly for a reader, however small the difference is.
@@ -205,7 +207,6 @@ class ChunkWriter:
             content = bytes_of(base_block.tensor).copy()
             if digest_of(content.data) == chunk.digest:
                 return chunk, content
-        dtype = dtype_name(block.tensor)
         try:
             base_chunk = load_chunk(self._objects, dtype, chunk, name=block.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):

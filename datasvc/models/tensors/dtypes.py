@@ -64,11 +64,6 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether bytes can be written into the tensor's memory in row-major order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def tensor_of(content: Bytes, dtype: str, shape: Shape) -> torch.Tensor:
     """Return a tensor that shares the memory of `content`."""
     import torch

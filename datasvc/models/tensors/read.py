@@ -13,7 +13,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches, is_near
 from datasvc.models.tensors.chunks import Box, Shape, intersect, is_inside, slices
 from datasvc.models.tensors.codec import Decoders
-from datasvc.models.tensors.dtypes import bytes_of, dtype_name, is_plain, tensor_of
+from datasvc.models.tensors.dtypes import bytes_of, dtype_name, tensor_of
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
@@ -50,9 +50,11 @@ class ChunkRead:
     def direct_target(self) -> torch.Tensor | None:
         """The view, if there is only one, it takes the whole chunk, and its memory can be read into; else None."""
         (target, box), *others = self.targets
-        if others or box != self.chunk.box or dtype_name(target) != self.record.dtype or not is_plain(target):
+        if others or box[1] != self.chunk.shape or dtype_name(target) != self.record.dtype:
             return None
-        return target
+        # Chunks are in row-major order, in the memory of the CPU.
+        is_plain = target.device.type == "cpu" and target.is_contiguous()
+        return target if is_plain and not (target.is_conj() or target.is_neg()) else None
 
 
 def load_tensors(
