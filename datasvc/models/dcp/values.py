@@ -123,7 +123,7 @@ def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
     """Return the value of a byte item, and whether it is bytes in the planner's own format."""
     kind = type(planner)
     # Such a planner would only pickle the value: take the value itself.
-    if isinstance(planner, DefaultSavePlanner) and _keeps_values(kind):
+    if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):
         return planner.lookup_object(item.index), False
     resolved = planner.resolve_data(item)
     if not isinstance(resolved, io.BytesIO):

@@ -210,7 +210,7 @@ def test_a_difference_to_a_copy_that_is_overwritten_meanwhile_restores_all_the_s
 def test_an_overlap_may_be_refused(repo, gate):
     with repo.models.manager("m", overlap="refuse") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
-        with pytest.raises(BusyError, match="the save of step 1 goes on"):
+        with pytest.raises(BusyError, match="the save of step 1 is still running"):
             model.save({"w": torch.ones(50_000)}, step=2)
         gate.is_open.set()
         model.wait()

@@ -85,7 +85,7 @@ def test_an_overlap_that_is_refused_says_which_save_goes_on():
     saver, gate = SaveQueue(write, limit=2, overlap="refuse"), threading.Event()
     saver.check(10)
     submit(saver, 10, lambda: gate.wait() and version(1))
-    with pytest.raises(BusyError, match="step 20 is not saved: the save of step 10 goes on"):
+    with pytest.raises(BusyError, match="step 20 is not saved: the save of step 10 is still running"):
         saver.check(20)
     gate.set()
     saver.wait()
@@ -163,7 +163,7 @@ def test_waiting_for_a_save_has_an_end():
     handle = submit(saver, 10, lambda: gate.wait() and version(1))
     with pytest.raises(UnavailableError, match=r"step 10 has not ended within 0.01 s, and continues"):
         handle.result(timeout=0.01)
-    with pytest.raises(UnavailableError, match="goes on"):
+    with pytest.raises(UnavailableError, match="and continues"):
         saver.wait(0.01)
     gate.set()
     assert handle.result() == version(1)
