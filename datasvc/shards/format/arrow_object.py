@@ -1,4 +1,7 @@
-"""Encoding of small objects that hold one Arrow table, such as sample indexes and deletions."""
+"""Encoding of objects that hold one Arrow table: shard tables, sample indexes, deletions.
+
+Equal tables give equal bytes, so that equal objects have one digest and are stored once.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,26 @@ from datasvc.errors import ConfigError, CorruptDataError
 
 
 def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> bytes:
-    """Return a table as an Arrow IPC file; equal tables give equal bytes.
-
-    Args:
-        table: the table.
-        metadata: metadata of its first record batch, if the table has rows. Schema metadata would be stored twice.
-    """
+    """Return a table as an Arrow IPC file, with `metadata` for its record batch if the table has rows."""
     sink = pa.BufferOutputStream()
-    # One chunk, whatever chunks the table has, so that equal tables give equal bytes.
+    # A file has a record batch per chunk: with other chunks, an equal table would give other bytes.
     combined = table.combine_chunks()
     with pa.ipc.new_file(sink, combined.schema) as file:
         for batch in combined.to_batches():
+            # Arrow stores the metadata of a schema twice, in the header and in the footer; that of a batch, once.
             file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def decode_metadata(content: bytes) -> dict[bytes, bytes]:
-    """Return the metadata that `encode_table` stored. `content` must be readable for `decode_table`."""
+    """Return the `metadata` that `encode_table` wrote. `content` must be readable for `decode_table`."""
     file = pa.ipc.open_file(pa.py_buffer(content))
     metadata = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
     return dict(metadata or {})
 
 
 def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, latest: int) -> pa.Table:
-    """Return the table that `encode_table` stored.
+    """Return the table that `encode_table` wrote.
 
     Args:
         content: the bytes of the object.

@@ -1,7 +1,7 @@
-"""Buffer for the blobs or texts of one column of the record batch that is being written, reused for every batch.
+"""Buffer that collects the blobs or texts of one column of a record batch, reused for every batch of a shard.
 
-Allocation of new memory takes longer than the copy of a blob. A blob that is read directly into the buffer is not
-copied at all.
+The buffer is reused because allocation of new memory takes longer than the copy of a blob. A blob that is read from
+its file directly into the buffer is not copied at all.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from datasvc.shards.format.schema import offset_dtype
+
 
 class BlobColumn:
-    """The bytes of one column in a buffer that grows as needed and never shrinks.
-
-    Args:
-        initial_bytes: initial size of the buffer.
-    """
+    """The bytes of one column in a buffer of `initial_bytes`, which grows as needed and never shrinks."""
 
     def __init__(self, initial_bytes: int) -> None:
         self._buffer = np.empty(initial_bytes, np.uint8)
@@ -62,10 +60,10 @@ class BlobColumn:
     def take(self, data_type: pa.DataType) -> pa.Array:
         """Return the blobs as an array, which is valid until the next `append`, and start an empty column."""
         count = len(self._offsets) - 1
-        is_large = pa.types.is_large_binary(data_type) or pa.types.is_large_string(data_type)
-        offsets = pa.py_buffer(np.array(self._offsets, np.int64 if is_large else np.int32))
+        offsets = pa.py_buffer(np.array(self._offsets, offset_dtype(data_type)))
         content = pa.py_buffer(self._buffer[: self._offsets[-1]])
         array = pa.Array.from_buffers(data_type, count, [_validity(count, self._nulls), offsets, content])
+        # The memory stays for the next batch; Arrow wrote this one before the next `append`.
         self._offsets, self._nulls, self._reserved = [0], [], None
         return array
 

@@ -18,17 +18,18 @@ from functools import cache
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob, offset_dtype
 
 DIGEST_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("<q")
 
 
 def digest_blob(blob: Any) -> bytes:
-    """Return the digest of one blob: a buffer of bytes."""
+    """Return the digest of one blob, any buffer of bytes."""
     return xxh3_128_digest(blob)
 
 
@@ -92,8 +93,8 @@ def _digest_parts(name: str, digests: Sequence[bytes | None]) -> list[bytes]:
 
 
 def _value_parts(name: str, encoded: Sequence[bytes | None]) -> list[bytes]:
-    prefix, pack = _prefix(name), _LENGTH.pack
-    return [b"" if value is None else prefix + pack(len(value)) + value for value in encoded]
+    prefix = _prefix(name)
+    return [b"" if value is None else prefix + _sized(value) for value in encoded]
 
 
 def encode_value(value: Any) -> bytes | None:
@@ -119,23 +120,26 @@ def encode_value(value: Any) -> bytes | None:
     return b"o" + str(value).encode()  # dates, times and decimals have a unique text form
 
 
-class BlobViews:
-    """The values of an array of blobs or text, as views of their bytes.
+def value_offsets(column: pa.Array) -> npt.NDArray[Any]:
+    """Return the offsets of an Arrow array of blobs, texts, lists or maps, as a view: `int[n + 1]`."""
+    if not len(column):
+        return np.zeros(1, np.int64)  # Arrow may omit the buffers of an empty array
+    offsets = np.frombuffer(column.buffers()[1], offset_dtype(column.type))
+    return offsets[column.offset : column.offset + len(column) + 1]
 
-    Args:
-        column: binary or text; it must outlive the views.
-    """
+
+def joined_bytes(column: pa.Array) -> npt.NDArray[np.uint8]:
+    """Return the bytes of all values of an Arrow array of blobs or texts, as a view; see `value_offsets`."""
+    return np.frombuffer(column.buffers()[2] or b"", np.uint8)
+
+
+class BlobViews:
+    """The values of an array of blobs or texts as views of their bytes; the array must outlive the views."""
 
     def __init__(self, column: pa.Array) -> None:
-        _, offsets, content = column.buffers() if len(column) else (None, None, None)
-        is_large = pa.types.is_large_binary(column.type) or pa.types.is_large_string(column.type)
-        stops = np.frombuffer(offsets or b"\0" * 8, np.int64 if is_large else np.int32)
         # A view of Arrow's offsets: a list of Python numbers would take five times as much memory.
-        self._stops = stops[column.offset : column.offset + len(column) + 1].data
-        content_bytes = (
-            np.frombuffer(content, np.uint8) if content is not None and content.size else np.empty(0, np.uint8)
-        )
-        self._content = content_bytes.data
+        self._stops = value_offsets(column).data
+        self._content = joined_bytes(column).data
         is_null = ~column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else np.empty(0)
         self._nulls = frozenset(np.flatnonzero(is_null).tolist())
 
@@ -151,14 +155,10 @@ def blob_views(column: pa.Array) -> list[memoryview | None]:
 
 
 def _encode_column(column: pa.Array) -> list[bytes | None]:
-    values = column.to_numpy().tolist() if _is_plain(column) else column.to_pylist()
-    return [encode_value(value) for value in values]
-
-
-def _is_plain(column: pa.Array) -> bool:
-    """Return whether NumPy gives the same Python values as Arrow; NumPy is faster."""
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-    return bool(is_number and column.null_count == 0)
+    # For numbers without null, NumPy gives the same Python values as Arrow, and faster.
+    values = column.to_numpy().tolist() if is_number and not column.null_count else column.to_pylist()
+    return [encode_value(value) for value in values]
 
 
 def _payload(blobs: Sequence[bytes], sample: bytes) -> bytes:

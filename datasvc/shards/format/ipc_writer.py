@@ -1,7 +1,7 @@
-"""Writer of Arrow IPC files that records the position of every record batch in the file.
+"""Writer of Arrow IPC files that records the layout of the file: the position of every record batch and its blobs.
 
-Nothing is read again or copied for that: Arrow writes a file in small chunks, and the chunks that hold blobs are
-recognised by their memory address.
+The file is not read again for that, and nothing is copied: Arrow writes a file in small chunks, and the chunks that
+hold blobs are recognised by their memory address.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ def describe_batch(
 
 
 class _ChunkRecorder:
-    """The file object that Arrow writes to: forwards chunks to the sink, and keeps them until they are taken."""
+    """The file object that Arrow writes to: forwards chunks to the sink, and keeps them until `take` returns them."""
 
-    closed = False
+    closed = False  # Arrow reads this attribute
 
     def __init__(self, sink: ByteSink) -> None:
         self._sink = sink
@@ -128,7 +128,6 @@ class _ChunkRecorder:
         return view.nbytes
 
     def take(self) -> list[Chunk]:
-        """Return the chunks written since the last call."""
         chunks, self._kept = self._kept, []
         return chunks
 

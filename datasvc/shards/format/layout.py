@@ -1,13 +1,13 @@
 """Layout of a shard's file: the positions of its record batches, for reading samples before the shard is complete.
 
-For most record batches, the *frame* is stored: the encapsulated IPC message without the bytes of its blobs. A reader
-then needs only the blobs themselves, which it reads one by one and verifies by the payload digests of the sample
-index. If the frame is a large part of the message, as for text, a digest of the whole message is stored instead.
+The sample index contains the layout. Of most record batches, the layout has the *frame*: the encapsulated IPC message
+without the bytes of its blobs. A reader then fetches single blobs, and verifies them by the payload digests of the
+sample index. If the frame is a large part of the message, as for text, it has a digest of the whole message instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import pyarrow as pa
@@ -31,7 +31,7 @@ _COLUMNS = pa.schema(
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A range of bytes."""
+    """A range of bytes of a file or of a message."""
 
     offset: int
     length: int
@@ -77,7 +77,7 @@ class ShardLayout:
                 "samples": batch.num_samples,
                 "digest": batch.digest,
                 "frame": batch.frame,
-                "blobs": [{"offset": span.offset, "length": span.length} for span in batch.blobs],
+                "blobs": [asdict(span) for span in batch.blobs],
             }
             for batch in self.batches
         ]
@@ -110,7 +110,6 @@ def _decode_batch(row: dict[str, Any]) -> BatchLayout:
     # Without either, the bytes of the batch could not be verified.
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
-    spans = tuple(ByteRange(span["offset"], span["length"]) for span in row["blobs"])
-    return BatchLayout(
-        ByteRange(row["offset"], row["length"]), row["samples"], digest=row["digest"], frame=row["frame"], blobs=spans
-    )
+    message = ByteRange(row["offset"], row["length"])
+    blobs = tuple(ByteRange(**span) for span in row["blobs"])
+    return BatchLayout(message, row["samples"], digest=row["digest"], frame=row["frame"], blobs=blobs)

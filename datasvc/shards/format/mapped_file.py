@@ -1,4 +1,4 @@
-"""Local files that are mapped into memory, and can also be read without accessing the mapping."""
+"""Local files that are mapped into memory, and can also be read without an access to the mapped pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MappedFile:
     def __init__(self, path: Path | str) -> None:
         self._path = path
         self._descriptor = _open(path)
-        # Not at exit, as threads may still read: the kernel closes the file.
+        # Not at exit: other threads may still read then, and the kernel closes the file anyway.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
             # Python's mmap, because Arrow's memory map takes ten times as long to create.
@@ -88,17 +88,15 @@ def _open(path: Path | str) -> int:
 
 
 def _with_descriptors(open_file: Callable[[], Opened], path: Path | str) -> Opened:
-    """Call `open_file`; at the limit of open files, raise the limit to its maximum and call it again.
-
-    A mapping and its file need a descriptor each, and many systems limit a process to 1,024 unless it asks for more.
-    """
+    """Call `open_file`; at the limit of open files, raise the limit to its maximum and call it again."""
     try:
         return open_file()
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
+    # A mapping and its file need a descriptor each, and the default of many systems is 1,024 for a process.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):
+    with suppress(ValueError, OSError):  # if the limit stays, the second call reports it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     try:
         return open_file()

@@ -1,9 +1,13 @@
-"""Access for Arrow's file readers to stored objects: local ones are mapped, remote ones are read by byte range."""
+"""Stored objects as files for Arrow's own readers: local ones are mapped, remote ones are read by byte range.
+
+SQL queries use it, because they read only some columns of a shard.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 import pyarrow as pa
@@ -16,16 +20,17 @@ _TAIL_BYTES: Final = 16 << 10
 
 
 class ObjectFiles:
-    """The objects of a repository as files, opened by digest, for Arrow's own readers.
+    """The objects of a repository as files, opened by digest.
 
-    Only the ranges that a reader requests are read, so contents are not checked against the digest; sizes are.
+    Contents are not checked against the digest, because only the ranges that a reader requests are read; sizes are.
 
     Args:
         storage: storage of the repository.
         sizes: expected size of each object in bytes.
 
     Attributes:
-        failure: the first datasvc error that a read raised. Libraries that call Arrow keep only the text of an error.
+        failure: the first datasvc error that a read raised. It is kept here because a library that calls Arrow, such
+            as DuckDB, passes on only the text of an error.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[Digest, int]) -> None:
@@ -35,41 +40,40 @@ class ObjectFiles:
 
     def open(self, digest: Digest) -> pa.NativeFile:
         """Open an object. Raise NotFoundError, CorruptDataError (its size is wrong), UnavailableError."""
-        try:
-            return self._open(digest)
-        except DatasvcError as error:
-            self.failure = self.failure or error
-            raise
-
-    def _open(self, digest: Digest) -> pa.NativeFile:
         path = Objects.path(digest)
         location, expected = self._storage.location(path), self._sizes[digest]
-        size_bytes = self._storage.size(path)
-        if size_bytes is None:
-            raise NotFoundError(f"shard {location} is missing; restore it from another copy")
-        # The only check that needs no read of the complete object.
-        if size_bytes != expected:
-            raise CorruptDataError(
-                f"shard {location} is corrupt: it has {size_bytes} bytes, expected {expected}; "
-                "restore it from another copy"
-            )
-        local = self._storage.local_path(path)
-        if local is None:
-            return pa.PythonFile(_RangedFile(self, path, size_bytes), mode="r")
-        with map_exceptions("map", location):
-            return pa.memory_map(str(local))
+        with self._recording_failure():
+            size_bytes = self._storage.size(path)
+            if size_bytes is None:
+                raise NotFoundError(f"shard {location} is missing; restore it from another copy")
+            # The only check that needs no read of the complete object.
+            if size_bytes != expected:
+                raise CorruptDataError(
+                    f"shard {location} is corrupt: it has {size_bytes} bytes, expected {expected}; "
+                    "restore it from another copy"
+                )
+            local = self._storage.local_path(path)
+            if local is None:
+                return pa.PythonFile(_RangedFile(self, path, size_bytes), mode="r")
+            with map_exceptions("map", location):
+                return pa.memory_map(str(local))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """Return a range of an object's bytes. Raise as `Storage.read_range`."""
-        try:
+        with self._recording_failure():
             return self._storage.read_range(path, offset, length)
+
+    @contextmanager
+    def _recording_failure(self) -> Iterator[None]:
+        try:
+            yield
         except DatasvcError as error:
             self.failure = self.failure or error
             raise
 
 
 class _RangedFile:
-    """A remote object as a seekable file, for use by one thread at a time."""
+    """A remote object with the methods of a file that `pa.PythonFile` calls; for use by one thread at a time."""
 
     closed = False
 
@@ -103,15 +107,6 @@ class _RangedFile:
 
     def tell(self) -> int:
         return self._offset
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return False
 
     def close(self) -> None:
         self.closed = True

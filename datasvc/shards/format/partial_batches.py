@@ -1,16 +1,16 @@
 """Record batches of a shard that is not fetched completely yet: read sample by sample, or as a whole.
 
-Both classes plan the byte ranges to read for some samples, and accept only verified bytes.
+A batch is a `FramedBatch` or a `WholeBatch`, see `layout`. Both plan the byte ranges to read for some samples, and
+accept only bytes that match their digest. `partial_reader` combines the batches of a shard.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
@@ -29,24 +29,6 @@ Run = tuple[int, int]
 _ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
-class PartialBatch(Protocol):
-    """Interface of a record batch that becomes readable in parts.
-
-    Attributes:
-        batch: the samples; those that are not readable yet are null or arbitrary.
-        readable: `bool[num_samples]`, samples that are readable from the start.
-    """
-
-    batch: pa.RecordBatch
-    readable: npt.NDArray[np.bool_]
-
-    def plan(self, rows: Integers, gap_bytes: int, /) -> list[tuple[Run, tuple[ByteRange, ...]]]:
-        """Return runs of samples that cover `rows` (ascending), each with the byte ranges of the file to read."""
-
-    def add(self, run: Run, contents: Sequence[Content], /) -> None:
-        """Accept the bytes read for a run. Raise CorruptDataError, without any change, if they do not match."""
-
-
 class FramedBatch:
     """A record batch with a frame: the frame has everything but the blobs, which are read sample by sample.
 
@@ -56,6 +38,10 @@ class FramedBatch:
         memory: memory of the size of the shard's file; the batch uses its own range of it.
         payloads: payload digest of each sample of the batch.
         name: name of the batch for messages.
+
+    Attributes:
+        batch: the samples; those that are not readable yet have arbitrary or null blobs.
+        readable: `bool[num_samples]`, samples that are readable from the start.
 
     Raises:
         CorruptDataError: the frame is not a record batch of `schema`, or does not match the layout.
@@ -82,12 +68,12 @@ class FramedBatch:
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
-        """Return runs, each with the byte range to read for each blob column, in the schema's order."""
+        """Return the runs of `plan_runs`, each with the range of the file to read for each blob column."""
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]
 
     def add(self, run: Run, contents: Sequence[Content]) -> None:
-        """Accept the bytes of a run's blobs. Raise CorruptDataError if a sample does not match its digest."""
+        """Store the bytes of a run's blobs. Raise CorruptDataError, without any change, if a digest differs."""
         views = [memoryview(content) for content in contents]
         starts = self._starts - self._starts[:, run[0], None]
         stops = self._stops - self._starts[:, run[0], None]
@@ -99,7 +85,7 @@ class FramedBatch:
             }
             if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
                 raise CorruptDataError(f"{self._name}: the bytes read for its sample {row} are corrupt; {_ADVICE}")
-        # Only now, after all samples of the run were verified.
+        # After all samples of the run were verified: readers see the memory at once.
         for number, view in enumerate(views):
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
@@ -119,6 +105,8 @@ class WholeBatch:
         layout: layout of the batch, with a digest.
         schema: schema of the shard.
         name: name of the batch for messages.
+
+    Attributes: as of `FramedBatch`.
     """
 
     def __init__(self, layout: BatchLayout, schema: pa.Schema, name: str) -> None:
@@ -133,7 +121,7 @@ class WholeBatch:
         return [((0, self._layout.num_samples), (self._layout.message,))] if len(rows) else []
 
     def add(self, _run: Run, contents: Sequence[Content]) -> None:
-        """Accept the bytes of the whole batch. Raise CorruptDataError if they do not match the digest."""
+        """Replace `batch` by the one that was read. Raise CorruptDataError if the bytes do not match the digest."""
         (content,) = contents
         if xxh3_128_digest(content) != self._layout.digest:
             raise CorruptDataError(f"{self._name}: the bytes read are corrupt; {_ADVICE}")
@@ -141,6 +129,9 @@ class WholeBatch:
             self.batch = _read_message(pa.py_buffer(content), self.batch.schema, self._layout.num_samples)
         except ValueError as error:
             raise CorruptDataError(f"{self._name} is not a valid record batch: {error}") from error
+
+
+PartialBatch = FramedBatch | WholeBatch
 
 
 def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:

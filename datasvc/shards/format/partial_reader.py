@@ -1,7 +1,8 @@
-"""Access to a shard before it is fetched completely: single samples are read by byte range and verified.
+"""Reader of a shard before it is fetched completely: single samples are read by byte range and verified.
 
-No byte is readable before it is verified: frames by the digest of the sample index that contains them, blobs by the
-payload digest of their sample, and record batches without a frame by their own digest.
+With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified:
+frames by the digest of the sample index that contains them, blobs by the payload digest of their sample, and record
+batches without a frame by their own digest.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class PartialShard(Shard):
         return bool(self._is_readable[rows].all())
 
     def plan(self, rows: Integers, *, gap_bytes: int = GAP_BYTES) -> list[PartialRead]:
-        """Return what to read to make all of `rows` readable, in the order of the file; [] if they are already.
+        """Return the reads that make all of `rows` readable, in the order of the file; [] if they are already.
 
         Args:
             rows: `int64[n]` in range(num_samples).
@@ -133,7 +134,7 @@ class PartialShard(Shard):
             # A batch without a frame is replaced when it is read; arrays made from its placeholder are dropped.
             if partial.batch is not self._batches[read.batch]:
                 self._batches[read.batch] = partial.batch
-                self._forget_columns()
+                self._drop_cached_columns()
             first = int(self._starts[read.batch])
             # Last: `has` reads the flags without the lock.
             self._is_readable[first + read.start : first + read.stop] = True

@@ -1,7 +1,7 @@
 """The sample index of a shard: the key and the digests of each sample, and the layout of the shard's record batches.
 
-It is a small object beside each shard. With it, appending, comparing and searching for duplicates read no images, and
-single samples can be read and verified before the shard is fetched completely.
+It is a small object beside each shard. With it, an append, a diff and the search for duplicates read no images, and a
+loader can verify single samples of a shard that is not fetched completely yet.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class SampleIndex:
         layout: ShardLayout | None = None,
     ) -> SampleIndex:
         """Return the index of samples with these keys and digests, and with the layout of their shard."""
-        columns = [
-            values if isinstance(values, pa.Array) else pa.array(values, field.type)
-            for values, field in zip((keys, samples, payloads), _SCHEMA, strict=True)
-        ]
-        return cls(pa.Table.from_arrays(columns, schema=_SCHEMA), layout)
+        return cls(pa.table([keys, samples, payloads], schema=_SCHEMA), layout)
 
     def encode(self) -> bytes:
         """Return the index as an Arrow IPC file; equal indexes give equal bytes."""
@@ -92,7 +88,6 @@ class SampleIndex:
 
     def digests(self, column: str) -> Digests:
         """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`; they compare and sort."""
-        joined = self.table.column(column).combine_chunks()
-        chunk = joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined
-        raw = np.frombuffer(chunk.buffers()[1] or b"", f"V{DIGEST_BYTES}")
-        return raw[chunk.offset : chunk.offset + len(chunk)]
+        values = self.table.column(column).combine_chunks()
+        raw = np.frombuffer(values.buffers()[1] or b"", f"V{DIGEST_BYTES}")
+        return raw[values.offset : values.offset + len(values)]

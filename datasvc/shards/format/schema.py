@@ -1,10 +1,11 @@
-"""Schemas of shards. A shard is a plain Arrow IPC file, which other tools can open."""
+"""Schemas of shards: their columns, and the number of their format. A shard is a plain Arrow IPC file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
@@ -31,7 +32,7 @@ def image_schema(*, labelled: bool) -> pa.Schema:
 
 
 def image_field(name: str, *, nullable: bool = False) -> pa.Field:
-    """Return a column of encoded images, in the form in which sources declare it."""
+    """Return the field by which a source declares a column of encoded images."""
     return pa.field(name, pa.large_binary(), nullable=nullable, metadata={_KIND: b"image"})
 
 
@@ -80,6 +81,18 @@ def measured_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Return the columns that a shard's writer measured from images, if the schema is that of a shard; else ()."""
     is_shard = _FORMAT in (schema.metadata or {})
     return (WIDTH, HEIGHT) if is_shard and IMAGE in schema.names else ()
+
+
+def is_gathered(data_type: pa.DataType) -> bool:
+    """Return whether a writer copies values of this type one by one into a buffer: blobs and text."""
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(check(data_type) for check in checks)
+
+
+def offset_dtype(data_type: pa.DataType) -> type[np.int32 | np.int64]:
+    """Return the type of the offsets in Arrow arrays of blobs, texts, lists or maps."""
+    checks = (pa.types.is_large_binary, pa.types.is_large_string, pa.types.is_large_list)
+    return np.int64 if any(check(data_type) for check in checks) else np.int32
 
 
 def is_blob(data_type: pa.DataType) -> bool:

@@ -1,6 +1,6 @@
 """The shard table of a split: one row per shard. It is stored as an object, so its digest identifies the samples.
 
-A row takes a few hundred bytes, however many samples the shard has, so that a split of a billion samples opens in
+The table has no field per sample: a row takes a few hundred bytes, so that a split of a billion samples opens in
 seconds.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo
+from datasvc.shards.format.arrow_object import encode_table
 from datasvc.shards.format.writer import ShardStatistics
 
 TABLE_FORMAT = 2
@@ -60,7 +61,8 @@ class ShardTable:
         rows: Arrow table with the columns of docs/formats.md.
         sample_schema: columns of the samples; a column that a shard does not have is null for its samples.
         classes: class names; label i belongs to `classes[i]`. Empty without class names.
-        label_counts: number of live samples by label; empty if they were not counted.
+        label_counts: number of live samples by label; empty if they were not counted, as with more labels than
+            `MAX_CLASSES`.
         image_kinds: number of images by format, deleted ones included.
         deletions: digest of the deletions object; None if no sample is deleted.
     """
@@ -86,13 +88,14 @@ class ShardTable:
             [bytes.fromhex(row.index) if row.index else None for row in rows],
             [0] * len(rows),
         ]
-        arrays = [pa.array(values, column.type) for values, column in zip(columns, _COLUMNS, strict=True)]
+        label_counts = _total(shard.label_counts for shard in statistics)
         return cls(
-            pa.Table.from_arrays(arrays, schema=_COLUMNS),
+            pa.table(columns, schema=_COLUMNS),
             sample_schema,
             tuple(classes),
-            _without_excess(_total([shard.label_counts for shard in statistics])),
-            _total([shard.image_kinds for shard in statistics]),
+            # Not for arbitrary integers: metadata must not grow with the data.
+            label_counts if len(label_counts) <= MAX_CLASSES else {},
+            _total(shard.image_kinds for shard in statistics),
         )
 
     def encode(self) -> bytes:
@@ -109,12 +112,7 @@ class ShardTable:
             _METADATA_KEY: json.dumps(described, sort_keys=True, ensure_ascii=False).encode(),
             b"datasvc.sample_schema": self.sample_schema.serialize().to_pybytes(),
         }
-        sink = pa.BufferOutputStream()
-        # One chunk becomes one record batch, whatever chunks the rows have, so that equal tables give equal bytes.
-        table = self.rows.combine_chunks().replace_schema_metadata(metadata)
-        with pa.ipc.new_file(sink, table.schema) as file:
-            file.write_table(table)
-        return bytes(sink.getvalue().to_pybytes())
+        return encode_table(self.rows.replace_schema_metadata(metadata))
 
     @classmethod
     def decode(cls, content: bytes, name: str) -> ShardTable:
@@ -221,12 +219,7 @@ def _upgraded(rows: pa.Table) -> pa.Table:
     return rows.append_column(_COLUMNS.field("deleted"), pa.array(np.zeros(rows.num_rows, np.int64)))
 
 
-def _without_excess(counts: dict[Any, int]) -> dict[Any, int]:
-    """Return the label counts; {} for more labels than classes may have, as metadata must not grow with the data."""
-    return counts if len(counts) <= MAX_CLASSES else {}
-
-
-def _total(counts: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
+def _total(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
     total: Counter[Any] = Counter()
     for counter in counts:
         total.update(counter)

@@ -1,7 +1,6 @@
 """Writer of one shard: an Arrow IPC file with record batches of a few megabytes, written in one pass.
 
-Equal samples in equal order give equal bytes. Blobs are copied once, into a buffer that is reused for every record
-batch, because allocation of new memory takes longer than the copy.
+Equal samples in equal order give equal bytes. Each blob is copied once, into the buffer of its column.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -20,13 +18,14 @@ from datasvc.errors import ConfigError
 from datasvc.shards.format.blob_column import BlobColumn
 from datasvc.shards.format.ipc_writer import ByteSink, IpcWriter
 from datasvc.shards.format.layout import ShardLayout
-from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob
+from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, is_gathered
 
 # A byte range of one batch is read quickly, and the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
 # Upper bound for record batches of tiny samples.
 BATCH_SAMPLES = 1 << 16
-# Initial buffer for keys and other short texts.
+# Initial buffers: of blobs, for a full record batch and its last blob; of keys and other short texts.
+_BLOB_BYTES = BATCH_BYTES + (BATCH_BYTES >> 2)
 _TEXT_BYTES = 256 << 10
 
 
@@ -52,14 +51,8 @@ class ShardStatistics:
     image_kinds: Mapping[str, int] = field(default_factory=dict)
 
 
-def is_gathered(data_type: pa.DataType) -> bool:
-    """Return whether values of this type are copied one by one into a buffer: blobs and text."""
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(check(data_type) for check in checks)
-
-
 class ShardWriter:
-    """Writes one shard to `sink`. Use it as a context manager, or call `close`.
+    """Writes one shard. Use it as a context manager, or call `close`.
 
     Args:
         sink: receives the file's bytes in order.
@@ -69,9 +62,13 @@ class ShardWriter:
     def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
         self._schema = schema
         self._file = IpcWriter(sink, schema)
-        self._blobs = {field.name: _blob_column() for field in schema if is_blob(field.type)}
+        self._blobs = {field.name: BlobColumn(_BLOB_BYTES) for field in schema if is_blob(field.type)}
         self._blob_columns = tuple(self._blobs.values())
-        self._texts: dict[str, BlobColumn] = {}
+        self._texts = {
+            field.name: BlobColumn(_TEXT_BYTES)
+            for field in schema
+            if is_gathered(field.type) and field.name not in self._blobs
+        }
         self._values: dict[str, list[Any]] = {name: [] for name in schema.names if name not in self._blobs}
         self._names = frozenset(schema.names)
         self._batch_samples = self._batch_bytes = 0
@@ -148,8 +145,6 @@ class ShardWriter:
         if names != set(self._schema.names):
             raise ConfigError(f"the samples have the columns {sorted(names)}; expected {sorted(self._schema.names)}")
         self._flush()
-        for name in blobs:
-            self._texts.setdefault(name, BlobColumn(_TEXT_BYTES)) if name not in self._blobs else None
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
         # Average size of a sample's other columns: lists may be larger than any blob.
         other_bytes = values.nbytes // max(1, values.num_rows)
@@ -180,9 +175,8 @@ class ShardWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error, the object is incomplete: its owner discards it, so no footer is written.
         if kind is None:
             self.close()
 
@@ -218,10 +212,6 @@ class ShardWriter:
             max(previous.max_height, _largest(batch, HEIGHT)),
             max(previous.max_sample_bytes, int(np.max(sample_bytes))),
         )
-
-
-def _blob_column() -> BlobColumn:
-    return BlobColumn(BATCH_BYTES + (BATCH_BYTES >> 2))
 
 
 def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:

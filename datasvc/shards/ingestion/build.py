@@ -1,6 +1,7 @@
-"""Build of one unit of an ingest: the work description sent to workers, the results they return, and shard storage.
+"""Build of one unit of an ingest: the work description for workers, the results they return, and shard storage.
 
-A shard is synced or uploaded in the background while the next one is built, and recorded in the journal afterwards.
+A shard is synced or uploaded in the background while the next one is built. It is recorded in the journal afterwards,
+so that an interrupted ingest continues after the last recorded shard.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import pyarrow as pa
 
 from datasvc.repository import Digest, ObjectInfo, Repository
-from datasvc.repository.logs.journal import Journal
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
 from datasvc.shards.ingestion.build_options import BuildOptions
+from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.source import BadSample, Source
 
 _MAX_PENDING: Final = 2  # shards being synced or uploaded, in addition to the one being built
@@ -31,9 +31,8 @@ class IngestWork:
 
     Attributes:
         repository_url: the repository to store shards in.
-        name: digest of the plan, which names the journal.
-        fingerprint: fingerprint of the source when it was listed.
-        attempt: attempt of the journal.
+        name, fingerprint, attempt: digest of the plan, fingerprint of the source when it was listed, and attempt of
+            the journal; together they identify the journal, see `Repository.journal`.
         source: the source to read; a listed source comes without its listing, which the units carry.
         schema: columns of the shards.
         options: how shards are built.
@@ -98,6 +97,10 @@ class BuiltShard:
         return cls(content["split"], content["ordinal"], TableRow(shard, statistics, Digest(content["index"])))
 
 
+EarlierShards: TypeAlias = Mapping[tuple[str, int], BuiltShard]
+"""Shards of one unit that an interrupted run stored, by split and ordinal."""
+
+
 @dataclass(frozen=True)
 class UnitResult:
     """The result of one unit.
@@ -128,12 +131,7 @@ class UnitResult:
 
 
 class ShardOutput:
-    """A shard being built, with the contents of its sample index.
-
-    Args:
-        repository: the repository to store it in.
-        schema: its columns.
-    """
+    """A shard being built, with the contents of its sample index."""
 
     def __init__(self, repository: Repository, schema: pa.Schema) -> None:
         self._objects = repository.objects
@@ -162,25 +160,16 @@ class ShardOutput:
 class ShardFinisher:
     """Opens the shards of a unit, stores each full shard in the background, and records it in the journal.
 
-    The number of shards in the background is bounded. Shards that are not stored when the block ends are removed.
-
-    Args:
-        work: description of the ingest.
-        unit: number of the unit that the shards belong to.
-        repository: the repository to store them in.
-        journal: journal of the ingest.
-        records_shards: record every shard, so that an interrupted unit can continue; otherwise only the complete
-            unit.
+    Shards that are not stored when the `with` block ends are removed.
     """
 
-    def __init__(
-        self, work: IngestWork, unit: int, repository: Repository, journal: Journal, *, records_shards: bool
-    ) -> None:
+    def __init__(self, work: IngestWork, unit: IngestUnit, repository: Repository) -> None:
         self._schema = work.schema
-        self._unit = unit
+        self._unit = unit.number
         self._repository = repository
-        self._journal = journal
-        self._records_shards = records_shards
+        self._journal = repository.journal(work.name, work.fingerprint, work.attempt)
+        # A unit of a listed source is one shard: its record is that of the unit.
+        self._records_shards = bool(unit.parts)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="datasvc-store")
         self._pending: list[Future[BuiltShard]] = []
         self._unfinished: list[ShardOutput] = []
@@ -215,9 +204,7 @@ class ShardFinisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         for output in self._unfinished:
             output.abandon()
@@ -227,10 +214,5 @@ class ShardFinisher:
         self._unfinished.remove(output)
         if self._records_shards:
             # After the shard is stored: a recorded shard is not built again by the next run.
-            self._journal.write(shard_record(self._unit, split, ordinal), built.to_dict())
+            self._journal.write(f"{self._unit:08d}-{split}-{ordinal:06d}", built.to_dict())
         return built
-
-
-def shard_record(unit: int, split: str, ordinal: int) -> str:
-    """Return the name of the journal record of one shard of a streamed unit."""
-    return f"{unit:08d}-{split}-{ordinal:06d}"

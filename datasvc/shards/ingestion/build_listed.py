@@ -1,4 +1,4 @@
-"""Build the shard of a unit of a listed source: read, check and digest each file, and append it to the shard.
+"""Build of a unit of a listed source, which is one shard: read, check and digest each file, and append it.
 
 A local file is read directly into the writer's buffer, so that it is not copied unless it is encoded again. Remote
 files are read ahead into memory of their own, up to a bounded number of bytes, and then copied to the buffer.
@@ -18,7 +18,6 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, SourceChangedError
 from datasvc.progress import Progress
 from datasvc.repository import Repository
-from datasvc.repository.logs.journal import Journal
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.digests import digest_blob, digest_samples, encode_value
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
@@ -37,9 +36,7 @@ Content = bytes | memoryview
 AllocateBuffer = Callable[[int], memoryview]
 
 
-def build_listed(
-    work: IngestWork, unit: IngestUnit, repository: Repository, journal: Journal, progress: Progress
-) -> UnitResult:
+def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, progress: Progress) -> UnitResult:
     """Store the shard of `unit` and return the result.
 
     Raises:
@@ -47,7 +44,7 @@ def build_listed(
         NotFoundError, UnavailableError: the source or the repository failed.
     """
     bad: list[BadSample] = []
-    with ShardFinisher(work, unit.number, repository, journal, records_shards=False) as finisher:
+    with ShardFinisher(work, unit, repository) as finisher:
         output = finisher.open()
         appender = _ImageAppender(work, output)
         size_bytes = num_samples = 0
@@ -73,8 +70,8 @@ def build_listed(
 class _ImageAppender:
     """Checks images and appends them to a shard.
 
-    An image is checked, encoded again if necessary, digested and added to the writer's buffer at once, while it is in
-    the CPU cache. Other columns are converted once per record batch, and the sample index once per shard.
+    Every step for an image runs while the image is in the CPU cache. Other columns are converted once per record
+    batch, and the sample index once per shard.
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
@@ -106,7 +103,6 @@ class _ImageAppender:
             content = reencode(content, self._reencoding) or content
         header = read_header(content, decode=self._decode)
         blobs = (content,) if self._other_blobs is None else self._blobs(file, content)
-        # Hash now, while the image is in the CPU cache.
         digest = digest_blob(content)
         is_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
@@ -167,7 +163,7 @@ def _read_files(
         pending: deque[tuple[ImageFile, Future[bytes]]] = deque()
         ahead_bytes = 0
         for file in files:
-            # A file larger than the limit is read alone.
+            # Both limits bound memory. A file that is larger than the limit is read alone.
             while pending and (len(pending) >= _MAX_READS_AHEAD or ahead_bytes + file.size_bytes > _MAX_BYTES_AHEAD):
                 ahead_bytes -= pending[0][0].size_bytes
                 yield _wait_for_read(*pending.popleft())

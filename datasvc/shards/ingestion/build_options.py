@@ -1,4 +1,4 @@
-"""Build options: the settings that, together with the source, determine the bytes of every shard."""
+"""Build options of an ingest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build the shards of a unit of a streamed source: read its parts concurrently, check, permute and write the samples.
+"""Build of a unit of a streamed source: read its parts concurrently, check, permute and write the samples.
 
 Up to `PARTS_AT_ONCE` parts are open. A few samples of each open part are taken in turn, so that parts sorted by class
 are mixed. With `keep_order` or `limit`, parts are read one after another. Samples are collected until a shard is
@@ -9,7 +9,9 @@ held-out samples, and one batch of each open part.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -18,11 +20,9 @@ import pyarrow as pa
 from datasvc.keyed_random import Integers
 from datasvc.progress import Progress
 from datasvc.repository import Repository
-from datasvc.repository.logs.journal import Journal
 from datasvc.shards.format.digests import BlobViews
-from datasvc.shards.format.schema import KEY
-from datasvc.shards.format.writer import is_gathered
-from datasvc.shards.ingestion.build import BuiltShard, IngestWork, ShardFinisher, UnitResult
+from datasvc.shards.format.schema import KEY, is_gathered
+from datasvc.shards.ingestion.build import EarlierShards, IngestWork, ShardFinisher, UnitResult
 from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
 from datasvc.shards.ingestion.validate import CheckedBatch, check_batch
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
@@ -31,33 +31,22 @@ from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 # Number of turns, over all open parts, that fill one shard.
 _TURNS_PER_SHARD: Final = 256
 
-EarlierShards = Mapping[tuple[str, int], BuiltShard]
+Turn = tuple[CheckedBatch, Integers]
+"""A batch, and the rows that are taken from it."""
 
 
 def build_streamed(
-    work: IngestWork,
-    unit: IngestUnit,
-    repository: Repository,
-    journal: Journal,
-    progress: Progress,
-    earlier: EarlierShards,
+    work: IngestWork, unit: IngestUnit, repository: Repository, progress: Progress, earlier: EarlierShards
 ) -> UnitResult:
     """Store the shards of `unit` and return the result.
 
-    Args:
-        work: description of the ingest.
-        unit: some parts of `work.source`.
-        repository: the repository to store shards in.
-        journal: journal of the ingest.
-        progress: counts what is built.
-        earlier: shards that an interrupted run stored, by split and ordinal. Their samples are read again, to find
-            where the next shard starts, but they are not written again.
+    The samples of `earlier` shards are read again, to find where the next shard starts, but not written again.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: the source or the repository failed.
     """
     bad: list[BadSample] = []
-    with ShardFinisher(work, unit.number, repository, journal, records_shards=True) as finisher:
+    with ShardFinisher(work, unit, repository) as finisher:
         builders: dict[str, _ShardBuilder] = {}
         for batch, rows in _take_turns(work, unit, bad, progress):
             for split, split_batch, split_rows in _hold_out(batch, rows, unit.split, work.options.val_fraction):
@@ -71,25 +60,22 @@ def build_streamed(
     return result
 
 
-def _take_turns(
-    work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress
-) -> Iterator[tuple[CheckedBatch, Integers]]:
+def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress) -> Iterator[Turn]:
     """Yield samples of the unit's parts in turn, as checked batches and the rows that this turn takes from them."""
     # A limit means the first samples of the source, so its parts are read one after the other.
     in_order = work.options.keep_order or work.options.limit is not None
+    turn_bytes = None if in_order else work.options.shard_bytes // _TURNS_PER_SHARD
     limit = _SampleLimit(work.options.limit)
-    turn_bytes = work.options.shard_bytes // _TURNS_PER_SHARD
-    waiting = deque(unit.parts)
-    open_parts: deque[_OpenPart] = deque()
-    while waiting or open_parts:
-        while waiting and len(open_parts) < (1 if in_order else PARTS_AT_ONCE):
-            open_parts.append(_OpenPart(work, waiting.popleft(), bad, progress, limit))
+    waiting = (_read_part(work, part, turn_bytes, limit, bad, progress) for part in unit.parts)
+    open_parts = deque(islice(waiting, 1 if in_order else PARTS_AT_ONCE))
+    while open_parts:
         part = open_parts.popleft()
-        turn = part.take(None if in_order else turn_bytes)
-        if turn is not None:
+        turn = next(part, None)
+        if turn is None:
+            open_parts.extend(islice(waiting, 1))
+        else:
             yield turn
-            # In order, a part is read completely before the next one is opened.
-            open_parts.appendleft(part) if in_order else open_parts.append(part)
+            open_parts.append(part)
 
 
 class _SampleLimit:
@@ -109,55 +95,41 @@ class _SampleLimit:
         return kept
 
 
-class _OpenPart:
-    """Reads one part of the source, and returns its samples in groups of about a given size."""
-
-    def __init__(
-        self, work: IngestWork, part: SourcePart, bad: list[BadSample], progress: Progress, limit: _SampleLimit
-    ) -> None:
-        assert isinstance(work.source, StreamedSource)
-        self._work = work
-        self._split = part.split
-        self._bad = bad
-        self._progress = progress
-        self._limit = limit
-        self._items = work.source.read(part)
-        self._batch: CheckedBatch | None = None
-        self._next = 0
-
-    def take(self, size_bytes: int | None) -> tuple[CheckedBatch, Integers] | None:
-        """Return the next samples, about `size_bytes` or, for None, the rest of the batch; None at the end."""
-        if self._batch is None or self._next == self._batch.num_samples:
-            self._batch, self._next = self._read(), 0
-            if self._batch is None:
-                return None
-        start, stop = self._next, self._batch.num_samples
-        if size_bytes is not None:
-            stops = self._batch.stops_bytes
-            start_bytes = int(stops[start - 1]) if start else 0
-            stop = min(stop, max(start, int(np.searchsorted(stops, start_bytes + size_bytes))) + 1)
-        self._next = stop
-        return self._batch, np.arange(start, stop)
-
-    def _read(self) -> CheckedBatch | None:
-        for item in self._items:
-            kept = self._limit.truncate(item)
-            if kept is None:
-                return None
-            if isinstance(kept, BadSample):
-                self._bad.append(kept)
-                continue
-            self._progress.advance(kept.nbytes, num_samples=kept.num_rows)
-            batch = check_batch(self._work, kept, self._split, self._bad)
-            if batch.num_samples:
-                return batch
-        return None
+def _read_part(
+    work: IngestWork,
+    part: SourcePart,
+    turn_bytes: int | None,
+    limit: _SampleLimit,
+    bad: list[BadSample],
+    progress: Progress,
+) -> Iterator[Turn]:
+    """Yield the samples of one part in turns of about `turn_bytes`; None: one turn for each batch of the source."""
+    assert isinstance(work.source, StreamedSource)
+    for item in work.source.read(part):
+        kept = limit.truncate(item)
+        if kept is None:
+            return
+        if isinstance(kept, BadSample):
+            bad.append(kept)
+            continue
+        progress.advance(kept.nbytes, num_samples=kept.num_rows)
+        batch = check_batch(work, kept, part.split, bad)
+        # Between turns, memory holds the checked samples only.
+        del item, kept
+        start, stop = 0, batch.num_samples
+        while start < batch.num_samples:
+            if turn_bytes is not None:
+                start_bytes = int(batch.stops_bytes[start - 1]) if start else 0
+                turn_stop = int(np.searchsorted(batch.stops_bytes, start_bytes + turn_bytes))
+                stop = min(batch.num_samples, max(start, turn_stop) + 1)
+            yield batch, np.arange(start, stop)
+            start = stop
 
 
 def _hold_out(
     batch: CheckedBatch, rows: Integers, split: str, fraction: float
 ) -> Iterator[tuple[str, CheckedBatch, Integers]]:
-    """Yield the samples of each split after held-out ones are separated."""
+    """Yield the split, the batch and the rows of the samples that stay, and of those that are held out."""
     if not fraction or split != DEFAULT_SPLIT:
         yield split, batch, rows
         return
@@ -171,32 +143,30 @@ def _hold_out(
         yield HELD_OUT_SPLIT, copied, np.arange(copied.num_samples)
 
 
+@dataclass(eq=False)
 class _ShardBuilder:
     """Collects samples of one split until a shard is full, and writes the shard."""
 
-    def __init__(
-        self, work: IngestWork, unit: int, split: str, finisher: ShardFinisher, earlier: EarlierShards
-    ) -> None:
-        self._work = work
-        self._unit = unit
-        self._split = split
-        self._finisher = finisher
-        self._earlier = earlier
-        self._ordinal = 0
-        self._collected: list[tuple[CheckedBatch, Integers]] = []
-        self._size_bytes = 0
+    work: IngestWork
+    unit: int
+    split: str
+    finisher: ShardFinisher
+    earlier: EarlierShards
+    _ordinal: int = 0
+    _collected: list[Turn] = field(default_factory=list)
+    _size_bytes: int = 0
 
     def add(self, batch: CheckedBatch, rows: Integers) -> None:
         """Add samples, and write every shard that they fill."""
         while len(rows):
             stops = np.cumsum(batch.sizes_bytes[rows])
-            free_bytes = self._work.options.shard_bytes - self._size_bytes
+            free_bytes = self.work.options.shard_bytes - self._size_bytes
             # The sample that reaches the limit is included, so a shard is never empty.
             count = min(len(rows), int(np.searchsorted(stops, free_bytes)) + 1)
             self._collected.append((batch, rows[:count]))
             self._size_bytes += int(stops[count - 1])
             rows = rows[count:]
-            if self._size_bytes >= self._work.options.shard_bytes:
+            if self._size_bytes >= self.work.options.shard_bytes:
                 self._flush()
 
     def close(self) -> None:
@@ -207,20 +177,20 @@ class _ShardBuilder:
     def _flush(self) -> None:
         collected, self._collected, self._size_bytes = self._collected, [], 0
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-        if (self._split, ordinal) in self._earlier:
-            self._finisher.keep(self._earlier[self._split, ordinal])
+        if (self.split, ordinal) in self.earlier:
+            self.finisher.keep(self.earlier[self.split, ordinal])
             return
         count = sum(len(rows) for _, rows in collected)
-        options = self._work.options
-        order = np.arange(count) if options.keep_order else permute_in_shard(count, options.seed, self._unit, ordinal)
-        output = self._finisher.open()
+        options = self.work.options
+        order = np.arange(count) if options.keep_order else permute_in_shard(count, options.seed, self.unit, ordinal)
+        output = self.finisher.open()
         ordered = _OrderedSamples(collected, order)
-        output.writer.append_columns(*ordered.columns(self._work.schema))
+        output.writer.append_columns(*ordered.columns(self.work.schema))
         output.keys = ordered.pick_array([batch.keys for batch, _ in collected])
         output.samples = ordered.pick_array([batch.digests[0] for batch, _ in collected])
         output.payloads = ordered.pick_array([batch.digests[1] for batch, _ in collected])
         output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
-        self._finisher.add(self._split, ordinal, output)
+        self.finisher.add(self.split, ordinal, output)
         # Freed memory that the allocator caches would add to the memory of the next shard.
         del ordered, collected
         pa.default_memory_pool().release_unused()
@@ -234,7 +204,7 @@ class _OrderedSamples:
         order: `int64[n]`, the positions among the collected samples, in the new order.
     """
 
-    def __init__(self, collected: list[tuple[CheckedBatch, Integers]], order: Integers) -> None:
+    def __init__(self, collected: list[Turn], order: Integers) -> None:
         self._collected = collected
         self._order = order
         numbers = np.repeat(np.arange(len(collected)), [len(rows) for _, rows in collected])

@@ -1,4 +1,4 @@
-"""Dry run of an ingest: predict its result from the source's listing and from a small part of the source."""
+"""Dry run of an ingest: predict its result from the listing of the source and its first samples, up to 32 MiB."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.ingestion.ingest import (
     AnySource,
-    choose_val_fraction,
+    choose_val_fractions,
     count_workers,
-    held_out_of,
     open_any_source,
 )
 from datasvc.shards.ingestion.plan import IngestUnit, plan_units
@@ -67,16 +66,12 @@ class _SourceProbe:
     complete_source_bytes: int = 0
     complete_stored_bytes: int = 0
     complete_samples: int = 0
-    seconds: float = 0.0
 
 
 def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRun:
-    """Return the predicted result of an ingest of `source`.
+    """Return the predicted result of an ingest of `source` by `workers` processes.
 
-    Args:
-        source: the opened source.
-        options: how shards would be built.
-        workers: number of processes that would build them.
+    The first samples are read and checked as an ingest would, but listed images are not encoded again.
 
     Raises:
         ConfigError: the options contradict the source.
@@ -84,14 +79,15 @@ def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRu
     """
     units = plan_units(source, options)
     bad: list[BadSample] = []
-    probe = _read_some(source, options, bad)
-    size_bytes = sum(unit.size_bytes for unit in units)
+    started = time.perf_counter()
     is_listed = isinstance(source, ListedSource)
+    probe = _read_files(source, options, bad) if is_listed else _read_parts(source, options, bad)
+    # Bytes per second of one process.
+    rate = probe.read_bytes / max(time.perf_counter() - started, 1e-6)
+    size_bytes = sum(unit.size_bytes for unit in units)
     counts = _count_samples(units, probe, options.limit)
     # Stored bytes per source byte: above 1 for a compressed source.
     ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
-    # Bytes per second of one process.
-    rate = probe.read_bytes / max(probe.seconds, 1e-6)
     return DryRun(
         source.kind,
         counts,
@@ -127,10 +123,7 @@ def dry_run_ingest(
     Without `append` the repository is not read: it may be None.
     """
     opened = open_any_source(source, source_options)
-    fraction = val_fraction or 0.0
-    if repository is not None:
-        fraction = choose_val_fraction(repository, name, val_fraction, append=append)
-    held_out = held_out_of(opened, fraction, is_given=val_fraction is not None)
+    _, held_out = choose_val_fractions(repository, name, opened, val_fraction, append=append)
     reencoding = Reencoding(max_side, quality)
     options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
     return dry_run(opened, options, workers=count_workers(opened, workers))
@@ -153,35 +146,27 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
     return {split: count if count is None or limit is None else min(count, limit) for split, count in counts.items()}
 
 
-def _read_some(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
-    """Read and check the first samples as an ingest would, but without encoding listed images again."""
+def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
+    assert isinstance(source, ListedSource)
     probe = _SourceProbe()
-    started = time.perf_counter()
-    if isinstance(source, ListedSource):
-        _read_files(source, options, bad, probe)
-    else:
-        assert isinstance(source, StreamedSource)
-        _read_parts(source, options, bad, probe)
-    probe.seconds = time.perf_counter() - started
-    return probe
-
-
-def _read_files(source: ListedSource, options: BuildOptions, bad: list[BadSample], probe: _SourceProbe) -> None:
     reader = FileReader(source.url)
     for split, files in source.splits.items():
         for file in files:
             content = reader.read(file.path)
             probe.read_bytes += len(content)
-            digest_blob(content)
+            digest_blob(content)  # only to measure how long it takes
             try:
                 read_header(content, decode=options.decode_check)
             except BadSampleError as error:
                 bad.append(BadSample(split, file.key, str(error)))
             if probe.read_bytes >= _READ_BYTES:
-                return
+                return probe
+    return probe
 
 
-def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSample], probe: _SourceProbe) -> None:
+def _read_parts(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
+    assert isinstance(source, StreamedSource)
+    probe = _SourceProbe()
     work = IngestWork("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0
@@ -190,13 +175,14 @@ def _read_parts(source: StreamedSource, options: BuildOptions, bad: list[BadSamp
                 bad.append(batch)
                 continue
             checked = check_batch(work, batch, part.split, bad)
-            _ = checked.digests  # computed to measure how long it takes
+            _ = checked.digests  # only to measure how long it takes
             samples += checked.num_samples
             stored_bytes += int(checked.sizes_bytes.sum())
             if probe.read_bytes + stored_bytes >= _READ_BYTES:
                 probe.read_bytes += stored_bytes
-                return
+                return probe
         probe.read_bytes += stored_bytes
         probe.complete_samples += samples
         probe.complete_stored_bytes += stored_bytes
         probe.complete_source_bytes += part.size_bytes
+    return probe

@@ -1,7 +1,7 @@
-"""Search for samples of a split that repeat the key or the content of an earlier one, by means of sample indexes.
+"""Search for samples of a split that repeat the key or the content of an earlier one; only sample indexes are read.
 
-Each sample of a split has an 8-byte hash; with the arrays that sort the hashes, memory holds about 26 bytes per
-sample at the peak. Only samples with equal hashes are compared by value.
+Memory holds an 8-byte hash of each sample of a split, and the arrays that sort the hashes: about 26 bytes per sample
+at the peak. Only samples with equal hashes are compared by value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.versions.deletions import delete_samples
-from datasvc.shards.versions.keys import take_keys
+from datasvc.shards.versions.keys import SampleRows, take_keys
 from datasvc.shards.versions.matching import hash_values
 from datasvc.threads import map_in_threads
 
@@ -57,18 +57,19 @@ class SplitDuplicates:
 
     @classmethod
     def find(cls, objects: Objects, tables: Mapping[str, ShardTable], *, by_key: bool) -> SplitDuplicates:
-        """Find the duplicates of each split. Search by key only if `by_key` is set.
-
-        Raises:
-            CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
-        """
+        """Find the duplicates of each split. Search by key only if `by_key` is set. Raise as `find_duplicates`."""
         same_key: dict[str, list[DuplicateSample]] = {}
         same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():
-            same_key[split] = find_duplicates(objects, table, "key") if by_key else []
-            rows = {(sample.shard, sample.row) for sample in same_key[split]}
-            same_payload[split] = find_duplicates(objects, table, "payload", without=rows)
-        return cls(_without_empty(same_key), _without_empty(same_payload))
+            by_keys = find_duplicates(objects, table, "key") if by_key else []
+            # A sample that repeats a key is bad already; it is not reported twice.
+            rows = {(sample.shard, sample.row) for sample in by_keys}
+            by_payloads = find_duplicates(objects, table, "payload", without=rows)
+            if by_keys:
+                same_key[split] = by_keys
+            if by_payloads:
+                same_payload[split] = by_payloads
+        return cls(same_key, same_payload)
 
     @property
     def bad(self) -> list[BadSample]:
@@ -86,11 +87,12 @@ def drop_duplicates(
     """Return the tables with the given samples deleted."""
     result = {}
     for split, table in tables.items():
-        rows: dict[int, list[int]] = {}
-        for sample in (sample for samples in dropped for sample in samples.get(split, ())):
-            rows.setdefault(sample.shard, []).append(sample.row)
-        arrays = {shard: np.array(sorted(shard_rows), np.int64) for shard, shard_rows in rows.items()}
-        result[split] = delete_samples(objects, table, arrays) if arrays else table
+        samples = [sample for duplicates in dropped for sample in duplicates.get(split, ())]
+        positions = SampleRows(
+            np.array([sample.shard for sample in samples], np.int64),
+            np.array([sample.row for sample in samples], np.int64),
+        )
+        result[split] = delete_samples(objects, table, positions.by_shard()) if samples else table
     return result
 
 
@@ -115,8 +117,7 @@ def find_duplicates(
         hashes[start : start + index.num_samples] = hash_values(values)
         start += index.num_samples
     positions = _colliding(hashes)
-    # Frees 8 bytes per sample before the candidates are compared.
-    del hashes
+    del hashes  # frees 8 bytes per sample before the candidates are compared
     stops = np.cumsum(table.stored_per_shard)
     shards = np.searchsorted(stops, positions, side="right")
     rows = positions - np.concatenate([[0], stops])[shards]
@@ -127,7 +128,7 @@ def find_duplicates(
 def _compare(
     objects: Objects, table: ShardTable, by: DuplicateKind, shards: Integers, rows: Integers
 ) -> list[DuplicateSample]:
-    """Return the duplicates among candidates in table order, compared by value."""
+    """Return the duplicates among candidates, which are in table order. Candidates are compared by value."""
     first: dict[str | bytes, str] = {}
     duplicates: list[DuplicateSample] = []
     affected = np.unique(shards).tolist()
@@ -161,7 +162,3 @@ def _colliding(hashes: Integers) -> Integers:
     same = ordered[1:] == ordered[:-1]
     is_repeated = np.concatenate([[False], same]) | np.concatenate([same, [False]])
     return np.sort(order[is_repeated[: len(order)]])
-
-
-def _without_empty(duplicates: Mapping[str, list[DuplicateSample]]) -> dict[str, list[DuplicateSample]]:
-    return {split: samples for split, samples in duplicates.items() if samples}

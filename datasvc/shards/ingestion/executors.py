@@ -1,6 +1,6 @@
 """Executors for the units of an ingest: this process, worker processes on this machine, or a Ray cluster.
 
-All executors call `build_unit` and return the same results, so that the committed version does not depend on the
+All executors call `build_unit` and give the same results, so that the committed version does not depend on the
 executor. The caller commits. Worker processes exit when their parent process exits.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -22,15 +22,13 @@ from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install
 from datasvc.progress import Progress
 from datasvc.repository import Repository
-from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
+from datasvc.shards.ingestion.build import EarlierShards, IngestWork, UnitResult
 from datasvc.shards.ingestion.build_listed import build_listed
 from datasvc.shards.ingestion.build_streamed import build_streamed
 from datasvc.shards.ingestion.lean_memory import keep_lean
 from datasvc.shards.ingestion.plan import IngestUnit
 
 EngineName = Literal["local", "ray"]
-EarlierByUnit = Mapping[int, Mapping[tuple[str, int], BuiltShard]]
-OnResult = Callable[[UnitResult], None]
 
 _QUEUED_PER_WORKER: Final = 2
 _PROGRESS_INTERVAL_S: Final = 0.25
@@ -39,11 +37,7 @@ _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adl
 
 
 def build_unit(
-    work: IngestWork,
-    unit: IngestUnit,
-    repository: Repository,
-    earlier: Mapping[tuple[str, int], BuiltShard],
-    progress: Progress,
+    work: IngestWork, unit: IngestUnit, repository: Repository, earlier: EarlierShards, progress: Progress
 ) -> UnitResult:
     """Build and store the shards of one unit, in the current process.
 
@@ -51,41 +45,38 @@ def build_unit(
         work: description of the ingest.
         unit: the unit to build.
         repository: the repository, opened by the current process.
-        earlier: shards of the unit that an interrupted run stored, by split and ordinal.
+        earlier: shards of the unit that an interrupted run stored.
         progress: counts what is built.
 
     Raises:
         DatasvcError: as `build_listed` and `build_streamed`.
     """
-    journal = repository.journal(work.name, work.fingerprint, work.attempt)
     if unit.files:
-        return build_listed(work, unit, repository, journal, progress)
-    return build_streamed(work, unit, repository, journal, progress, earlier)
+        return build_listed(work, unit, repository, progress)
+    return build_streamed(work, unit, repository, progress, earlier)
 
 
 def run_units(
     work: IngestWork,
     units: Sequence[IngestUnit],
     repository: Repository,
-    earlier: EarlierByUnit,
+    earlier: Mapping[int, EarlierShards],
     *,
     engine: EngineName,
     workers: int,
     progress: Progress,
-    on_result: OnResult,
     cleanup: ExitStack,
-) -> None:
-    """Build all units and return when all are finished.
+) -> Iterator[UnitResult]:
+    """Build all units, and yield the result of each one as soon as it is finished.
 
     Args:
         work: description of the ingest.
         units: the units to build.
-        repository: the repository to store shards in.
-        earlier: by unit, shards that an interrupted run stored.
+        repository: the repository, opened by the current process.
+        earlier: by number of the unit, shards that an interrupted run stored.
         engine: "local" or "ray".
         workers: number of units to build at once.
         progress: counts what is built, in this process.
-        on_result: called with the result of each unit as soon as it is finished, in this process.
         cleanup: its close waits for the exit of the worker processes, which happens in the background.
 
     Raises:
@@ -94,12 +85,11 @@ def run_units(
         DatasvcError: the first error of a unit; units in progress stop when `cleanup` is closed.
     """
     if engine == "ray":
-        _run_ray(work, units, earlier, workers, progress, on_result)
-    elif min(workers, len(units)) <= 1:
-        for unit in units:
-            on_result(build_unit(work, unit, repository, earlier.get(unit.number, {}), progress))
-    else:
-        _run_processes(work, units, earlier, min(workers, len(units)), progress, on_result, cleanup)
+        return _run_ray(work, units, earlier, workers, progress)
+    workers = min(workers, len(units))
+    if workers <= 1:
+        return (build_unit(work, unit, repository, earlier.get(unit.number, {}), progress) for unit in units)
+    return _run_processes(work, units, earlier, workers, progress, cleanup)
 
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
@@ -118,12 +108,11 @@ def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
 def _run_processes(
     work: IngestWork,
     units: Sequence[IngestUnit],
-    earlier: EarlierByUnit,
+    earlier: Mapping[int, EarlierShards],
     workers: int,
     progress: Progress,
-    on_result: OnResult,
     cleanup: ExitStack,
-) -> None:
+) -> Iterator[UnitResult]:
     is_local = all("://" not in url for url in (work.repository_url, work.source.url))
     method = choose_start_method(is_local=is_local)
     context = multiprocessing.get_context(method)
@@ -131,14 +120,20 @@ def _run_processes(
     # A forked worker has the listing in memory already: only unit numbers are sent to it.
     inherited = {unit.number: unit for unit in units} if method == "fork" else {}
     executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited))
-
-    def submit(unit: IngestUnit) -> Future[UnitResult]:
-        return executor.submit(_build_in_worker, unit.number if inherited else unit, earlier.get(unit.number, {}))
-
+    waiting = iter(units)
+    pending: set[Future[UnitResult]] = set()
     try:
-        for result in _run_bounded(submit, units, _QUEUED_PER_WORKER * workers, lambda: counters.pass_on(progress)):
-            on_result(result)
-        counters.pass_on(progress)
+        while True:
+            for unit in islice(waiting, _QUEUED_PER_WORKER * workers - len(pending)):
+                argument = unit.number if inherited else unit
+                pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
+            if not pending:
+                return
+            # The time-out only updates the progress bar.
+            done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
+            counters.pass_on(progress)
+            for future in done:
+                yield future.result()
     except BrokenProcessPool as error:
         raise UnavailableError(
             "a worker process of the ingest died: it was killed, ran out of memory, or was started by a script "
@@ -152,26 +147,6 @@ def _run_processes(
         )
         shutdown.start()
         cleanup.callback(shutdown.join)
-
-
-def _run_bounded(
-    submit: Callable[[IngestUnit], Future[UnitResult]],
-    units: Sequence[IngestUnit],
-    at_once: int,
-    tick: Callable[[], None],
-) -> Iterator[UnitResult]:
-    """Keep at most `at_once` calls pending; yield results as they finish, and call `tick` a few times per second."""
-    waiting = iter(units)
-    pending = {submit(unit) for unit in islice(waiting, at_once)}
-    while pending:
-        # The time-out only updates the progress bar.
-        done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
-        tick()
-        for future in done:
-            unit = next(waiting, None)
-            if unit is not None:
-                pending.add(submit(unit))
-            yield future.result()
 
 
 class _Counters:
@@ -198,7 +173,7 @@ class _Counters:
 
 
 class _WorkerProgress(Progress):
-    """Adds to three counts of an array: bytes, samples and shards."""
+    """Adds to three counts of an array, from position `start`: bytes, samples and shards."""
 
     def __init__(self, counts: Any, start: int) -> None:
         self.counts, self._start = counts, start
@@ -218,7 +193,7 @@ def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int,
     _in_worker = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
 
 
-def _build_in_worker(unit: IngestUnit | int, earlier: Mapping[tuple[str, int], BuiltShard]) -> UnitResult:
+def _build_in_worker(unit: IngestUnit | int, earlier: EarlierShards) -> UnitResult:
     assert _in_worker is not None
     work, repository, progress, inherited = _in_worker
     return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, progress)
@@ -227,11 +202,10 @@ def _build_in_worker(unit: IngestUnit | int, earlier: Mapping[tuple[str, int], B
 def _run_ray(
     work: IngestWork,
     units: Sequence[IngestUnit],
-    earlier: EarlierByUnit,
+    earlier: Mapping[int, EarlierShards],
     workers: int,
     progress: Progress,
-    on_result: OnResult,
-) -> None:
+) -> Iterator[UnitResult]:
     try:
         import ray
     except ImportError as error:
@@ -244,47 +218,27 @@ def _run_ray(
     waiting = iter(units)
     pending: list[Any] = []
     try:
-        _collect_from_ray(ray, build, shared, waiting, pending, earlier, workers, progress, on_result)
+        while True:
+            units_to_start = islice(waiting, workers - len(pending))
+            pending += [build.remote(shared, unit, earlier.get(unit.number, {})) for unit in units_to_start]
+            if not pending:
+                return
+            done, pending = ray.wait(pending)
+            for task in done:
+                result, (size_bytes, num_samples, num_shards) = ray.get(task)
+                progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
+                yield result
+    # The error of the unit itself, as the other executors raise it.
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise UnavailableError(f"a Ray worker of the ingest failed: {error}; run the same command again") from error
     finally:
         for task in pending:
             ray.cancel(task, force=False)
 
 
-def _collect_from_ray(
-    ray: Any,
-    build: Any,
-    shared: Any,
-    waiting: Iterator[IngestUnit],
-    pending: list[Any],
-    earlier: EarlierByUnit,
-    workers: int,
-    progress: Progress,
-    on_result: OnResult,
-) -> None:
-    """Keep `workers` tasks in `pending` until all units are finished."""
-    while True:
-        while len(pending) < workers and (unit := next(waiting, None)) is not None:
-            pending.append(build.remote(shared, unit, earlier.get(unit.number, {})))
-        if not pending:
-            return
-        done, pending[:] = ray.wait(pending)
-        for task in done:
-            try:
-                result, (size_bytes, num_samples, num_shards) = ray.get(task)
-            # The error of the unit itself, as the other executors raise it.
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from error
-            except ray.exceptions.RayError as error:
-                raise UnavailableError(
-                    f"a Ray worker of the ingest failed: {error}; run the same command again"
-                ) from error
-            progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
-            on_result(result)
-
-
-def _build_on_ray(
-    work: IngestWork, unit: IngestUnit, earlier: Mapping[tuple[str, int], BuiltShard]
-) -> tuple[UnitResult, list[int]]:
+def _build_on_ray(work: IngestWork, unit: IngestUnit, earlier: EarlierShards) -> tuple[UnitResult, list[int]]:
     done = _WorkerProgress([0, 0, 0], 0)
     result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done)
     return result, done.counts

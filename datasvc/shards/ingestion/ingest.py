@@ -1,9 +1,9 @@
 """Ingest a source as the next version of a data set.
 
-The assignment of samples to shards is planned from the source's listing and the options alone (`plan`). Units of work
-are built by worker processes (`executors`), and all objects are stored before the single commit, so that a failure
-before it leaves no visible change. Finished shards are recorded in a journal: the same command, run again, continues
-an interrupted ingest.
+Only the source's listing and the options determine which shard contains a sample (`plan`). Worker processes build the
+units of the plan (`executors`). All objects are stored before the single commit (`ingest_commit`), so that a failure
+leaves no visible change. Finished shards are recorded in a journal: the same command, run again, continues an
+interrupted ingest.
 """
 
 from __future__ import annotations
@@ -163,11 +163,9 @@ def ingest(
     _check_choice("duplicates", duplicates, ("keep", "drop", "fail"))
     _check_choice("engine", engine, ("local", "ray"))
     opened = open_any_source(source, source_options)
-    recorded_fraction = choose_val_fraction(repository, name, val_fraction, append=append)
-    held_out_fraction = held_out_of(opened, recorded_fraction, is_given=val_fraction is not None)
-    options = BuildOptions(
-        shard_bytes, decode_check, Reencoding(max_side, quality), keep_order, seed, held_out_fraction, limit
-    )
+    recorded_fraction, held_out = choose_val_fractions(repository, name, opened, val_fraction, append=append)
+    reencoding = Reencoding(max_side, quality)
+    options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
     if classes is not None and opened.classes:
         raise ConfigError(
             f"{redact_url(opened.url)} has class names of its own, so that --classes cannot rename them; leave out "
@@ -204,11 +202,11 @@ def ingest(
             VAL_FRACTION: recorded_fraction,
         }
         commit = IngestCommit(
-            repository,
-            name,
-            tables,
-            metadata,
-            attempt=plan.attempt,
+            repository=repository,
+            name=name,
+            tables=tables,
+            metadata=metadata,
+            attempt=plan.work.attempt,
             append=append,
             on_common=on_common,
             on_overlap=on_split_overlap,
@@ -247,12 +245,10 @@ def open_any_source(source: AnySource, options: SourceOptions | None = None) -> 
 class _Plan:
     """Everything that is decided before samples are read."""
 
-    name: str
     repository: Repository
     work: IngestWork
     units: Sequence[IngestUnit]
     journal: Journal
-    attempt: str
     has_source_changed: bool
 
 
@@ -269,23 +265,18 @@ def _make_plan(
     attempt, has_changed = journal.begin()
     units = plan_units(source, options)
     units = [relabel_unit(unit, labels) for unit in units] if labels else units
-    # Without the listing, which each unit carries in part, the work is small to send to workers.
-    source_for_workers = source.without_files() if isinstance(source, ListedSource) else source
-    work = IngestWork(
-        repository.url, plan, fingerprint, attempt, source_for_workers, schema, options, classes, labels
-    )
+    # The work is sent to every worker, and the units have the listing already.
+    sent = source.without_files() if isinstance(source, ListedSource) else source
+    work = IngestWork(repository.url, plan, fingerprint, attempt, sent, schema, options, classes, labels)
     # An iterable has no identity between runs: another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
-    return _Plan(name, repository, work, units, journal, attempt, has_changed)
+    return _Plan(repository, work, units, journal, has_changed)
 
 
 def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
-    """Raise SourceChangedError if a new listing of the source differs from the one that was ingested.
-
-    Local files of a listed source are not listed again: each one was checked when it was read.
-    """
+    """Raise SourceChangedError if a new listing of the source differs from the one that was ingested."""
     source = plan.work.source
-    # Samples of an iterable cannot be listed again.
+    # An iterable cannot be listed again. Each local file of a listed source was checked when it was read.
     if isinstance(source, PythonSource) or (isinstance(source, ListedSource) and FileReader(source.url).is_local):
         return
     if open_source(source.url, options).fingerprint() != plan.work.fingerprint:
@@ -298,7 +289,7 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
 def _build(
     plan: _Plan, engine: EngineName, workers: int, progress: Progress, cleanup: ExitStack
 ) -> tuple[list[UnitResult], int]:
-    """Build all units that the journal does not have; return all results in order, and the number of old shards."""
+    """Build the units that the journal lacks; return all results in order, and the number of old shards."""
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
     num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
@@ -307,12 +298,8 @@ def _build(
             shards = results[unit.number].shards
             num_samples = sum(shard.row.statistics.num_samples for shard in shards)
             progress.advance(unit.size_bytes, num_samples=num_samples, num_shards=len(shards))
-
-    def add(result: UnitResult) -> None:
-        results[result.number] = result
-
     remaining = [unit for unit in plan.units if unit.number not in results]
-    run_units(
+    built = run_units(
         plan.work,
         remaining,
         plan.repository,
@@ -320,9 +307,9 @@ def _build(
         engine=engine,
         workers=workers,
         progress=progress,
-        on_result=add,
         cleanup=cleanup,
     )
+    results |= {result.number: result for result in built}
     return [results[unit.number] for unit in plan.units], num_resumed
 
 
@@ -368,37 +355,34 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
     }
 
 
-def choose_val_fraction(repository: Repository, name: str, given: float | None, *, append: bool) -> float:
-    """Return the fraction of "train" to hold out as "val": `given`, or that of the data set appended to.
+def choose_val_fractions(
+    repository: Repository | None, name: str, source: Source, given: float | None, *, append: bool
+) -> tuple[float, float]:
+    """Return the fraction of "train" that a data set holds out as "val", and the fraction to hold out of `source`.
+
+    The first is `given`, or that of the data set appended to. The second is the same; or 0 if none was given and the
+    source has "val" or has no "train".
 
     Raises:
         ConfigError: `given` differs from the fraction of the data set appended to.
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
-    head = repository.versions("datasets", name).head() if append else 0
-    if not head:
-        return given or 0.0
-    newest = Resolved("datasets", name, head)
-    recorded = read_val_fraction(repository, newest)
-    if given is not None and given != recorded:
-        raise ConfigError(
-            f"{newest} holds out {recorded:g} of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}, and an append must hold "
-            f"out the same fraction: got --val-fraction {given:g}; leave out --val-fraction"
-        )
-    return recorded
-
-
-def held_out_of(source: Source, fraction: float, *, is_given: bool) -> float:
-    """Return the fraction to hold out of a source: `fraction`, or 0 if the source has "val" or has no "train".
-
-    If the user gave the fraction (`is_given`), it is returned for every source.
-    """
+    recorded = given or 0.0
+    if append and repository is not None and (head := repository.versions("datasets", name).head()):
+        newest = Resolved("datasets", name, head)
+        recorded = read_val_fraction(repository, newest)
+        if given is not None and given != recorded:
+            raise ConfigError(
+                f"{newest} holds out {recorded:g} of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}, and an append must "
+                f"hold out the same fraction: got --val-fraction {given:g}; leave out --val-fraction"
+            )
     if isinstance(source, ListedSource):
         splits = set(source.splits)
     else:
         assert isinstance(source, StreamedSource)
         splits = {part.split for part in source.parts}
-    return fraction if is_given or (DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits) else 0.0
+    has_train_only = DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits
+    return recorded, recorded if given is not None or has_train_only else 0.0
 
 
 def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:

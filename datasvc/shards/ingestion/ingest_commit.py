@@ -1,7 +1,7 @@
 """The single commit of an ingest: a new version from its tables, or the newest version with its samples appended.
 
-An ingest commits at most once: its log entry has an id. By that id, the same ingest finds the version that it
-committed before it was killed, or that an identical ingest committed concurrently.
+An ingest commits at most once: its log entry has an id. By that id, an ingest finds the version that it committed
+before it was killed, or that an identical ingest committed concurrently.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -35,57 +36,45 @@ LEFT_OUT: Final = "left_out"
 _SEARCHED_ENTRIES: Final = 64
 
 
+@dataclass(kw_only=True, eq=False)
 class IngestCommit:
     """Commits the tables exactly once, even if other writers or an identical ingest commit concurrently.
 
-    Args:
+    Attributes:
         repository: the repository to commit to.
         name: name of the data set.
         tables: shard tables by split; all their shards are stored.
-        about: further fields of the log entry.
+        metadata: further fields of the log entry.
         attempt: attempt of the ingest's journal.
-        append: add the samples to those of the newest version.
-        on_common: as in `ingest`.
-        on_overlap: as in `ingest`.
-        keys_are_places: as in `settle_overlaps`.
-
-    Attributes:
+        append, on_common: as in `ingest`.
+        on_overlap, keys_are_places: as in `settle_overlaps`.
         overlaps: samples that two splits share, in the last attempt.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        name: str,
-        tables: Mapping[str, ShardTable],
-        about: Mapping[str, Any],
-        *,
-        attempt: str,
-        append: bool,
-        on_common: OnCommon,
-        on_overlap: OnSplitOverlap,
-        keys_are_places: bool,
-    ) -> None:
-        self.overlaps: list[Overlap] = []
-        self._repository = repository
-        self._name = name
-        self._log = repository.versions("datasets", name)
-        self._tables = tables
-        self._append = append
-        self._on_common: OnCommon = on_common
-        self._on_overlap: OnSplitOverlap = on_overlap
-        self._keys_are_places = keys_are_places
-        names = [list(table.classes) for table in tables.values()]
-        options = json.dumps(
-            [append, on_common, on_overlap, names, about["message"], about["source"]], sort_keys=True
-        )
-        self._about = {**about, "ingest": f"{attempt}-{digest_of(options.encode())[:16]}"}
+    repository: Repository
+    name: str
+    tables: Mapping[str, ShardTable]
+    metadata: dict[str, Any]
+    attempt: str
+    append: bool
+    on_common: OnCommon
+    on_overlap: OnSplitOverlap
+    keys_are_places: bool
+    overlaps: list[Overlap] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._log = self.repository.versions("datasets", self.name)
+        names = [list(table.classes) for table in self.tables.values()]
+        choices = [self.append, self.on_common, self.on_overlap, names]
+        options = json.dumps([*choices, self.metadata["message"], self.metadata["source"]], sort_keys=True)
+        # Other options make another version of the same shards, so they are part of the id.
+        self.metadata["ingest"] = f"{self.attempt}-{digest_of(options.encode())[:16]}"
 
     def run(self) -> Entry:
         """Return the committed version. Raise as `ingest`."""
-        # The comparison of splits takes long. Before the log is read, it does not give other writers time to commit
+        # The comparison of splits takes long. Done before the log is read, it gives other writers no time to commit
         # first, which would force a retry.
-        if not (self._append and self._log.head()):
+        if not (self.append and self._log.head()):
             _ = self._settled_new_version
         try:
             return self._log.append(self._build)
@@ -97,39 +86,39 @@ class IngestCommit:
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
-        if self._append and head:
+        if self.append and head:
             return self._build_append(head)
         tables, shared, self.overlaps = self._settled_new_version
         added = {split: table.num_samples for split, table in tables.items()}
-        splits = describe_tables(self._repository.objects, tables)
-        return {**self._about, "added": added, ENTRY_FIELD: shared, "splits": splits}
+        splits = describe_tables(self.repository.objects, tables)
+        return {**self.metadata, "added": added, ENTRY_FIELD: shared, "splits": splits}
 
     @cached_property
     def _settled_new_version(self) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
-        """Result of `settle_overlaps` for this source alone; cached, because other commits cannot change it."""
+        """Result of `settle_overlaps` for this source alone. Cached, because other commits cannot change it."""
         return settle_overlaps(
-            self._repository.objects, self._tables, self._on_overlap, keys_are_places=self._keys_are_places
+            self.repository.objects, self.tables, self.on_overlap, keys_are_places=self.keys_are_places
         )
 
     def _build_append(self, head: int) -> dict[str, Any]:
-        objects = self._repository.objects
-        newest = open_dataset(self._repository, f"{self._name}@{head}")
-        if read_val_fraction(self._repository, newest.resolved) != self._about[VAL_FRACTION]:
+        objects = self.repository.objects
+        newest = open_dataset(self.repository, f"{self.name}@{head}")
+        if read_val_fraction(self.repository, newest.resolved) != self.metadata[VAL_FRACTION]:
             raise ConflictError(
                 f"{newest.resolved}, which was committed meanwhile, holds out another fraction; run the same command "
                 "again"
             )
         old = {name: split.table for name, split in newest.items()}
         accepted = accepted_counts(newest.entry.content)
-        new = self._tables
-        if not self._keys_are_places:
-            new = keep_splits(objects, old, new, on_common=self._on_common)
-        joined = append_splits(objects, old, new, on_common=self._on_common)
+        new = self.tables
+        if not self.keys_are_places:
+            new = keep_splits(objects, old, new, on_common=self.on_common)
+        joined = append_splits(objects, old, new, on_common=self.on_common)
         joined, shared, self.overlaps = settle_overlaps(
             objects,
             joined,
-            self._on_overlap,
-            keys_are_places=self._keys_are_places,
+            self.on_overlap,
+            keys_are_places=self.keys_are_places,
             # Unless the old splits were never compared, only the new samples are compared with all others.
             checked=old if accepted is not None else None,
         )
@@ -139,7 +128,7 @@ class IngestCommit:
         # A split without new samples keeps its table, so that loader states which refer to the table stay valid.
         touched = {split: table for split, table in joined.items() if split in new or table is not old[split]}
         return {
-            **self._about,
+            **self.metadata,
             "parent": str(newest.resolved),
             "change": {"kind": "append"},
             "added": added,
@@ -155,7 +144,7 @@ class IngestCommit:
         """Return the version that this ingest committed before an interruption, or an identical one concurrently."""
         for number in self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]:
             entry = self._log.read(number)
-            if entry.content.get("ingest") == self._about["ingest"]:
+            if entry.content.get("ingest") == self.metadata["ingest"]:
                 return entry
         return None
 

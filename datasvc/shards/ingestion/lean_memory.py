@@ -1,6 +1,7 @@
-"""Settings of the memory allocators that return freed memory to the operating system at once.
+"""Settings of the memory allocators for an ingest: freed memory goes back to the operating system at once.
 
-An ingest moves much more data than it holds, in batches of different sizes, so allocator caches only cost memory.
+An ingest processes much more data than it holds at a time, in batches of different sizes. So the caches of allocators
+cost memory and save no time.
 """
 
 from __future__ import annotations
@@ -42,12 +43,10 @@ def lean_arrow() -> Iterator[None]:
 
 
 def keep_lean() -> None:
-    """Make a process that only builds shards return freed memory to the operating system at once.
-
-    Arrow allocates from the system, which maps each allocation of the size of a batch separately and unmaps it when
-    it is freed. By default, glibc raises that size limit after the first free and then caches such memory in blocks
-    that fit no later batch, which takes a quarter more memory in the end.
-    """
+    """Make a process that only builds shards return freed memory to the operating system at once."""
+    # Arrow allocates from the system, which maps each allocation of the size of a batch separately and unmaps it when
+    # it is freed. By default, glibc raises that size limit after the first free and then caches such memory in blocks
+    # that fit no later batch, which takes a quarter more memory in the end.
     pa.set_memory_pool(pa.system_memory_pool())
     set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:  # only glibc has this option; other C libraries do not need it

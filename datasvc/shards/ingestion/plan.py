@@ -1,7 +1,7 @@
 """Plan of an ingest: assign samples to shards and to units of work, from the source's listing and the options.
 
-All functions are pure, so the same source and options give the same shards, byte for byte, whatever the number and
-the location of workers, and however often the ingest was interrupted. A *unit* is the work of one worker at a time.
+All functions are pure. So the same source and options give the same shards, byte for byte, with any number of workers
+on any machine, and after any number of interruptions. A *unit* is the work of one worker at a time.
 
 - Listed source: every shard is a unit. One permutation of all files assigns them to shards.
 - Streamed source: a unit is a group of parts that are read concurrently. A permutation assigns parts to units, and
@@ -59,6 +59,9 @@ def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
         ConfigError: samples are to be held out, but the source already has a split of that name or has no "train".
     """
     shard_bytes, seed, keep_order = options.shard_bytes, options.seed, options.keep_order
+    together = (
+        options.limit is not None
+    )  # the first samples of a source are known only if its parts are read in order
     planned: list[IngestUnit] = []
     if isinstance(source, ListedSource):
         splits = {split: files[: options.limit] for split, files in source.splits.items()}
@@ -72,10 +75,8 @@ def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
         _check_held_out({part.split for part in source.parts})
     for split in dict.fromkeys(part.split for part in source.parts):
         parts = [part for part in source.parts if part.split == split]
-        shard_bytes_per_unit = shard_bytes * _SHARDS_PER_UNIT
-        for group in group_parts(
-            parts, shard_bytes_per_unit, seed, keep_order=keep_order, together=options.limit is not None
-        ):
+        unit_bytes = shard_bytes * _SHARDS_PER_UNIT
+        for group in group_parts(parts, unit_bytes, seed, keep_order=keep_order, together=together):
             planned.append(IngestUnit(len(planned), split, parts=tuple(group)))
     return planned
 
@@ -98,14 +99,9 @@ def plan_shards(
 def group_parts(
     parts: Sequence[SourcePart], unit_bytes: int, seed: int, *, keep_order: bool, together: bool
 ) -> list[list[SourcePart]]:
-    """Assign parts to units: permute them by `seed` unless they keep their order, then group them.
+    """Assign the parts of one split to units: permute them by `seed` unless `keep_order` is set, then group them.
 
-    Args:
-        parts: the parts of one split.
-        unit_bytes: smallest size of a unit, except for the last one.
-        seed: seed of the permutation.
-        keep_order: keep the order of the parts.
-        together: return one unit with all parts in their order.
+    A unit has at least `unit_bytes`, except for the last one. With `together`, one unit has all parts in their order.
     """
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
     # A unit that can fill all its open parts mixes best; with few parts, several small units employ more workers.

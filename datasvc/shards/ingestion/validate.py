@@ -1,20 +1,21 @@
-"""Validation of sample batches: check images and labels, and measure image sizes, bytes and digests."""
+"""Validation of the sample batches of a streamed source: check images and labels; measure sizes and digests.
+
+`build_streamed` stores only samples that `check_batch` accepted.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError
 from datasvc.keyed_random import Integers
-from datasvc.shards.format.digests import DIGEST_BYTES, blob_views, digest_batch
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_image
+from datasvc.shards.format.digests import DIGEST_BYTES, blob_views, digest_batch, value_offsets
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_gathered, is_image
 from datasvc.shards.images.header import ImageHeader, read_header, reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.sources.common.source import BadSample
@@ -86,8 +87,7 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):
         columns[LABEL] = _relabel(work, columns[LABEL], reasons)
     kept = pa.RecordBatch.from_arrays([columns[field.name] for field in work.schema], schema=work.schema)
-    # Without bad samples, the batch is used without a copy.
-    if reasons:
+    if reasons:  # otherwise the batch is used without a copy
         keys = batch.column(KEY)
         bad += [BadSample(split, keys[row].as_py(), reason) for row, reason in sorted(reasons.items())]
         good = [row for row in range(batch.num_rows) if row not in reasons]
@@ -98,24 +98,17 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
 def value_bytes(column: pa.Array) -> Integers:
     """Return the approximate size of each value of a column in bytes, a function of the values alone: `int64[n]`."""
     kind = column.type
-    if _has_offsets(kind):
-        width = np.int64 if pa.types.is_large_binary(kind) or pa.types.is_large_string(kind) else np.int32
-        return np.diff(_offsets(column, width)).astype(np.int64)
-    if pa.types.is_map(kind):
-        offsets = _offsets(column, np.int32).astype(np.int64)
-        inner = np.concatenate([[0], np.cumsum(value_bytes(column.keys) + value_bytes(column.items))])
-        return np.asarray(inner[offsets[1:]] - inner[offsets[:-1]], np.int64)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        width = np.int64 if pa.types.is_large_list(kind) else np.int32
-        offsets = _offsets(column, width).astype(np.int64)
-        inner = np.concatenate([[0], np.cumsum(value_bytes(column.values))])
-        return np.asarray(inner[offsets[1:]] - inner[offsets[:-1]], np.int64)
+    if is_gathered(kind):
+        return np.diff(value_offsets(column)).astype(np.int64)
+    if pa.types.is_map(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        is_map = pa.types.is_map(kind)
+        items = value_bytes(column.keys) + value_bytes(column.items) if is_map else value_bytes(column.values)
+        stops = np.concatenate([[0], np.cumsum(items)])
+        return np.diff(stops[value_offsets(column)]).astype(np.int64)
     if pa.types.is_fixed_size_list(kind):
-        return (
-            np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
-            if _is_full(column)
-            else np.full(len(column), kind.list_size * _DEFAULT_VALUE_BYTES)
-        )
+        if column.null_count or not len(column) or not kind.list_size:
+            return np.full(len(column), kind.list_size * _DEFAULT_VALUE_BYTES)
+        return np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
     if pa.types.is_struct(kind):
         fields = [value_bytes(column.field(number)) for number in range(kind.num_fields)]
         return sum(fields, np.zeros(len(column), np.int64))
@@ -124,21 +117,6 @@ def value_bytes(column: pa.Array) -> Integers:
     except ValueError:
         width_bytes = _DEFAULT_VALUE_BYTES
     return np.full(len(column), width_bytes, np.int64)
-
-
-def _is_full(column: pa.Array) -> bool:
-    return bool(column.null_count == 0 and len(column) and column.type.list_size)
-
-
-def _has_offsets(kind: pa.DataType) -> bool:
-    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
-    return any(check(kind) for check in checks)
-
-
-def _offsets(column: pa.Array, width: Any) -> npt.NDArray[Any]:
-    if not len(column):
-        return np.zeros(1, width)
-    return np.frombuffer(column.buffers()[1], width)[column.offset : column.offset + len(column) + 1]
 
 
 def _check_images(
