@@ -250,7 +250,7 @@ def digests(dataset, key=str):
     for name, split in dataset.items():
         shards = list(SplitKeys(objects, split.table))
         keys = [key(each) for shard in shards for each in shard.keys.to_pylist()]
-        values = [digest.tobytes() for shard in shards for digest in shard.read_digests()]
+        values = [digest for shard in shards for digest in shard.read_digests().to_pylist()]
         found[name] = dict(zip(keys, values, strict=True))
         assert len(found[name]) == len(split)
     return found

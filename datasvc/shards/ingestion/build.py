@@ -18,8 +18,7 @@ from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
-from datasvc.shards.ingestion.build_options import BuildOptions
-from datasvc.shards.ingestion.plan import IngestUnit
+from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit
 from datasvc.shards.sources.common.source import BadSample, Source
 
 _MAX_PENDING: Final = 2  # shards being synced or uploaded, in addition to the one being built

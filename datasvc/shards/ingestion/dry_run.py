@@ -15,14 +15,13 @@ from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.images.header import Reencoding, read_header
 from datasvc.shards.ingestion.build import IngestWork
-from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.ingestion.ingest import (
     AnySource,
     choose_val_fractions,
     count_workers,
     open_any_source,
 )
-from datasvc.shards.ingestion.plan import IngestUnit, plan_units
+from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units
 from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
@@ -68,39 +67,6 @@ class _SourceProbe:
     complete_samples: int = 0
 
 
-def dry_run(source: Source, options: BuildOptions, *, workers: int = 1) -> DryRun:
-    """Return the predicted result of an ingest of `source` by `workers` processes.
-
-    The first samples are read and checked as an ingest would, but listed images are not encoded again.
-
-    Raises:
-        ConfigError: the options contradict the source.
-        NotFoundError, UnavailableError: the source cannot be read.
-    """
-    units = plan_units(source, options)
-    bad: list[BadSample] = []
-    started = time.perf_counter()
-    is_listed = isinstance(source, ListedSource)
-    probe = _read_files(source, options, bad) if is_listed else _read_parts(source, options, bad)
-    # Bytes per second of one process.
-    rate = probe.read_bytes / max(time.perf_counter() - started, 1e-6)
-    size_bytes = sum(unit.size_bytes for unit in units)
-    counts = _count_samples(units, probe, options.limit)
-    # Stored bytes per source byte: above 1 for a compressed source.
-    ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
-    return DryRun(
-        source.kind,
-        counts,
-        not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
-        size_bytes,
-        len(units) if is_listed else max(1, round(size_bytes * ratio / options.shard_bytes)),
-        stored_schema(source.schema),
-        source.classes,
-        size_bytes / max(rate, 1.0) / max(1, min(workers, len(units))),
-        bad,
-    )
-
-
 def dry_run_ingest(
     repository: Repository | None,
     source: AnySource,
@@ -120,13 +86,35 @@ def dry_run_ingest(
 ) -> DryRun:
     """Return the predicted result of `ingest` with the same arguments; nothing is created. Raise as `ingest`.
 
-    Without `append` the repository is not read: it may be None.
+    The first samples are read and checked as by `ingest`, but listed images are not encoded again. Without `append`
+    the repository is not read: it may be None.
     """
     opened = open_any_source(source, source_options)
     _, held_out = choose_val_fractions(repository, name, opened, val_fraction, append=append)
     reencoding = Reencoding(max_side, quality)
     options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
-    return dry_run(opened, options, workers=count_workers(opened, workers))
+    num_workers = count_workers(opened, workers)
+    units = plan_units(opened, options)
+    bad: list[BadSample] = []
+    started = time.perf_counter()
+    is_listed = isinstance(opened, ListedSource)
+    probe = _read_files(opened, options, bad) if is_listed else _read_parts(opened, options, bad)
+    # Bytes per second of one process.
+    rate = probe.read_bytes / max(time.perf_counter() - started, 1e-6)
+    size_bytes = sum(unit.size_bytes for unit in units)
+    # Stored bytes per source byte: above 1 for a compressed source.
+    ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
+    return DryRun(
+        opened.kind,
+        _count_samples(units, probe, limit),
+        not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
+        size_bytes,
+        len(units) if is_listed else max(1, round(size_bytes * ratio / shard_bytes)),
+        stored_schema(opened.schema),
+        opened.classes,
+        size_bytes / max(rate, 1.0) / max(1, min(num_workers, len(units))),
+        bad,
+    )
 
 
 def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int | None) -> dict[str, int | None]:

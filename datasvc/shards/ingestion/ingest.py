@@ -29,12 +29,11 @@ from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding
 from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
-from datasvc.shards.ingestion.build_options import SHARD_BYTES, BuildOptions
 from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
 from datasvc.shards.ingestion.executors import EngineName, run_units
 from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit
 from datasvc.shards.ingestion.lean_memory import lean_arrow
-from datasvc.shards.ingestion.plan import IngestUnit, plan_units, relabel_unit
+from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.common.files import FileReader

@@ -12,7 +12,7 @@ on any machine, and after any number of interruptions. A *unit* is the work of o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -20,14 +20,51 @@ from blake3 import blake3
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
-from datasvc.shards.ingestion.build_options import BuildOptions
+from datasvc.shards.images.header import Reencoding
 from datasvc.shards.sources.common.source import ImageFile, ListedSource, Source, SourcePart, StreamedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
+SHARD_BYTES: Final = 64 << 20
 PARTS_AT_ONCE: Final = 8
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of random keys; those of the access order are smaller numbers
 # Several shards per unit, as the last one of a unit is smaller; several units per split, so that workers share it.
 _SHARDS_PER_UNIT, _UNITS_PER_SPLIT = 4, 8
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """The settings that, together with the source, determine the bytes of every shard.
+
+    Attributes:
+        shard_bytes: size of the samples in a full shard.
+        decode_check: decode every image completely instead of checking its header and its end.
+        reencoding: how images are made smaller, if at all.
+        keep_order: keep the source's order instead of assigning samples to shards by a permutation.
+        seed: seed of that permutation.
+        val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key.
+        limit: number of samples to read of each split, the first ones of the source, bad ones included; None: all.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    shard_bytes: int = SHARD_BYTES
+    decode_check: bool = False
+    reencoding: Reencoding = field(default_factory=Reencoding)
+    keep_order: bool = False
+    seed: int = 0
+    val_fraction: float = 0.0
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard_bytes < 1:
+            raise ConfigError(f"shard_bytes is {self.shard_bytes}; expected at least 1")
+        if not 0 <= self.val_fraction < 1:
+            raise ConfigError(f"val_fraction is {self.val_fraction}; expected 0 <= val_fraction < 1")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"limit is {self.limit}; expected at least 1 sample")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is {self.seed}; expected 0 <= seed < 2**64")
 
 
 @dataclass(frozen=True)

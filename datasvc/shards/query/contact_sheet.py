@@ -1,4 +1,4 @@
-"""Contact sheet: thumbnails and captions of samples in one self-contained HTML file."""
+"""Contact sheet: thumbnails and captions of samples in one self-contained HTML file, for `head --html`."""
 
 from __future__ import annotations
 

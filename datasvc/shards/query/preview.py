@@ -1,8 +1,10 @@
-"""Previews of a split: its first samples with their values, blob sizes and images, and thumbnails of images."""
+"""Previews of a split: its first samples for display, with values, blob sizes and images; thumbnails of images.
+
+`datasvc head` and the contact sheet show them.
+"""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,9 +13,9 @@ from typing import Any
 import pyarrow as pa
 from PIL import Image, ImageOps
 
-from datasvc.errors import BadSampleError, ConfigError
+from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
-from datasvc.shards.images.header import FORMATS
+from datasvc.shards.images.header import open_image
 from datasvc.shards.versions.dataset import Split
 
 
@@ -55,14 +57,11 @@ def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
     """Return an image as RGB, upright, with neither side longer than `max_side` pixels.
 
     Raises:
-        BadSampleError: the image does not decode.
+        BadSampleError: the file is not an image, or does not decode.
     """
-    try:
-        with Image.open(io.BytesIO(encoded), formats=FORMATS) as image:
-            image.draft("RGB", (max_side, max_side))  # a JPEG is decoded at a smaller scale, which is faster
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except Exception as error:  # Pillow raises many types for damaged files
-        raise BadSampleError(f"does not decode: {error}") from error
+    with open_image(encoded) as image:
+        image.draft("RGB", (max_side, max_side))  # a JPEG is decoded at a smaller scale, which is faster
+        upright = ImageOps.exif_transpose(image).convert("RGB")
     upright.thumbnail((max_side, max_side))
     return upright
 

@@ -11,7 +11,8 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.repository import Repository
 from datasvc.shards.format.object_files import ObjectFiles
-from datasvc.shards.query.scan import LiveSamples, probe
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.query.scan import LiveSamples, ScannerProbe
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.sql_sandbox import connected, fetch, lock, only_query
 
@@ -87,7 +88,7 @@ def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
     import duckdb
 
     # A DuckDB version that does not read through our scanner would silently return deleted samples.
-    connection.register("probe", probe())
+    connection.register("probe", ScannerProbe(pa.table({KEY: pa.array([], pa.string())})))
     if connection.execute("SELECT count(*) FROM probe").fetchall() != [(1,)]:
         raise ConfigError(
             f"DuckDB {duckdb.__version__} does not read through Arrow scanners, so it would return deleted "

@@ -1,4 +1,4 @@
-"""Scans of a split's live samples as an Arrow data set; a scan reads only the bytes of the columns in use.
+"""Scans of a split's live samples as an Arrow data set for DuckDB; only the bytes of the columns in use are read.
 
 Arrow's own scanner threads are not used. They read ahead and survive a scan that ends early, for instance by LIMIT;
 if they then call Python while the interpreter exits, the process aborts or hangs. Here, all reads run in the thread
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -26,6 +27,9 @@ from datasvc.shards.versions.deletions import Flags
 
 _MAX_SHARDS_AHEAD: Final = 4
 _MAX_BYTES_AHEAD: Final = 16 << 20  # per shard
+
+ShardScan = Iterator[list[pa.RecordBatch]]
+"""The live samples of one shard in parts; for use by one thread at a time."""
 
 
 class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
@@ -87,28 +91,32 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _stored(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Yield the live samples of all shards in order, while the next shards are read in the background."""
-        unread = (
-            _ShardScan(self._files, digest, self._flags_of(number), schema, where=self._name)
+        scans = (
+            _read_live(
+                self._files,
+                digest,
+                partial(self._deletions.flags, number) if self._has_deletions[number] else None,
+                schema,
+                where=self._name,
+            )
             for number, digest in enumerate(self._shards)
         )
-        pending: deque[tuple[_ShardScan, Future[list[pa.RecordBatch]]]] = deque()
+        pending: deque[tuple[ShardScan, Future[list[pa.RecordBatch] | None]]] = deque()
         pool = ThreadPoolExecutor(_MAX_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
         try:
             while True:
-                while len(pending) < _MAX_SHARDS_AHEAD and (shard := next(unread, None)) is not None:
-                    pending.append((shard, pool.submit(shard.read)))
+                for scan in islice(scans, _MAX_SHARDS_AHEAD - len(pending)):
+                    pending.append((scan, pool.submit(next, scan, None)))
                 if not pending:
                     return
-                shard, reading = pending.popleft()
+                scan, reading = pending.popleft()
                 batches = reading.result()
-                if not shard.is_read:
-                    pending.appendleft((shard, pool.submit(shard.read)))
-                yield from batches
+                if batches is not None:
+                    # First again: shards are returned in table order.
+                    pending.appendleft((scan, pool.submit(next, scan, None)))
+                    yield from batches
         finally:
             pool.shutdown(cancel_futures=True)
-
-    def _flags_of(self, number: int) -> Callable[[], Flags] | None:
-        return partial(self._deletions.flags, number) if self._has_deletions[number] else None
 
 
 class _Scanner:
@@ -122,8 +130,10 @@ class _Scanner:
         return self._reader
 
 
-class _ShardScan:
-    """Reads the live samples of one shard in parts; for use by one thread at a time.
+def _read_live(
+    files: ObjectFiles, digest: Digest, deleted: Callable[[], Flags] | None, schema: pa.Schema, *, where: str
+) -> ShardScan:
+    """Yield the live samples of one shard in parts of about `_MAX_BYTES_AHEAD`.
 
     Args:
         files: objects of the repository.
@@ -131,69 +141,44 @@ class _ShardScan:
         deleted: returns `bool[samples]`, True for deleted samples; None for a shard without deletions.
         schema: the columns to read.
         where: version and split, for messages.
-
-    Attributes:
-        is_read: whether all samples were returned.
     """
+    part: list[pa.RecordBatch] = []
+    size_bytes = start = 0
+    # Flags take a byte per sample, eight times the bitmap: they exist only for shards that are being read.
+    is_live = None if deleted is None else ~deleted()
+    for stored in _read_stored(files, digest, schema, where):
+        batch = pa.record_batch([_column(stored, field) for field in schema], schema)
+        if is_live is not None:
+            batch = batch.filter(pa.array(is_live[start : start + batch.num_rows]))
+        start += stored.num_rows
+        part.append(batch)
+        size_bytes += batch.nbytes
+        if size_bytes >= _MAX_BYTES_AHEAD:
+            yield part
+            part, size_bytes = [], 0
+    if part:
+        yield part
 
-    def __init__(
-        self,
-        files: ObjectFiles,
-        digest: Digest,
-        deleted: Callable[[], Flags] | None,
-        schema: pa.Schema,
-        *,
-        where: str,
-    ) -> None:
-        self.is_read = False
-        self._files = files
-        self._digest = digest
-        self._deleted = deleted
-        self._schema = schema
-        self._where = where
-        self._batches = self._live()
 
-    def read(self) -> list[pa.RecordBatch]:
-        """Return the next batches, about `_MAX_BYTES_AHEAD`. Raise as `ObjectFiles.open`."""
-        batches, size_bytes = [], 0
-        for batch in self._batches:
-            batches.append(batch)
-            size_bytes += batch.nbytes
-            if size_bytes >= _MAX_BYTES_AHEAD:
-                return batches
-        self.is_read = True
-        return batches
-
-    def _live(self) -> Iterator[pa.RecordBatch]:
-        start = 0
-        # Flags take a byte per sample, eight times the bitmap: they exist only for shards that are being read.
-        is_live = None if self._deleted is None else ~self._deleted()
-        for stored in self._stored():
-            batch = pa.record_batch([_column(stored, field) for field in self._schema], self._schema)
-            if is_live is not None:
-                batch = batch.filter(pa.array(is_live[start : start + batch.num_rows]))
-            start += stored.num_rows
-            yield batch
-
-    def _stored(self) -> Iterator[pa.RecordBatch]:
-        with self._files.open(self._digest) as file:
-            try:
-                names = pa.ipc.open_file(file).schema.names
-                fields = [position for position, name in enumerate(names) if name in self._schema.names]
-                # The keys are read if the shard has no column of the scan: its samples must still be counted.
-                fields = fields or [names.index(KEY)]
-                options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-                reader = pa.ipc.open_file(file, options=options)
-                for number in range(reader.num_record_batches):
-                    batch = reader.get_batch(number)
-                    batch.validate(full=True)  # a corrupt offset that is used without a check crashes the process
-                    yield batch
-            except pa.ArrowInvalid as error:
-                self._files.failure = CorruptDataError(
-                    f"a shard of {self._where} is corrupt ({error}): run `datasvc verify --deep` to find the "
-                    "affected samples"
-                )
-                raise self._files.failure from error
+def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: str) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a shard with those columns of `schema` that it has. Raise as `ObjectFiles.open`."""
+    with files.open(digest) as file:
+        try:
+            names = pa.ipc.open_file(file).schema.names
+            fields = [position for position, name in enumerate(names) if name in schema.names]
+            # The keys are read if the shard has no column of the scan: its samples must still be counted.
+            fields = fields or [names.index(KEY)]
+            options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+            reader = pa.ipc.open_file(file, options=options)
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                batch.validate(full=True)  # a corrupt offset that is used without a check crashes the process
+                yield batch
+        except pa.ArrowInvalid as error:
+            files.failure = CorruptDataError(
+                f"a shard of {where} is corrupt ({error}): run `datasvc verify --deep` to find the affected samples"
+            )
+            raise files.failure from error
 
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
@@ -202,16 +187,12 @@ def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
     return batch.column(field.name).cast(field.type)
 
 
-class _ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
-    """A data set with one sample if it is read through `scanner`, and none otherwise."""
+class ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
+    """A data set of an empty table, which has one sample if it is read through `scanner`."""
 
     def scanner(self, **_options: Any) -> _Scanner:
+        """Return a scanner of one sample."""
         return _Scanner(pa.table({KEY: [""]}).to_reader())
-
-
-def probe() -> arrow_dataset.Dataset:
-    """Return a data set with one sample for readers that use its `scanner`, and none for others."""
-    return _ScannerProbe(pa.table({KEY: pa.array([], pa.string())}))
 
 
 def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> list[pa.RecordBatch]:

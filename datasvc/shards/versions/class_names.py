@@ -12,7 +12,7 @@ from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.labels import check_unnamed, combine_classes
-from datasvc.shards.versions.version_entry import derived_entry, describe_tables, inherited
+from datasvc.shards.versions.version_entry import changed_entry
 
 
 def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[str, ShardTable]:
@@ -24,8 +24,7 @@ def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[
     """
     if "" in names or not names:
         raise ConfigError("expected one name per class, none of them empty; give one name per line, label 0 first")
-    # Checks that no name occurs twice.
-    combine_classes(names, [])
+    combine_classes(names, [])  # only for its check that no name occurs twice
     labelled = {split: table for split, table in tables.items() if LABEL in table.sample_schema.names}
     if not labelled:
         raise ConfigError("no split has the column 'label', so there are no classes to name")
@@ -61,15 +60,7 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
             raise ConflictError(f"{base} is not the newest version, which is {base.name}@{head}: give {base.name}")
         dataset = open_dataset(repository, str(base))
         tables = {name: split.table for name, split in dataset.items()}
-        described = describe_tables(repository.objects, name_tables(tables, names), before=tables.values())
-        return derived_entry(
-            {**dataset.entry.content["splits"], **described},
-            {"kind": "classes"},
-            message=message,
-            parent=base,
-            source=str(base),
-            **inherited(dataset.entry.content),
-        )
+        return changed_entry(dataset, name_tables(tables, names), {"kind": "classes"}, message=message)
 
     committed = repository.versions("datasets", base.name).append(build)
     return Resolved("datasets", base.name, committed.number)

@@ -20,7 +20,7 @@ from datasvc.shards.format.writer import ShardWriter
 from datasvc.shards.sources.text.tokens import TOKENIZER
 from datasvc.shards.versions.deletions import Deletions, Flags, delete_samples, load_deletions, only_samples
 from datasvc.shards.versions.key_join import CommonKeys, find_common_keys, first_keys
-from datasvc.shards.versions.labels import check_unnamed, combine_classes, map_labels, plan_labels
+from datasvc.shards.versions.labels import check_unnamed, combine_classes, longest_list, plan_labels, relabel_batch
 
 OnCommon = Literal["fail", "drop", "keep", "replace"]
 """Rule for a key that occurs on both sides.
@@ -50,7 +50,8 @@ def append_splits(
         ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
     """
     _check_labelled(head, new)
-    classes = _shared_classes(head.values())
+    # None if the splits of `head` number their classes differently: then each split keeps its own numbers.
+    classes = longest_list([table.classes for table in head.values()])
     if classes is not None:
         classes = combine_classes(classes, [table.classes for table in new.values()])
     result = dict(head)
@@ -221,16 +222,11 @@ def _relabel_shard(
     shard = open_shard(objects, info)
     if LABEL not in shard.schema.names:
         return info, table.index(number)
-    batches = [_relabel_batch(batch, labels) for batch in shard.batches]
+    batches = [relabel_batch(batch, labels) for batch in shard.batches]
     # No label of this shard changes, so the stored shard is used.
     if all(one.column(LABEL).equals(other.column(LABEL)) for one, other in zip(batches, shard.batches, strict=True)):
         return info, table.index(number)
     return _write_shard(objects, shard, batches)
-
-
-def _relabel_batch(batch: pa.RecordBatch, labels: Mapping[int, int]) -> pa.RecordBatch:
-    number = batch.schema.get_field_index(LABEL)
-    return batch.set_column(number, batch.schema.field(LABEL), map_labels(batch.column(LABEL), labels))
 
 
 def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
@@ -303,10 +299,3 @@ def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> 
             return {}
     total = Counter(getattr(head, counts)) + Counter(getattr(new, counts))
     return dict(sorted(total.items()))
-
-
-def _shared_classes(tables: Any) -> tuple[str, ...] | None:
-    """Return the longest list of class names if every split's list is a prefix of it; None otherwise."""
-    lists = [table.classes for table in tables]
-    longest: tuple[str, ...] = max(lists, key=len, default=())
-    return longest if all(longest[: len(names)] == names for names in lists) else None

@@ -1,4 +1,4 @@
-"""Read access to a data-set version: its splits, and any sample of a split by number."""
+"""Read access to a data-set version: its splits, single samples by number, and the interface of shard stores."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class ShardStore(Protocol):
         """Release a shard that the caller opened and no longer needs."""
 
     def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return the shards that are still being fetched but whose requested samples are readable; {} for none.
+        """Return those shards that are still being fetched but whose requested samples are readable; {} for none.
 
-        Such a shard serves the requested samples only and is not released by the caller. A later call may return
+        Such a shard serves the requested samples only, and the caller does not release it. A later call may return
         the complete shard.
         """
 
     def advance(self, epoch: int, position: int) -> None:
-        """Report that all samples before a position of the access order were served; the store may plan by it."""
+        """Report that all samples before a position of the access order were served, so that the store can plan."""
 
 
 class OriginShards:
@@ -111,18 +111,9 @@ class Split:
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker receives only names: it reads the shard table and opens shards itself.
-        return {
-            "name": self.name,
-            "dataset": self.dataset,
-            "repository": self.repository.url,
-            "digest": self.digest,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        repository = Repository.open(state["repository"])
-        self.__init__(state["name"], state["dataset"], repository, state["digest"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A worker receives only names: it opens the repository and the shards itself, with clients of its own.
+        return _unpickle_split, (self.name, self.dataset, self.repository.url, self.digest)
 
     def __repr__(self) -> str:
         return f"Split({self.dataset}/{self.name}, {len(self)} samples)"
@@ -199,6 +190,10 @@ class Split:
                 while len(self._open) > _OPEN_SHARDS:
                     self._open.popitem(last=False)
             return self._open[number]
+
+
+def _unpickle_split(name: str, dataset: str, url: str, digest: str) -> Split:
+    return Split(name, dataset, Repository.open(url), digest)
 
 
 class DatasetVersion(Mapping[str, Split]):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.keyed_random import Integers
@@ -14,11 +15,10 @@ from datasvc.repository import Objects, Repository, Resolved
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.dataset import choose_split, open_dataset
 from datasvc.shards.versions.deletions import delete_samples
+from datasvc.shards.versions.key_join import first_keys
 from datasvc.shards.versions.keys import SplitKeys
 from datasvc.shards.versions.sql_filter import Condition
-from datasvc.shards.versions.version_entry import derived_entry, describe_tables, inherited
-
-_MAX_LISTED_KEYS = 10
+from datasvc.shards.versions.version_entry import changed_entry
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,7 @@ def delete(
             f"{base} is not the newest version, which is {base.name}@{newest}; only the newest version can be "
             f"continued: give {base.name} or {base.name}@{newest}"
         )
-    build = _DeleteBuild(
-        repository, base.name, _checked_keys(keys), where, split, ignore_missing=ignore_missing, message=message
-    )
+    build = _DeleteBuild(repository, base, _checked_keys(keys), where, split, ignore_missing, message)
     try:
         committed = log.append(build)
     except _NothingToDeleteError:
@@ -98,42 +96,35 @@ class _NothingToDeleteError(Exception):
     """Ends `Log.append` without a commit."""
 
 
+@dataclass(eq=False)
 class _DeleteBuild:
     """Builds the log entry on the newest version; called again after another writer committed first.
 
     Attributes:
-        parent: the version that the last call built on.
+        repository, keys, where, split, ignore_missing, message: as in `delete`.
+        parent: the version that the last call built on; before the first call, the newest version.
         deleted: number of samples that the last call deleted, by split.
         missing: keys that the first call did not find.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        name: str,
-        keys: frozenset[str] | None,
-        where: str | None,
-        split: str | None,
-        *,
-        ignore_missing: bool,
-        message: str,
-    ) -> None:
-        self.parent = Resolved("datasets", name, 0)
-        self.deleted: dict[str, int] = {}
-        self.missing: list[str] = []
-        self._repository = repository
-        self._keys, self._where, self._split = keys, where, split
-        self._ignore_missing = ignore_missing
-        self._attempts = 0
-        self._message = message
+    repository: Repository
+    parent: Resolved
+    keys: frozenset[str] | None
+    where: str | None
+    split: str | None
+    ignore_missing: bool
+    message: str
+    deleted: dict[str, int] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    _attempts: int = 0
 
     def __call__(self, head: int) -> Mapping[str, Any]:
         self._attempts += 1
-        self.parent = Resolved("datasets", self.parent.name, head)
-        dataset = open_dataset(self._repository, str(self.parent))
-        tables = {opened.name: opened.table for opened in choose_split(dataset, self._split)}
+        self.parent = replace(self.parent, version=head)
+        dataset = open_dataset(self.repository, str(self.parent))
+        tables = {opened.name: opened.table for opened in choose_split(dataset, self.split)}
         rows = self._find(tables)
-        objects = self._repository.objects
+        objects = self.repository.objects
         self.deleted = {split: sum(map(len, chosen.values())) for split, chosen in rows.items()}
         if not rows:
             raise _NothingToDeleteError
@@ -143,50 +134,39 @@ class _DeleteBuild:
                     f"all samples of split {split!r} of {self.parent} would be deleted: nothing was committed"
                 )
         changed = {split: delete_samples(objects, tables[split], chosen) for split, chosen in rows.items()}
-        splits = {**dataset.entry.content["splits"], **describe_tables(objects, changed, before=tables.values())}
-        return derived_entry(
-            splits,
-            self._describe(),
-            message=self._message,
-            parent=self.parent,
-            source=str(self.parent),
-            **inherited(dataset.entry.content),
-        )
-
-    def _describe(self) -> dict[str, Any]:
-        change: dict[str, Any] = {"kind": "delete", "deleted": sum(self.deleted.values())}
-        if self._where is not None:
-            change["where"] = self._where
-        if self._split is not None:
-            change["split"] = self._split
-        return change
+        selection = {"where": self.where, "split": self.split}
+        change = {
+            "kind": "delete",
+            "deleted": sum(self.deleted.values()),
+            **{name: value for name, value in selection.items() if value is not None},
+        }
+        return changed_entry(dataset, changed, change, message=self.message)
 
     def _find(self, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
         """Return the stored rows to delete, by split and shard, without splits that have none."""
-        objects = self._repository.objects
-        if self._where is not None:
-            rows_by_split = {split: dict(self._find_where(objects, table)) for split, table in tables.items()}
-        else:
+        objects = self.repository.objects
+        if self.where is None:
             rows_by_split = self._find_keys(objects, tables)
+        else:
+            rows_by_split = {
+                split: dict(Condition(self.where, table.sample_schema).find(objects, table))
+                for split, table in tables.items()
+            }
         return {split: shards for split, shards in rows_by_split.items() if shards}
 
-    def _find_where(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
-        assert self._where is not None
-        return Condition(self._where, table.sample_schema).find(objects, table)
-
     def _find_keys(self, objects: Objects, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
-        assert self._keys is not None
+        assert self.keys is not None
         rows_by_split: dict[str, dict[int, Integers]] = {}
         seen: set[str] = set()
         for split, table in tables.items():
             rows_by_split[split] = {}
             for shard_keys in SplitKeys(objects, table):
                 keys = shard_keys.keys.to_pylist()
-                positions = [position for position, key in enumerate(keys) if key in self._keys]
+                positions = [position for position, key in enumerate(keys) if key in self.keys]
                 if positions:
                     seen.update(keys[position] for position in positions)
                     rows_by_split[split][shard_keys.shard] = shard_keys.rows[np.array(positions)]
-        self._check_missing(self._keys - seen)
+        self._check_missing(self.keys - seen)
         return rows_by_split
 
     def _check_missing(self, missing: frozenset[str]) -> None:
@@ -195,11 +175,10 @@ class _DeleteBuild:
         if self._attempts > 1:
             return
         self.missing = sorted(missing)
-        if missing and not self._ignore_missing:
-            more = f" and {len(missing) - _MAX_LISTED_KEYS} more" if len(missing) > _MAX_LISTED_KEYS else ""
-            searched = f"{self.parent}/{self._split}" if self._split else self.parent
-            listed = ", ".join(map(repr, self.missing[:_MAX_LISTED_KEYS]))
-            raise NotFoundError(f"{len(missing)} keys are not in {searched}: {listed}{more}; nothing was committed")
+        if missing and not self.ignore_missing:
+            searched = f"{self.parent}/{self.split}" if self.split else self.parent
+            listed = first_keys(pa.array(self.missing))
+            raise NotFoundError(f"{len(missing)} keys are not in {searched}: {listed}; nothing was committed")
 
 
 def _checked_keys(keys: Iterable[str] | None) -> frozenset[str] | None:

@@ -46,11 +46,16 @@ class Deletions:
 
     Args:
         table: Arrow table with the columns of docs/formats.md, by ascending shard number.
+
+    Attributes:
+        shards: `int64[n]`, numbers of the shards with deletions, ascending.
+        samples: `int64[n]`, number of stored samples of each of them.
     """
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table.combine_chunks()
-        self._shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
+        self.shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
+        self.samples = np.asarray(self._table.column("samples").to_numpy(), np.int64)
         bitmaps = [blob_views(chunk) for chunk in self._table.column("bitmap").chunks]
         self._bitmaps = [np.frombuffer(view, np.uint8) for chunk in bitmaps for view in chunk if view is not None]
         self._kept: OrderedDict[int, Integers] = OrderedDict()
@@ -61,14 +66,9 @@ class Deletions:
     def build(cls, flags: Mapping[int, Flags]) -> Deletions:
         """Return deletions from flags by shard: `bool[stored samples]`, True where deleted; any order of shards."""
         affected = sorted(shard for shard, deleted in flags.items() if deleted.any())
-        columns = [
-            pa.array(affected, pa.int64()),
-            pa.array([len(flags[shard]) for shard in affected], pa.int64()),
-            pa.array(
-                [np.packbits(flags[shard], bitorder="little").tobytes() for shard in affected], pa.large_binary()
-            ),
-        ]
-        return cls(pa.Table.from_arrays(columns, schema=_SCHEMA))
+        samples = [len(flags[shard]) for shard in affected]
+        bitmaps = [np.packbits(flags[shard], bitorder="little").tobytes() for shard in affected]
+        return cls(pa.table([affected, samples, bitmaps], schema=_SCHEMA))
 
     def encode(self) -> bytes:
         """Return the deletions as an Arrow IPC file; equal deletions give equal bytes."""
@@ -77,19 +77,8 @@ class Deletions:
     @classmethod
     def decode(cls, content: bytes, name: str) -> Deletions:
         """Return the deletions that `encode` wrote. Raise CorruptDataError, or ConfigError for a newer format."""
-        return cls(
-            decode_table(content, name, what="deletions object", format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT)
-        )
-
-    @property
-    def shards(self) -> Integers:
-        """Numbers of the shards with deletions, ascending: `int64[n]`."""
-        return self._shards
-
-    @property
-    def samples(self) -> Integers:
-        """Number of stored samples of each of `shards`: `int64[n]`."""
-        return np.asarray(self._table.column("samples").to_numpy(), np.int64)
+        what = "deletions object"
+        return cls(decode_table(content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT))
 
     @property
     def counts(self) -> Integers:
@@ -129,8 +118,8 @@ class Deletions:
         return rows
 
     def _find(self, shard: int) -> int | None:
-        position = int(np.searchsorted(self._shards, shard))
-        return position if position < len(self._shards) and self._shards[position] == shard else None
+        position = int(np.searchsorted(self.shards, shard))
+        return position if position < len(self.shards) and self.shards[position] == shard else None
 
 
 def load_deletions(objects: Objects, table: ShardTable) -> Deletions:

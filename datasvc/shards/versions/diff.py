@@ -1,8 +1,8 @@
 """Exact difference of two data-set versions, sample by sample.
 
-The cost grows with what differs: of samples that both versions hold in the same shard, only the deletion bitmaps are
-compared. Of all other samples, only the sample indexes are read. Labels are compared by class name: where the class
-names of the two versions disagree, the second version's labels are renumbered first.
+The cost grows with the difference: only the deletion bitmaps of shards that both versions have are compared, and only
+the sample indexes of other shards are read. Labels are compared by class name: if the class names of the two versions
+disagree, the labels of the second version are renumbered first.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ class Keys:
     """Keys of one split: `len` counts them without reading; iteration reads them shard by shard, in table order.
 
     Args:
-        side: the split.
-        without: samples of `side` to leave out.
-        only: the only samples of `side` to take; None for all.
+        split: the split.
+        without: samples of `split` to leave out.
+        only: the only samples of `split` to take. Give either this or `without`.
     """
 
-    def __init__(self, side: SplitKeys, *, without: SampleRows | None = None, only: SampleRows | None = None) -> None:
-        self._side = side
+    def __init__(
+        self, split: SplitKeys, *, without: SampleRows | None = None, only: SampleRows | None = None
+    ) -> None:
+        self._split = split
         self._without = without.by_shard() if without is not None else {}
         self._only = only.by_shard() if only is not None else None
-        left_out = 0 if without is None else len(without)
-        self._count = side.num_samples - left_out if only is None else len(only)
+        self._count = len(only) if only is not None else split.num_samples - len(without or ())
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys. Raise CorruptDataError, NotFoundError, UnavailableError."""
-        shards = self._side.shards.tolist() if self._only is None else list(self._only)
+        shards = self._split.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
             # No key of this shard is left, so its index need not be read.
-            if len(self._without.get(shard, ())) == len(self._side.live_rows(shard)):
+            if len(self._without.get(shard, ())) == len(self._split.live_rows(shard)):
                 continue
-            shard_keys = self._side.read(shard)
+            shard_keys = self._split.read(shard)
             if self._only is None:
                 selected = np.isin(shard_keys.rows, self._without.get(shard, np.empty(0, np.int64)), invert=True)
             else:
@@ -153,7 +154,7 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
 def _unshared(
     objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
 ) -> tuple[SplitKeys, SplitKeys, int]:
-    """Return the samples of each side that the other does not hold in the same shard, and how many both hold."""
+    """Return the samples of each split that the other does not have in the same shard; and how many both have so."""
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples, so that equal shards no longer mean equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0

@@ -1,7 +1,11 @@
-"""Join of two splits on their sample keys, with a comparison of the matched samples; see `matching`."""
+"""Join of two splits on their sample keys, with a comparison of the matched samples.
+
+Append, merge and diff use it. `matching` does the join; the samples are compared by their digests.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,10 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from datasvc.repository import Objects
-from datasvc.shards.format.digests import DIGEST_BYTES
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Flags
-from datasvc.shards.versions.keys import SampleRows, ShardKeys, SplitKeys
+from datasvc.shards.versions.keys import SampleRows, SplitKeys
 from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 
@@ -61,13 +64,8 @@ def first_keys(keys: pa.Array, count: int = 10) -> str:
     return f"{listed} and {len(keys) - count} more" if len(keys) > count else listed
 
 
-def _side(keys: SplitKeys) -> Side:
-    return Side(keys.num_samples, lambda: map(_with_digests, keys))
+def _side(split: SplitKeys) -> Side:
+    def read() -> Iterator[ShardValues]:
+        return (ShardValues(shard.shard, shard.rows, shard.keys, shard.read_digests) for shard in split)
 
-
-def _with_digests(shard_keys: ShardKeys) -> ShardValues:
-    def read_digests() -> pa.Array:
-        digests = np.ascontiguousarray(shard_keys.read_digests())
-        return pa.Array.from_buffers(pa.binary(DIGEST_BYTES), len(digests), [None, pa.py_buffer(digests)])
-
-    return ShardValues(shard_keys.shard, shard_keys.rows, shard_keys.keys, read_digests)
+    return Side(split.num_samples, read)

@@ -1,4 +1,4 @@
-"""Keys and positions of a split's live samples, read from the sample indexes, shard by shard."""
+"""Keys, digests and positions of a split's live samples, read from the sample indexes, shard by shard."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch
 from datasvc.shards.format.reader import Shard, open_shard
-from datasvc.shards.format.sample_index import Digests, SampleIndex
-from datasvc.shards.format.schema import KEY, LABEL
+from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.schema import KEY
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions
-from datasvc.shards.versions.labels import map_labels
+from datasvc.shards.versions.labels import relabel_batch
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class ShardKeys:
         shard: number of the shard in its table.
         rows: `int64[n]`, row numbers in the shard's file, ascending.
         keys: Arrow array of `n` keys.
-        read_digests: returns their sample digests, `void16[n]`; reads the shard if the index cannot give them.
+        read_digests: returns an Arrow array of their sample digests; reads the shard if the index does not have them.
     """
 
     shard: int
     rows: Integers
     keys: pa.Array
-    read_digests: Callable[[], Digests]
+    read_digests: Callable[[], pa.Array]
 
 
 class SplitKeys:
@@ -73,16 +73,20 @@ class SplitKeys:
         rows = self.live_rows(shard)
         digest = self.table.index(shard)
         if digest is None:
-            # Without a sample index, keys and digests come from the samples themselves.
+            # A shard from before sample indexes: keys and digests come from the samples themselves.
             opened = open_shard(self._objects, self.table.shard(shard))
-            return ShardKeys(shard, rows, take_keys(opened.column(KEY), rows), lambda: self._digest(opened)[rows])
-        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
-        keys = take_keys(index.table.column("key"), rows)
+            keys = take_keys(opened.column(KEY), rows)
+            return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
+        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest)).table
+        keys = take_keys(index.column("key"), rows)
         if self._labels is None:
-            return ShardKeys(shard, rows, keys, lambda: index.digests("sample")[rows])
-        # The index has the digests for the stored labels: with renumbered ones, they are computed from the samples.
+            return ShardKeys(shard, rows, keys, lambda: take_keys(index.column("sample"), rows))
+        # The index has the digests for the stored labels: for other labels, they are computed from the samples.
         return ShardKeys(
-            shard, rows, keys, lambda: self._digest(open_shard(self._objects, self.table.shard(shard)))[rows]
+            shard,
+            rows,
+            keys,
+            lambda: take_keys(self._digest(open_shard(self._objects, self.table.shard(shard))), rows),
         )
 
     def live_rows(self, shard: int) -> Integers:
@@ -92,16 +96,12 @@ class SplitKeys:
         excluded = self._without.get(shard)
         return live if excluded is None else np.setdiff1d(live, excluded, assume_unique=True)
 
-    def _digest(self, shard: Shard) -> Digests:
-        digests = []
+    def _digest(self, shard: Shard) -> pa.Array:
+        """Return the sample digest of each stored sample, with the labels renumbered."""
+        digests: list[bytes] = []
         for batch in shard.batches:
-            if self._labels is not None and LABEL in batch.schema.names:
-                number = batch.schema.get_field_index(LABEL)
-                mapped = map_labels(batch.column(LABEL), self._labels)
-                digests += digest_batch(batch.set_column(number, batch.schema.field(LABEL), mapped))[0]
-            else:
-                digests += digest_batch(batch)[0]
-        return np.frombuffer(b"".join(digests), f"V{DIGEST_BYTES}")
+            digests += digest_batch(batch if self._labels is None else relabel_batch(batch, self._labels))[0]
+        return pa.array(digests, pa.binary(DIGEST_BYTES))
 
     @cached_property
     def _deletions(self) -> Deletions:
@@ -143,7 +143,7 @@ class SampleRows:
 
 
 def take_keys(keys: pa.Array | pa.ChunkedArray, rows: Integers) -> pa.Array:
-    """Return the keys of `rows`, which are ascending and distinct."""
+    """Return the keys, or digests, at `rows`, which are ascending and distinct."""
     array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
     # Distinct rows as many as there are keys are all rows: no copy is needed.
     return array if len(rows) == len(array) else array.take(pa.array(rows))

@@ -6,12 +6,14 @@ new names get the next ones, so that a model trained on one version predicts the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
+from datasvc.shards.format.schema import LABEL
 
 
 def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -28,18 +30,22 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
     Raises:
         ConfigError: a list has a name twice.
     """
-    lists = [tuple(names) for names in new]
-    for names in (tuple(head), *lists):
-        duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        if duplicates:
+    lists = [tuple(head), *map(tuple, new)]
+    for names in lists:
+        repeated = sorted(Counter(names) - Counter(set(names)))
+        if repeated:
             raise ConfigError(
-                f"two classes have the name {duplicates[0]!r}, so their labels cannot be distinguished; rename one"
+                f"two classes have the name {repeated[0]!r}, so their labels cannot be distinguished; rename one"
             )
+    longest = longest_list(lists)
     # A list that extends all others keeps its order, as its labels are stored that way; sorting would change them.
-    longest = max([tuple(head), *lists], key=len)
-    if all(longest[: len(names)] == names for names in (tuple(head), *lists)):
-        return longest
-    return (*head, *sorted({name for names in lists for name in names} - set(head)))
+    return longest or (*head, *sorted({name for names in lists for name in names} - set(head)))
+
+
+def longest_list(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """Return the longest of some lists of class names if all others are prefixes of it; None otherwise."""
+    longest = max(lists, key=len, default=())
+    return longest if all(longest[: len(names)] == names for names in lists) else None
 
 
 def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]:
@@ -68,6 +74,14 @@ def map_labels(labels: pa.Array, mapping: Mapping[int, int]) -> pa.Array:
     has_class = valid & (mapped >= 0)
     mapped[has_class] = targets[mapped[has_class]]
     return pa.array(mapped, mask=~valid).cast(labels.type)
+
+
+def relabel_batch(batch: pa.RecordBatch, mapping: Mapping[int, int]) -> pa.RecordBatch:
+    """Return the batch with its labels mapped by `map_labels`; the same batch if it has no labels."""
+    number = batch.schema.get_field_index(LABEL)
+    if number < 0:
+        return batch
+    return batch.set_column(number, batch.schema.field(number), map_labels(batch.column(number), mapping))
 
 
 def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from datasvc.errors import ConfigError
@@ -105,52 +105,43 @@ def merge(
     )
 
 
+@dataclass(eq=False)
 class _MergeBuild:
     """Builds the log entry; called again after another writer committed first.
 
     Attributes:
+        repository, refs, name, on_common, on_overlap, message: as in `merge`.
         versions: the versions that the last call merged.
         tables: shard tables of the result by split.
         overlaps: samples that two splits share.
     """
 
-    def __init__(
-        self,
-        repository: Repository,
-        refs: Sequence[str],
-        name: str,
-        on_common: OnCommon,
-        on_overlap: OnSplitOverlap,
-        message: str,
-    ) -> None:
-        # Resolved once: only references in `_following` change between attempts.
-        self.versions = [repository.resolve("datasets", ref) for ref in refs]
-        self.tables: dict[str, ShardTable] = {}
-        self.overlaps: list[Overlap] = []
-        self._repository = repository
-        parsed = [parse_reference(ref) for ref in refs]
-        # Positions of references that follow the newest version of the data set being committed.
-        self._following = [
-            position
-            for position, ref in enumerate(parsed)
-            if ref.name == name and ref.version is None and ref.tag is None
-        ]
-        self._name = name
-        self._on_common = on_common
-        self._on_overlap = on_overlap
-        self._message = message
+    repository: Repository
+    refs: Sequence[str]
+    name: str
+    on_common: OnCommon
+    on_overlap: OnSplitOverlap
+    message: str
+    tables: dict[str, ShardTable] = field(default_factory=dict)
+    overlaps: list[Overlap] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # Resolved once: a tag that moves between two attempts must not change what is merged.
+        self.versions = [self.repository.resolve("datasets", ref) for ref in self.refs]
 
     def __call__(self, head: int) -> Mapping[str, Any]:
-        parent = Resolved("datasets", self._name, head)
-        for position in self._following:
-            self.versions[position] = parent
-        objects = self._repository.objects
-        merging = [read_tables(self._repository, version) for version in self.versions]
+        parent = Resolved("datasets", self.name, head)
+        for position, ref in enumerate(map(parse_reference, self.refs)):
+            # A reference to the data set itself follows its newest version.
+            if ref.name == self.name and ref.version is None and ref.tag is None:
+                self.versions[position] = parent
+        objects = self.repository.objects
+        merging = [read_tables(self.repository, version) for version in self.versions]
         self.tables = merging[0]
         # Pairwise from the left, so that "first" and "last" follow the order of the references.
         for added in merging[1:]:
-            self.tables = append_splits(objects, self.tables, added, on_common=self._on_common)
-        contents = [self._repository.entry(version).content for version in self.versions]
+            self.tables = append_splits(objects, self.tables, added, on_common=self.on_common)
+        contents = [self.repository.entry(version).content for version in self.versions]
         # Only overlaps within one merged version were accepted; overlaps that the merge creates were not.
         accepted = [
             overlap
@@ -158,20 +149,17 @@ class _MergeBuild:
             if accepted_counts(content)
             for overlap in find_overlaps(objects, tables)
         ]
-        self.tables, shared, self.overlaps = settle_overlaps(
-            objects, self.tables, self._on_overlap, accepted=accepted
-        )
+        self.tables, shared, self.overlaps = settle_overlaps(objects, self.tables, self.on_overlap, accepted=accepted)
         merged = [str(version) for version in self.versions]
+        continues = parent in self.versions
         return derived_entry(
             describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),
             {"kind": "merge", "versions": merged},
-            message=self._message,
-            parent=parent if parent in self.versions else None,
+            message=self.message,
+            parent=parent if continues else None,
             source=", ".join(merged),
             **{
-                VAL_FRACTION: read_val_fraction(
-                    self._repository, parent if parent in self.versions else self.versions[0]
-                )
+                VAL_FRACTION: read_val_fraction(self.repository, parent if continues else self.versions[0]),
+                ENTRY_FIELD: shared,
             },
-            **{ENTRY_FIELD: shared},
         )

@@ -1,7 +1,7 @@
 """Samples that two splits of a version share, by key or by content: validation data among the training data.
 
-Only sample indexes are read, no images. Shared samples are held as Arrow and NumPy arrays, whatever their number; see
-`matching` for the memory that the comparison needs.
+An ingest, append or merge applies its rule to them before the commit; `verify` reports them. Only sample indexes are
+read, no images. For the memory that a comparison needs, see `matching`.
 """
 
 from __future__ import annotations
@@ -265,10 +265,9 @@ def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> S
     keys = SplitKeys(objects, table, shards)
 
     def read() -> Iterator[ShardValues]:
-        for shard_keys in keys:
-            yield ShardValues(
-                shard_keys.shard, shard_keys.rows, shard_keys.keys, partial(pa.nulls, len(shard_keys.rows))
-            )
+        return (
+            ShardValues(shard.shard, shard.rows, shard.keys, partial(pa.nulls, len(shard.rows))) for shard in keys
+        )
 
     return Side(keys.num_samples, read)
 

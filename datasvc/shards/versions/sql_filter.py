@@ -1,13 +1,12 @@
-"""SQL conditions: select the samples of a split that satisfy a boolean expression, evaluated by DuckDB.
+"""SQL conditions of `delete --where`: select the samples of a split that satisfy a boolean expression.
 
-An expression is evaluated on one shard at a time and has no access to files or other tables.
+DuckDB evaluates an expression on one shard at a time. The expression has no access to files or other tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +49,7 @@ class Condition:
         # If neither binds, the expression is invalid; the smaller schema serves for the error message.
         self._schema = schema if not self._binds(without_blobs) and self._binds(schema) else without_blobs
         with self._map_errors():
-            types = self._relation(self._schema.empty_table()).project(self._filter).types
+            types = self._connection.from_arrow(self._schema.empty_table()).project(self._filter).types
         if [str(column_type) for column_type in types] != ["BOOLEAN"]:
             actual = ", ".join(map(str, types))
             raise ConfigError(
@@ -77,7 +76,7 @@ class Condition:
         column = _free_name(samples.schema)
         numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
         with self._map_errors():
-            selected = self._relation(numbered).filter(self._filter).project(f'"{column}"').fetchnumpy()
+            selected = self._connection.from_arrow(numbered).filter(self._filter).project(f'"{column}"').fetchnumpy()
         # DuckDB evaluates in parallel and does not promise an order of rows.
         return np.sort(np.asarray(selected[column], np.int64))
 
@@ -92,13 +91,10 @@ class Condition:
         import duckdb
 
         try:
-            self._relation(schema.empty_table()).filter(self._filter)
+            self._connection.from_arrow(schema.empty_table()).filter(self._filter)
         except duckdb.Error:
             return False
         return True
-
-    def _relation(self, samples: pa.Table) -> Any:
-        return self._connection.from_arrow(samples)
 
     @contextmanager
     def _map_errors(self) -> Iterator[None]:

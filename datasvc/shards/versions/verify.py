@@ -1,4 +1,7 @@
-"""Verification of a data-set version: find missing and corrupt objects, and the samples that they affect."""
+"""Verification of a data-set version: find missing and corrupt objects, and the samples that they affect.
+
+An error of the store is raised; every other problem is collected, so that one report names all damage.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from datasvc.shards.versions.split_overlap import (
 )
 from datasvc.threads import map_in_threads
 
-# Worker threads. Each one holds at most one shard, in memory where the repository is remote.
+# Each thread holds one shard at most, in memory if the repository is remote.
 _SHARDS_AT_ONCE = 4
 _MAX_LISTED_KEYS: Final = 10
 
@@ -43,15 +46,14 @@ class DatasetProblem:
     """One object that does not match the version that refers to it.
 
     Attributes:
-        kind: "contradictory" means that the object matches its digest, but disagrees with the object that refers to
-            it.
+        kind: what is wrong; "contradictory": the object matches its digest, but not the object that refers to it.
         role: the type of the object.
         split: name of the split that refers to it.
         digest: digest of the object.
         detail: what was expected and what was found.
         shard: number of the shard in its table; None for an object that belongs to a whole split.
-        num_samples: number of live samples that are affected; an upper bound where they cannot be told exactly.
-        keys: the first of their keys; empty where they cannot be read.
+        num_samples: number of live samples that are affected, or an upper bound.
+        keys: the first of their keys; empty if the keys cannot be read.
     """
 
     kind: Kind
@@ -84,8 +86,7 @@ class VerifyReport:
         problems: by split and shard; empty for an intact version.
         overlaps: samples shared by two splits, without the kinds of which no more are shared than `accepted`.
         num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
-        accepted: number of shared samples by kind ("key", "payload") that were accepted when the version was
-            committed.
+        accepted: by kind ("key", "payload"), the number of shared samples that the version accepted at its commit.
     """
 
     version: str
@@ -129,11 +130,9 @@ def verify(
         try:
             readable.append((split, split.table))
         except (NotFoundError, CorruptDataError) as error:
-            samples = int(dataset.entry.content["splits"][split.name]["samples"])
-            kind = _kind_of(error)
-            problems.append(
-                DatasetProblem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples)
-            )
+            kind, samples = _kind_of(error), int(dataset.entry.content["splits"][split.name]["samples"])
+            problem = DatasetProblem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples)
+            problems.append(problem)
     # Shards of an unreadable table are unknown, so their bytes are not counted.
     size_bytes = sum(table.size_bytes for _, table in readable)
     progress.begin(size_bytes)
@@ -187,9 +186,8 @@ class _SplitCheck:
         try:
             self._deletions = self._split.deletions
         except (NotFoundError, CorruptDataError) as error:
-            assert self._table.deletions is not None
-            kind, samples = _kind_of(error), self._table.num_samples
-            digest = self._table.deletions
+            kind, samples, digest = _kind_of(error), self._table.num_samples, self._table.deletions
+            assert digest is not None
             return [DatasetProblem(kind, "deletions", self._split.name, digest, str(error), num_samples=samples)]
         return []
 
@@ -278,7 +276,7 @@ class _SplitCheck:
 
 
 def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
-    """Return the bytes that are stored under a shard's digest, whatever they are: mapped where they are local."""
+    """Return the bytes stored under a shard's digest, which may be corrupt; mapped if they are local."""
     path = objects.local_path(shard.digest)
     if path is not None:
         with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:

@@ -1,4 +1,4 @@
-"""Log entries of data-set versions: the shard tables of their splits, and the fields that refer to them."""
+"""Log entries of data-set versions: the description of their splits, and the fields that a version inherits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.presence import check_present
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.shards.versions.split_overlap import ENTRY_FIELD
 
 VAL_FRACTION: Final = "val_fraction"
@@ -54,7 +54,7 @@ def describe_tables(
 def read_val_fraction(repository: Repository, version: Resolved) -> float:
     """Return the fraction of `train` that a data set holds out as `val`.
 
-    Entries written before they recorded it inherit it from the ingest that they descend from.
+    An entry of an old format does not record the fraction: then that of the ingest it descends from applies.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
@@ -71,9 +71,24 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         version = repository.resolve("datasets", ancestor)
 
 
-def inherited(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that an entry passes on to a version with no samples beyond its own."""
-    return {name: content[name] for name in (VAL_FRACTION, ENTRY_FIELD) if name in content}
+def changed_entry(
+    dataset: DatasetVersion, changed: Mapping[str, ShardTable], change: Mapping[str, Any], *, message: str
+) -> dict[str, Any]:
+    """Return the log entry of a version that has the `changed` splits instead of those of `dataset`, and store them.
+
+    The changed splits have no new samples. Other arguments as of `derived_entry`; raise as `describe_tables`.
+    """
+    before = [dataset[split].table for split in changed]
+    content = dataset.entry.content
+    return derived_entry(
+        {**content["splits"], **describe_tables(dataset.repository.objects, changed, before=before)},
+        change,
+        message=message,
+        parent=dataset.resolved,
+        source=str(dataset.resolved),
+        # Without new samples, both fields are as true of the new version.
+        **{name: content[name] for name in (VAL_FRACTION, ENTRY_FIELD) if name in content},
+    )
 
 
 def derived_entry(

@@ -18,8 +18,7 @@ from datasvc.errors import BadSampleError, ConfigError, ConflictError, NotFoundE
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export import export
-from datasvc.shards.ingestion.build_options import BuildOptions
-from datasvc.shards.ingestion.dry_run import dry_run
+from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.plan import is_held_out
 from datasvc.shards.ingestion.validate import value_bytes
 from datasvc.shards.sources import SourceOptions
@@ -382,8 +381,7 @@ def test_statistics_count_labels_kinds_and_sizes(repository, folder):
 @pytest.mark.parametrize("kind", ["listed", "streamed"])
 def test_a_dry_run_says_what_an_ingest_then_does(repository, folder, tars, kind):
     source = open_source(str(folder if kind == "listed" else tars))
-    options = BuildOptions(shard_bytes=4000)
-    plan = dry_run(source, options)
+    plan = dry_run_ingest(None, source, "pets", shard_bytes=4000)
     report = ingest(repository, source, "pets", shard_bytes=4000)
     assert plan.schema == open_dataset(repository, "pets")["train"].table.sample_schema
     assert plan.size_bytes == source.size_bytes

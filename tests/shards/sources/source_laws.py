@@ -7,8 +7,7 @@ import pytest
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.ingestion.build_options import BuildOptions
-from datasvc.shards.ingestion.dry_run import dry_run
+from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.common.files import FileReader
@@ -137,7 +136,7 @@ class SourceLaws:
 
     def test_an_ingest_stores_the_samples_and_a_dry_run_says_how_many(self, repository, root):
         source = self.list(root)
-        plan = dry_run(source, BuildOptions(shard_bytes=4000))
+        plan = dry_run_ingest(None, source, "made", shard_bytes=4000)
         report = ingest(repository, source, "made", shard_bytes=4000, keep_order=True)
         assert plan.num_samples.keys() == report.num_samples.keys()
         if plan.is_estimate:  # by the sizes of files, from all of them together
