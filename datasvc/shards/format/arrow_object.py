@@ -34,12 +34,8 @@ def decode_metadata(content: bytes) -> dict[bytes, bytes]:
 def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, latest: int) -> pa.Table:
     """Return the table that `encode_table` wrote.
 
-    Args:
-        content: the bytes of the object.
-        name: location of the object, for messages.
-        what: type of the object for messages, such as "sample index".
-        format_key: key of the schema metadata with the format number.
-        latest: newest format number that can be read.
+    `format_key` is the key of the schema metadata with the format number, `latest` the newest one that can be read.
+    For messages, `name` is the location of the object, and `what` its type, such as "sample index".
 
     Raises:
         CorruptDataError: the object does not have the type `what`.

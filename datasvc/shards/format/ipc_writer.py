@@ -75,13 +75,9 @@ class IpcWriter:
 def describe_batch(
     chunks: Sequence[Chunk], offset: int, blobs: Sequence[pa.Buffer | None], num_samples: int
 ) -> BatchLayout:
-    """Return the layout of a record batch from the chunks that Arrow wrote for it.
+    """Return the layout of a record batch from the chunks that Arrow wrote for it, unchanged since then.
 
-    Args:
-        chunks: the chunks of the message; buffers must not have changed since they were written.
-        offset: offset of the message in the file.
-        blobs: the buffer with the bytes of each blob column; None for no bytes.
-        num_samples: number of samples in the batch.
+    `offset` is that of the message in the file. `blobs` has the buffer of each blob column; None for no bytes.
     """
     # Arrow writes a column's buffer without a copy, so equal memory means that a chunk is that buffer.
     blob_memory = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]

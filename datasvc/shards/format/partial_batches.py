@@ -135,13 +135,9 @@ PartialBatch = FramedBatch | WholeBatch
 
 
 def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:
-    """Return the fewest runs of samples that cover `rows` and contain no gap larger than `gap_bytes`.
+    """Return the fewest runs of samples that cover `rows` and contain no gap of more than `gap_bytes`.
 
-    Args:
-        starts: `int64[num_samples]`, start of each sample's bytes.
-        stops: `int64[num_samples]`, end of each sample's bytes.
-        rows: `int64[n]`, ascending and distinct.
-        gap_bytes: largest number of bytes between two samples that is read instead of skipped.
+    `starts` and `stops` are the bounds of each sample's bytes, `int64[num_samples]`. `rows` are ascending, distinct.
     """
     if not len(rows):
         return []

@@ -117,11 +117,7 @@ class PartialShard(Shard):
         ]
 
     def add(self, read: PartialRead, contents: Sequence[Content]) -> None:
-        """Make the samples of `read` readable.
-
-        Args:
-            read: an element of the result of `plan`.
-            contents: the bytes of each of its `spans`.
+        """Make the samples of a read of `plan` readable; `contents` has the bytes of each of its spans.
 
         Raises:
             CorruptDataError: the bytes do not match their digest; no sample became readable. Names the record batch.
@@ -200,10 +196,7 @@ class PartialShard(Shard):
 def open_partial(objects: Objects, info: ObjectInfo, index: Digest | None) -> PartialShard | None:
     """Return a shard of which only the sample index was read; None if it cannot be read in part.
 
-    Args:
-        objects: objects of the repository.
-        info: digest and size of the shard.
-        index: digest of its sample index, from the shard table; None for a shard without one.
+    `index` is the digest of the sample index, as in the shard table: None for a shard without one.
 
     Raises:
         NotFoundError, CorruptDataError, UnavailableError: the sample index cannot be read.

@@ -99,13 +99,10 @@ def drop_duplicates(
 def find_duplicates(
     objects: Objects, table: ShardTable, by: DuplicateKind, *, without: Collection[tuple[int, int]] = ()
 ) -> list[DuplicateSample]:
-    """Return every sample that repeats an earlier one, in table order.
+    """Return every sample of a split that repeats an earlier one, in table order, but those in `without`.
 
-    Args:
-        objects: objects of the repository.
-        table: a table without deletions, all of whose shards have a sample index.
-        by: "key", or "payload" for the digest of a sample's content, see `digests`.
-        without: samples to leave out, as shard number and row.
+    `table` has no deletions, and each shard has a sample index. `without` has pairs of shard number and row. For
+    payloads, see `digests`.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.

@@ -39,14 +39,7 @@ _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adl
 def build_unit(
     work: IngestWork, unit: IngestUnit, repository: Repository, earlier: EarlierShards, progress: Progress
 ) -> UnitResult:
-    """Build and store the shards of one unit, in the current process.
-
-    Args:
-        work: description of the ingest.
-        unit: the unit to build.
-        repository: the repository, opened by the current process.
-        earlier: shards of the unit that an interrupted run stored.
-        progress: counts what is built.
+    """Build and store the shards of one unit, in the current process, which has opened `repository`.
 
     Raises:
         DatasvcError: as `build_listed` and `build_streamed`.

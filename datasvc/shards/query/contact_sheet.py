@@ -28,12 +28,7 @@ dd { margin: 0 0 0 6em }
 
 
 def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> int:
-    """Write samples as a page of thumbnails and captions, replacing an old file; return the number of samples.
-
-    Args:
-        path: path of the HTML file.
-        title: title of the page.
-        samples: the samples, in the order of the page.
+    """Write an HTML page of thumbnails and captions, replacing an old file; return the number of samples.
 
     Raises:
         NotFoundError: the folder of `path` does not exist.

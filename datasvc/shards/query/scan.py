@@ -40,11 +40,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     @classmethod
     def of(cls, split: Split, files: ObjectFiles) -> Self:
-        """Return the samples of a split.
-
-        Args:
-            split: the split.
-            files: objects of the split's repository, with the sizes of the split's shards.
+        """Return the samples of a split, whose shards `files` can open.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
@@ -133,14 +129,10 @@ class _Scanner:
 def _read_live(
     files: ObjectFiles, digest: Digest, deleted: Callable[[], Flags] | None, schema: pa.Schema, *, where: str
 ) -> ShardScan:
-    """Yield the live samples of one shard in parts of about `_MAX_BYTES_AHEAD`.
+    """Yield the live samples of one shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD`.
 
-    Args:
-        files: objects of the repository.
-        digest: digest of the shard.
-        deleted: returns `bool[samples]`, True for deleted samples; None for a shard without deletions.
-        schema: the columns to read.
-        where: version and split, for messages.
+    `deleted` returns `bool[samples]`, True for deleted samples; it is None for a shard without deletions. `where` is
+    version and split, for messages.
     """
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0

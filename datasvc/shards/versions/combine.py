@@ -192,12 +192,9 @@ def _short(digest: bytes | None) -> str:
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:
-    """Return the split with every label renumbered. Shards whose labels stay the same are shared.
+    """Return the split with the new number of each label; {} if all stay the same. Class names are not changed here.
 
-    Args:
-        objects: where new shards and their sample indexes are stored.
-        table: the split; its class names stay unchanged here.
-        labels: new number of each label; {} if all stay the same.
+    Shards whose labels stay the same are shared; others are stored again, with their sample indexes.
 
     Raises:
         ConfigError: a sample has a label that is not in `labels`.

@@ -147,12 +147,8 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
     """Return the table of a split with more samples deleted, and store the deletions object that it refers to.
 
-    Shards without live samples are left out of the new table, so its shards are renumbered.
-
-    Args:
-        objects: objects of the repository.
-        table: shard table of the split.
-        rows: by shard, the stored rows to delete, `int64[n]`; rows that are already deleted are ignored.
+    `rows` has the stored rows to delete by shard, `int64[n]` each; rows that are deleted already are ignored. Shards
+    without live samples are left out of the new table, so its shards are renumbered.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: the labels of a shard, or the present deletions, cannot
@@ -191,10 +187,7 @@ def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integer
 def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flags]) -> ShardTable:
     """Return `table` with exactly the given samples deleted, without the shards that have no live samples then.
 
-    Args:
-        objects: where the new deletions object is stored.
-        table: the table; its label counts must already be those of the result.
-        flags: by shard, `bool[stored samples]`, True where deleted.
+    `flags` has `bool[stored samples]` by shard, True where deleted. The label counts must be those of the result.
     """
     deleted = np.zeros(table.num_shards, np.int64)
     for shard, shard_flags in flags.items():

@@ -125,16 +125,11 @@ def find_overlaps(
     *,
     checked: Mapping[str, ShardTable] | None = None,
 ) -> list[Overlap]:
-    """Return what each pair of splits shares, without the pairs that share nothing.
+    """Return the samples that each pair of splits shares, without the pairs that share nothing.
 
     Payloads of samples without blobs are not compared, because equal rows of numbers are not leaked images. Payloads
-    of shards without a sample index are not compared either, see `count_unchecked`.
-
-    Args:
-        objects: objects of the repository.
-        tables: shard tables by split.
-        checked: tables of splits that were compared with each other before; samples of their shards are compared
-            with new samples only.
+    of shards without a sample index are not compared either, see `count_unchecked`. `checked` has tables of splits that
+    were compared with each other before: the samples of their shards are compared with new samples only.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -163,7 +158,7 @@ def settle_overlaps(
     tables: Mapping[str, ShardTable],
     on_overlap: OnSplitOverlap,
     *,
-    accepted: Iterable[Overlap] = (),
+    accepted: Sequence[Overlap] = (),
     keys_are_places: bool = False,
     checked: Mapping[str, ShardTable] | None = None,
 ) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
@@ -186,13 +181,12 @@ def settle_overlaps(
         ConfigError: a split would lose all its samples.
     """
     all_overlaps = find_overlaps(objects, tables, checked=checked)
-    accepted_before = list(accepted)
     overlaps = []
     for overlap in all_overlaps:
         if keys_are_places and overlap.kind == "key":
             continue
         # What a version accepted stays accepted in the versions made from it.
-        samples = overlap.samples.take(np.flatnonzero(~_is_accepted(overlap, accepted_before)))
+        samples = overlap.samples.take(np.flatnonzero(~_is_accepted(overlap, accepted)))
         if len(samples):
             overlaps.append(replace(overlap, samples=samples))
     if overlaps and on_overlap == "fail":
@@ -201,7 +195,7 @@ def settle_overlaps(
             "or leave them out of the first split with --on-split-overlap drop, or keep them in both splits with "
             "--on-split-overlap keep"
         )
-    result = dict(tables)
+    result, counts = dict(tables), count_overlaps(all_overlaps)
     if on_overlap == "drop":
         for split in {overlap.split for overlap in overlaps}:
             rows = _rows_by_shard(overlap for overlap in overlaps if overlap.split == split)
@@ -211,8 +205,6 @@ def settle_overlaps(
                     f"all samples of split {split!r} would be dropped, because other splits have them too: nothing "
                     "was committed"
                 )
-    counts = count_overlaps(all_overlaps)
-    if on_overlap == "drop":
         # The dropped samples are not shared any more.
         counts.subtract(count_overlaps(overlaps))
     return result, dict(+counts), overlaps

@@ -24,10 +24,8 @@ def describe_tables(
 ) -> dict[str, dict[str, Any]]:
     """Store tables and return the description of the splits for a log entry.
 
-    Args:
-        objects: where the tables are stored.
-        tables: shard tables by split.
-        before: tables of the versions that these were made from; objects that they refer to are not checked again.
+    Objects that the tables refer to must exist. They are checked, except for those that `before`, the tables of the
+    versions that these were made from, refers to.
 
     Raises:
         NotFoundError: an object that only the new tables refer to no longer exists.
