@@ -128,8 +128,8 @@ def find_overlaps(
     """Return the samples that each pair of splits shares, without the pairs that share nothing.
 
     Payloads of samples without blobs are not compared, because equal rows of numbers are not leaked images. Payloads
-    of shards without a sample index are not compared either, see `count_unchecked`. `checked` has tables of splits that
-    were compared with each other before: the samples of their shards are compared with new samples only.
+    of shards without a sample index are not compared either, see `count_unchecked`. `checked` has tables of splits
+    that were compared before: the samples of their shards are compared with new samples only.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
