@@ -76,6 +76,7 @@ def digest_samples(
     parts |= {name: _value_parts(name, column) for name, column in values.items()}
     rows = zip(*(column for _, column in sorted(parts.items())), strict=True) if parts else [()] * num_samples
     samples = [xxh3_128_digest(b"".join(row)) for row in rows]
+    # The payload of a sample without blobs is the sample itself.
     if not blobs:
         return samples, samples
     blob_columns = [blobs[name] for name in sorted(blobs)]

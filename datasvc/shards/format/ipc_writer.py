@@ -92,6 +92,7 @@ def describe_batch(
             frame.append(chunk)
         length += len(chunk)
     message = ByteRange(offset, length)
+    # A frame is useful only with the position of every blob buffer, and if it is small.
     if set(blob_ranges) == set(blob_memory) - {None} and sum(map(len, frame)) * _FRAME_SHARE <= length:
         spans = tuple(ByteRange(0, 0) if memory is None else blob_ranges[memory] for memory in blob_memory)
         return BatchLayout(message, num_samples, frame=b"".join(map(memoryview, frame)), blobs=spans)

@@ -72,7 +72,7 @@ class MappedFile:
                 raise UnavailableError(f"{self._path} cannot be read: {error}; check the disk") from error
             if not count:
                 raise CorruptDataError(f"{self._path} was truncated while it was open: restore it from another copy")
-            num_read += count
+            num_read += count  # a read may return fewer bytes than requested
         return buffer
 
     def release_pages(self) -> None:

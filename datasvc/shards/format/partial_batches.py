@@ -65,6 +65,7 @@ class FramedBatch:
         self._valid = np.array(
             [self.batch.column(name).is_valid().to_numpy(zero_copy_only=False) for name in self._columns]
         )
+        # A sample whose blobs have no bytes is complete with the frame.
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
@@ -162,6 +163,7 @@ def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
     if stop > len(memory) or len(frame) + sum(span.length for span in layout.blobs) != layout.message.length:
         raise ValueError("its record batch does not fit into the shard")
     position = 0
+    # The frame has no bytes of blobs: each part of it goes between the ranges of two blobs.
     for span in sorted(layout.blobs, key=lambda span: span.offset):
         if span.length:
             memory[start + position : start + span.offset] = frame[: span.offset - position]

@@ -87,6 +87,7 @@ class PartialShard(Shard):
                 raise CorruptDataError(
                     f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes"
                 )
+            # The index lists samples in the order of the file: the first ones belong to this batch.
             batch_payloads, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]
             batch_name = f"record batch {number} of shard {name}"
             self._partial.append(

@@ -108,7 +108,7 @@ class Shard:
         if column not in self._blob_parts:
             return [_NO_BYTES] * len(rows)
         parts = self._blob_parts[column]
-        if len(parts) == 1:
+        if len(parts) == 1:  # no search for the batch of each row
             content, starts, stops = parts[0]
             return [
                 content[start:stop] for start, stop in zip(starts[rows].tolist(), stops[rows].tolist(), strict=True)

@@ -60,12 +60,14 @@ def parse_orientation(tiff: memoryview) -> int | None:
     def number(offset: int, length: int) -> int:
         return int.from_bytes(tiff[offset : offset + length], order)
 
+    # A TIFF header has the byte order, the number 42, and the offset of the first directory.
     first = number(4, 4)
     if number(2, 2) != 42 or not 8 <= first <= len(tiff) - 2:
         return None
     count = number(first, 2)
     if first + 2 + 12 * count > len(tiff):
         return None
+    # An entry of the directory has 12 bytes: tag, type, number of values, value.
     for offset in range(first + 2, first + 2 + 12 * count, 12):
         if number(offset, 2) == _TAG:
             kind = number(offset + 2, 2)

@@ -1,8 +1,8 @@
 """Encoded images: read headers without decoding, check that files are complete, and re-encode to smaller images.
 
-The header of a plain JPEG is parsed here, about twenty times faster than by Pillow; all other files go to Pillow,
-which supports every common format. Pillow accepts some files whose end is missing, but the decoders of the GPU path
-do not, so the end of a file is checked here. If it does not show that the file is complete, the image is decoded.
+The header of a plain JPEG is parsed here, about twenty times faster than by Pillow; Pillow reads all other files. It
+accepts some files whose end is missing, but the decoders of the GPU path do not, so the end of a file is checked.
+If the end does not show that the file is complete, the image is decoded.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         if marker in _PLAIN_FRAMES:
             bits, height, width, components = _FRAME.unpack_from(raw, offset + 4)
             is_plain = bits == 8 and components in (1, 3) and 0 < width * height < _max_pixels()
+            # A file with a second frame is not plain either.
             if size is not None or not is_plain:
                 return None
             size = (width, height)

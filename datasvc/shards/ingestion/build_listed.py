@@ -29,7 +29,7 @@ from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
 
 _MAX_READS_AHEAD: Final = 16
 _MAX_BYTES_AHEAD: Final = 32 << 20
-_REPORT_BYTES: Final = 4 << 20
+_REPORT_BYTES: Final = 4 << 20  # step of the progress
 _STANDARD_COLUMNS: Final = frozenset({KEY, IMAGE, LABEL})
 
 Content = bytes | memoryview

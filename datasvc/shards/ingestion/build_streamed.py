@@ -47,6 +47,7 @@ def build_streamed(
     """
     bad: list[BadSample] = []
     with ShardFinisher(work, unit, repository) as finisher:
+        # A unit has one split, and fills a second one if samples are held out.
         builders: dict[str, _ShardBuilder] = {}
         for batch, rows in _take_turns(work, unit, bad, progress):
             for split, split_batch, split_rows in _hold_out(batch, rows, unit.split, work.options.val_fraction):

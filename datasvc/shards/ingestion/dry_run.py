@@ -127,7 +127,7 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
         elif probe.complete_source_bytes:
             count = round(unit.size_bytes * probe.complete_samples / probe.complete_source_bytes)
         else:
-            counts[unit.split] = None
+            counts[unit.split] = None  # neither the listing nor the samples that were read show it
             continue
         before = counts.get(unit.split, 0)
         counts[unit.split] = None if before is None else before + count

@@ -171,12 +171,14 @@ def ingest(
             "--classes"
         )
     num_workers = count_workers(opened, workers, engine)
+    # Shards get the labels of the version appended to, so that the append does not write them again.
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
     source_classes = combine_classes(head_classes, [opened.classes])
     progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, options, source_classes)
     with ExitStack() as cleanup:
         results, num_resumed = _build(plan, engine, num_workers, progress, cleanup)
+        # The options of a source that the caller opened are unknown here, so that it cannot be listed again.
         if isinstance(source, (str, os.PathLike)) or source_options is not None:
             _check_unchanged(plan, source_options)
         tables = _tables(plan, results)
@@ -292,6 +294,7 @@ def _build(
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
     num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
+    # The progress of an interrupted run counts too.
     for unit in plan.units:
         if unit.number in results:
             shards = results[unit.number].shards
@@ -411,6 +414,7 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
     """Return the description of the source for the log entry, without credentials."""
+    # Only what differs from the defaults, so that the entry shows what the user chose.
     given = {
         name: redact_url(value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()

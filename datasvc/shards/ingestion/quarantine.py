@@ -40,6 +40,7 @@ def check_bad(
     """
     if not bad and not tables:
         raise NotFoundError(f"cannot ingest {redact_url(source.url)}: it contains no samples")
+    # A split without any good sample would silently disappear from the version.
     emptied = {sample.split for sample in bad} - set(tables)
     all_bad = [*bad, *repeated]
     if not all_bad or not (fails or emptied):

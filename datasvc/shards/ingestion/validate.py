@@ -106,6 +106,7 @@ def value_bytes(column: pa.Array) -> Integers:
         stops = np.concatenate([[0], np.cumsum(items)])
         return np.diff(stops[value_offsets(column)]).astype(np.int64)
     if pa.types.is_fixed_size_list(kind):
+        # `flatten` leaves out the values of null lists, so that the rows cannot be told apart.
         if column.null_count or not len(column) or not kind.list_size:
             return np.full(len(column), kind.list_size * _DEFAULT_VALUE_BYTES)
         return np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
@@ -152,7 +153,7 @@ def _relabel(work: IngestWork, column: pa.Array, reasons: dict[int, str]) -> pa.
     labels = np.array(column.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
     for row in np.flatnonzero(labels >= num_classes).tolist():
         reasons.setdefault(row, f"its label {labels[row]} has no class: expected labels below {num_classes}")
-        labels[row] = -1
+        labels[row] = -1  # the table of stored labels below has no such index
     if work.labels is None:
         return column
     stored = np.where(labels < 0, labels, np.asarray(work.labels, np.int64)[labels])

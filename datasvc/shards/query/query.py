@@ -72,7 +72,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
 def _register(
     connection: duckdb.DuckDBPyConnection, dataset: DatasetVersion, samples: Mapping[str, LiveSamples]
 ) -> None:
-    names = {name.lower() for name in dataset}
+    names = {name.lower() for name in dataset}  # SQL ignores case
     _check_names(str(dataset.resolved), list(dataset))
     for split in dataset.values():
         _check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)

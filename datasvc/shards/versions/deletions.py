@@ -113,6 +113,7 @@ class Deletions:
             if shard not in self._kept:
                 self._kept[shard] = rows
                 self._kept_rows += len(rows)
+            # The newest entry stays, whatever its size: otherwise every call would compute it again.
             while self._kept_rows > _CACHED_ROWS and len(self._kept) > 1:
                 self._kept_rows -= len(self._kept.popitem(last=False)[1])
         return rows

@@ -130,6 +130,7 @@ def diff(repository: Repository, a: str, b: str) -> Difference:
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
     """Return the changes from split `a` to split `b`; None stands for an empty split. Raise as `diff`."""
     a, b = _or_empty(a, b), _or_empty(b, a)
+    # Equal classes may have different numbers on the two sides: the labels of `b` get those of `a`.
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
     unshared_a, unshared_b, num_shared = _unshared(objects, a, b, labels)
     common = match_keys(unshared_a, unshared_b)

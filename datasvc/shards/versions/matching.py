@@ -123,6 +123,7 @@ def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
     for shard_values in side.read() if len(hashes) else ():
         shard_hashes = hash_values(shard_values.values)
         hits = np.flatnonzero(_is_in(shard_hashes, hashes))
+        # Attached values are read only for shards with a hit: the shard itself may have to be read for them.
         if len(hits):
             columns = {
                 "value": _with_wide_offsets(take_keys(shard_values.values, hits)),
