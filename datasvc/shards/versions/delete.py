@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.keyed_random import Integers
@@ -177,7 +176,7 @@ class _DeleteBuild:
         self.missing = sorted(missing)
         if missing and not self.ignore_missing:
             searched = f"{self.parent}/{self.split}" if self.split else self.parent
-            listed = first_keys(pa.array(self.missing))
+            listed = first_keys(self.missing)
             raise NotFoundError(f"{len(missing)} keys are not in {searched}: {listed}; nothing was committed")
 
 

@@ -58,9 +58,9 @@ def match_keys(a: SplitKeys, b: SplitKeys) -> CommonKeys:
     return CommonKeys(matches.values, matches.a, matches.b, equal)
 
 
-def first_keys(keys: pa.Array, count: int = 10) -> str:
+def first_keys(keys: list[str] | pa.Array, count: int = 10) -> str:
     """Return the first `count` keys and the number of further ones, as text for a message."""
-    listed = ", ".join(repr(key) for key in keys[:count].to_pylist())
+    listed = ", ".join(map(repr, keys[:count] if isinstance(keys, list) else keys[:count].to_pylist()))
     return f"{listed} and {len(keys) - count} more" if len(keys) > count else listed
 
 
