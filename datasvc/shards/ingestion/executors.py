@@ -118,7 +118,7 @@ def _run_processes(
     try:
         while True:
             for unit in islice(waiting, _QUEUED_PER_WORKER * workers - len(pending)):
-                argument = unit.number if inherited else unit
+                argument: IngestUnit | int = unit.number if inherited else unit
                 pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
             if not pending:
                 return

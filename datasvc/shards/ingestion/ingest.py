@@ -267,8 +267,8 @@ def _make_plan(
     units = plan_units(source, options)
     units = [relabel_unit(unit, labels) for unit in units] if labels else units
     # The work is sent to every worker, and the units have the listing already.
-    sent = source.without_files() if isinstance(source, ListedSource) else source
-    work = IngestWork(repository.url, plan, fingerprint, attempt, sent, schema, options, classes, labels)
+    bare_source = source.without_files() if isinstance(source, ListedSource) else source
+    work = IngestWork(repository.url, plan, fingerprint, attempt, bare_source, schema, options, classes, labels)
     # An iterable has no identity between runs: another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(repository, work, units, journal, has_changed)

@@ -63,6 +63,7 @@ class SplitKeys:
         self.num_samples = int(table.samples_per_shard[self.shards].sum()) - sum(map(len, self._without.values()))
         self._objects = objects
         self._labels = labels
+        self._deleted, self._stored = table.deleted_per_shard, table.stored_per_shard
 
     def __iter__(self) -> Iterator[ShardKeys]:
         """Yield the shards in order. Raise CorruptDataError, NotFoundError, UnavailableError."""
@@ -106,14 +107,6 @@ class SplitKeys:
     @cached_property
     def _deletions(self) -> Deletions:
         return load_deletions(self._objects, self.table)
-
-    @cached_property
-    def _deleted(self) -> Integers:
-        return self.table.deleted_per_shard
-
-    @cached_property
-    def _stored(self) -> Integers:
-        return self.table.stored_per_shard
 
 
 @dataclass(frozen=True)
