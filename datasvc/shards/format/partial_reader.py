@@ -85,7 +85,8 @@ class PartialShard(Shard):
         for number, batch in enumerate(layout.batches):
             if batch.message.offset + batch.message.length > info.size_bytes:
                 raise CorruptDataError(
-                    f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes"
+                    f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes; restore both "
+                    "from another copy"
                 )
             # The index lists samples in the order of the file: the first ones belong to this batch.
             batch_payloads, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]

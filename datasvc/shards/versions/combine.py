@@ -168,7 +168,10 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
         )
     missing = [name for name in _REQUIRED_IF_PRESENT if name in head.names and name not in new.names]
     if missing:
-        raise ConfigError(f"the added data has no column {missing[0]!r}, which every sample of the data set has")
+        raise ConfigError(
+            f"the added data has no column {missing[0]!r}, which every sample of the data set has: add the column, or "
+            "ingest the data as a separate data set"
+        )
     if LABEL in new.names and LABEL not in head.names and len(head.names):
         raise ConfigError(
             f"the added data has a column {LABEL!r}, but the data set has no labels: ingest it as a separate data "
