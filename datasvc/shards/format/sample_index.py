@@ -71,8 +71,8 @@ class SampleIndex:
         layout = ShardLayout.decode(encoded, name)
         if layout.num_samples != table.num_rows:
             raise CorruptDataError(
-                f"{name} lists {table.num_rows} samples, but its record batches have {layout.num_samples}; restore it "
-                "from another copy"
+                f"{name} lists {table.num_rows} samples, but its record batches have {layout.num_samples}: "
+                "restore it from another copy"
             )
         return cls(table, layout)
 

@@ -169,8 +169,8 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     missing = [name for name in _REQUIRED_IF_PRESENT if name in head.names and name not in new.names]
     if missing:
         raise ConfigError(
-            f"the added data has no column {missing[0]!r}, which every sample of the data set has: add the column, or "
-            "ingest the data as a separate data set"
+            f"the added data has no column {missing[0]!r}, which every sample of the data set has: add it, or ingest "
+            "the data as a separate data set"
         )
     if LABEL in new.names and LABEL not in head.names and len(head.names):
         raise ConfigError(
