@@ -87,8 +87,8 @@ def run_units(
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
     """Return the start method for worker processes; `is_local` if source and repository are local files."""
-    # A fork takes milliseconds. But it copies the state of other threads, and of libraries with threads or connections
-    # of their own, in the middle of an operation.
+    # A fork takes milliseconds. But it copies the state of other threads, and of libraries with threads or network
+    # clients, in the middle of an operation.
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
 
