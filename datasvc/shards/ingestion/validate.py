@@ -104,7 +104,7 @@ def value_bytes(column: pa.Array) -> Integers:
         is_map = pa.types.is_map(kind)
         items = value_bytes(column.keys) + value_bytes(column.items) if is_map else value_bytes(column.values)
         stops = np.concatenate([[0], np.cumsum(items)])
-        return np.diff(stops[value_offsets(column)]).astype(np.int64)
+        return np.asarray(np.diff(stops[value_offsets(column)]), np.int64)
     if pa.types.is_fixed_size_list(kind):
         # `flatten` leaves out the values of null lists, so that the rows cannot be told apart.
         if column.null_count or not len(column) or not kind.list_size:
