@@ -27,12 +27,14 @@ import numpy as np
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.sizes import parse_size
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
-from datasvc.trainer.recipes.profiling.predict.cluster_options import add_cluster_options, parse_clusters
+from datasvc.trainer.recipes.profiling.predict.cluster import (
+    Cluster,
+    add_cluster_options,
+    parse_bandwidth,
+    parse_clusters,
+)
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.input_system import UNLIMITED, InputSystem
-from datasvc.trainer.recipes.profiling.predict.links import parse_bandwidth
-from datasvc.trainer.recipes.profiling.predict.simulate import Training, jitter_of, simulate
+from datasvc.trainer.recipes.profiling.predict.simulate import UNLIMITED, InputSystem, Training, jitter_of, simulate
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 
 NODES = [2**power for power in range(13)]
@@ -63,7 +65,6 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         jitter=jitter,
         prefetch=profile["prefetch"],
         samples_from=samples_from,
-        is_first_epoch=arguments.first_epoch,
     )
     alone_s = float(np.mean(simulate(training, steps=arguments.steps, seed=arguments.seed)))
     rows = []
@@ -129,6 +130,7 @@ def choose_input(arguments: argparse.Namespace, samples: int) -> InputSystem:
         cache_bytes=parse_size(arguments.cache_size or "0"),
         origin_bytes_per_s=parse_bandwidth(arguments.origin),
         shares_caches=arguments.peers,
+        is_first_epoch=arguments.first_epoch,
     )
 
 
@@ -147,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("profile", help="what python -m datasvc.trainer profile --json printed; -: standard input")
-    add_cluster_options(parser, num_nodes=NODES, said="1 2 4 ... 4096")
+    add_cluster_options(parser, num_nodes=NODES, default_help="1 2 4 ... 4096")
     parser.add_argument("--mode", choices=list(StepMode), default=StepMode.OVERLAPPED, help="default: %(default)s")
     parser.add_argument("--jitter", type=float, help="of compute times, 0.1 for 10 %%; default: as in the profile")
     parser.add_argument("--origin", help="bandwidth of the repository, shared by all nodes; default: all is cached")

@@ -112,7 +112,7 @@ def test_the_settings_are_shown_without_data_and_nothing_runs(capsys):
     ("options", "says"),
     [
         (["--steps", "0"], "steps is 0"),
-        (["--nodes", "8", "--bandwidth", "fast"], "'fast' is no bandwidth"),
+        (["--nodes", "8", "--bandwidth", "fast"], "'fast' is not a bandwidth"),
         (["--trace", "/nowhere/trace.json"], "its folder does not exist"),
         (["--profile", "trace.json"], "use --trace FILE to write a trace of one step"),
     ],

@@ -1,5 +1,6 @@
 """The simulator's command line: what it reads, refuses and prints. What it computes has tests of its own."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from tools import simulate_training
 from tools.simulate_training import describe, make_parser, run
 
 ROOT = Path(__file__).parents[2]
-PROFILE = {"costs": EXAMPLE.to_dict(), "world_size": 2, "message_s": 0.001, "prefetch": 3}
+PROFILE = {"costs": dataclasses.asdict(EXAMPLE), "world_size": 2, "message_s": 0.001, "prefetch": 3}
 
 
 @pytest.fixture

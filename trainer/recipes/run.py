@@ -6,43 +6,25 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import nn
-
-from datasvc.api import DataRepository
 from datasvc.loaders.core.loader import Loader
 from datasvc.models import CheckpointManager, ConsumptionTracker, SaveHandle
 from datasvc.node.ranks import RankNodes
-from datasvc.shards import DatasetVersion
 from datasvc.trainer.recipes.early_stop import EarlyStop
-from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import MetricLog
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
-from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.task import Task
+from datasvc.trainer.recipes.update import Learner
 
 
 @dataclass
-class Run:
+class Run(Learner):
     """State of a run on one rank.
 
     Attributes:
-        config: effective settings.
-        repo: where data is read and checkpoints go.
-        dataset: version to train on.
-        task: classification or language modelling.
-        batches: batch sizes of a step.
         loader: of the training split; its position is that of the run.
         val_loader: of the validation split; None if there is none: nothing is evaluated.
-        model: on its device.
-        optimizer: distributed.
         schedule: of the learning rate.
-        loss_scale: for fp16; a no-op otherwise.
-        average: of the weights; None unless configured.
         stop: early stopping.
-        device: of the model.
         events: sink of this rank's events.
         logs: experiment trackers, on rank 0.
         nodes: servers that this rank started for its node.
@@ -54,20 +36,10 @@ class Run:
         metrics: of the newest evaluation.
     """
 
-    config: TrainConfig
-    repo: DataRepository
-    dataset: DatasetVersion
-    task: Task
-    batches: BatchPlan
     loader: Loader[Any]
     val_loader: Loader[Any] | None
-    model: nn.Module
-    optimizer: Any
     schedule: RateSchedule
-    loss_scale: torch.amp.GradScaler
-    average: WeightAverage | None
     stop: EarlyStop
-    device: torch.device
     events: EventSink
     logs: list[MetricLog] = field(default_factory=list)
     nodes: RankNodes | None = None

@@ -31,11 +31,12 @@ from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.run import Run
-from datasvc.trainer.recipes.settings.batch_plan import plan_batches
+from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
+from datasvc.trainer.recipes.update import Learner
 
 
 def start(config: TrainConfig, events: EventSink) -> Run:
@@ -61,29 +62,12 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         val_loader = task.open_loader(
             dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
         )
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-    assert config.model is not None
-    model = task.build_model(config.model, config.parse_model_options()).to(place.device)
-    # Before anything copies the weights, such as their average.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
-    optimizer = build_distributed_optimizer(config, model, num_passes=batches.num_passes)
     run = Run(
-        config=config,
-        repo=repo,
-        dataset=dataset,
-        task=task,
-        batches=batches,
+        **vars(build_learner(config, task, batches, place)),
         loader=loader,
         val_loader=val_loader,
-        model=model,
-        optimizer=optimizer,
         schedule=schedule,
-        loss_scale=make_loss_scale(config.precision, place.device),
-        average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
         stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
-        device=place.device,
         events=events,
         nodes=nodes,
         version=version,
@@ -94,12 +78,33 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         if run.version is not None:
             resume(run, restore(run, run.version))
         run.reading = ConsumptionTracker(run.loader, step=run.step)
-        if config.compile is not None:
-            compile_model(model, config.compile)
+        compile_model(run.model, config.compile)
         if hvd.rank() == 0:
             run.logs = open_logs(config.log_to, name=config.name, config=config.to_dict(), step=run.step)
         stack.pop_all()
     return run
+
+
+def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: DataPlacement) -> Learner:
+    """Build model and optimizer, equal on all ranks, and seed this rank's draws. Every rank calls this."""
+    if place.device.type == "cuda":
+        torch.cuda.set_device(place.device)
+    assert config.model is not None
+    model = task.build_model(config.model, config.parse_model_options()).to(place.device)
+    # Before anything copies the weights, such as their average.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    # After the initial weights are drawn: from here on the ranks draw different numbers, for dropout.
+    random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
+    return Learner(
+        config=config,
+        task=task,
+        batches=batches,
+        model=model,
+        optimizer=build_distributed_optimizer(config, model, num_passes=batches.num_passes),
+        loss_scale=make_loss_scale(config.precision, place.device),
+        average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
+        device=place.device,
+    )
 
 
 def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None]:
@@ -176,12 +181,14 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
     return Cache(config.cache, budget=config.cache_budget, peers=peers), None
 
 
-def compile_model(model: torch.nn.Module, backend: str) -> None:
-    """Compile the model's forward pass in place; parameter names stay.
+def compile_model(model: torch.nn.Module, backend: str | None) -> None:
+    """Compile the model's forward pass in place; parameter names stay. None: do not compile.
 
     Raises:
         ConfigError: torch has no such backend.
     """
+    if backend is None:
+        return
     try:
         model.compile(backend=backend)
     except RuntimeError as error:

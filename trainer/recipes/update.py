@@ -1,9 +1,10 @@
-"""One optimizer step with the batches of all ranks. Training calls it, and the profile measures it."""
+"""One optimizer step with the batches of all ranks. The training loop runs it; the profile measures the same code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,8 +20,20 @@ Mark = Callable[[str], None]
 """Called with the name of a part of a step once its work is submitted to the device."""
 
 
-class Learner(Protocol):
-    """What `update` reads and changes; the attributes are those of `Run`."""
+@dataclass
+class Learner:
+    """The part of a run that a step reads and changes, on one rank; the same for training and for a profile.
+
+    Attributes:
+        config: effective settings.
+        task: classification or language modelling.
+        batches: batch sizes of a step.
+        model: on its device.
+        optimizer: distributed.
+        loss_scale: for fp16; a no-op otherwise.
+        average: of the weights; None unless configured.
+        device: of the model.
+    """
 
     config: TrainConfig
     task: Task
@@ -47,10 +60,10 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     examples = run.task.unpack(batch, run.device)
     num_targets = run.task.count_targets(examples)
     mark("transfer")
-    num_in_all = num_targets * hvd.size()
+    num_global_targets = num_targets * hvd.size()
     if run.task.targets_vary:
-        num_in_all = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
-        num_in_all = max(num_in_all, 1)  # blocks of padding only have no target and no gradient
+        num_global_targets = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
+        num_global_targets = max(num_global_targets, 1)  # blocks of padding only have no target and no gradient
         mark("targets")
     total = torch.zeros((), device=run.device)
     for part in examples.split(run.batches.micro_batch):
@@ -58,7 +71,7 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
             loss = run.task.sum_loss(run.model, part)
         mark("forward")
         # Divided by the size of the global batch, not of this rank's or pass's part (Goyal et al. 2017, remark 3).
-        run.loss_scale.scale(loss / num_in_all).backward()  # type: ignore[no-untyped-call]
+        run.loss_scale.scale(loss / num_global_targets).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         mark("backward")
     run.optimizer.synchronize()
@@ -66,6 +79,7 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     run.loss_scale.unscale_(run.optimizer)  # after the all-reduce, so that all ranks see the same infinities
     if run.config.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
+    # The gradients are combined already; a second `synchronize` would sum them once more.
     with run.optimizer.skip_synchronize():
         run.loss_scale.step(run.optimizer)
     scale = run.loss_scale.get_scale()

@@ -11,13 +11,12 @@ from torch.nn import functional as F
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.make_optimizer import build_optimizer, set_rate
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
-from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_schedule
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
-from datasvc.trainer.recipes.update import update
+from datasvc.trainer.recipes.update import Learner, update
 
 CONFIG = TrainConfig(data="d", repo="r", name="m", size=32, scale=(0.8, 1.0), flip=0.0)
 
@@ -103,16 +102,15 @@ def make_run(task, model):
         op=hvd.Sum,
     )
     device = torch.device("cpu")
-    unused = dict.fromkeys(("repo", "dataset", "loader", "val_loader", "schedule", "average", "stop", "events"))
-    return Run(
+    return Learner(
         config=task._config,
         task=task,
         batches=batches,
         model=model,
         optimizer=optimizer,
         loss_scale=make_loss_scale("fp32", device),
+        average=None,
         device=device,
-        **unused,
     )
 
 

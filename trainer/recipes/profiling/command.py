@@ -23,13 +23,13 @@ from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
 from datasvc.trainer.recipes.profiling.measure.profile import Profile
 from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
-from datasvc.trainer.recipes.profiling.predict.cluster_options import add_cluster_options, parse_clusters
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, add_cluster_options, parse_clusters
 from datasvc.trainer.recipes.profiling.predict.predict import predict
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.reporting.epoch_trace import trace_path
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
+from datasvc.trainer.recipes.start import compile_model
 
 PROG = "python -m datasvc.trainer profile"
 
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str]) -> None:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         HorovodInternalError: a rank died.
     """
-    chosen, words = _make_parser().parse_known_args(arguments)
+    chosen, training_arguments = _make_parser().parse_known_args(arguments)
     # The settings require a name for checkpoints, which a profile does not write.
-    options = parse_options(["--name", "profile", *words], prog=PROG)
+    options = parse_options(["--name", "profile", *training_arguments], prog=PROG)
     if options.show_config:
         sys.stdout.write(f"{options.describe()}\n")
         return
@@ -67,21 +67,14 @@ def main(arguments: Sequence[str]) -> None:
 
 def _trace(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
     """Return the parts of a step, and in further rows the layers of another step, which ran with hooks."""
+    # The layers are shown as if that other step had begun its forward pass together with this one.
     origin_ns = next(span.start_ns for span in parts if span.name == "forward")
-    rows = {False: (2, "layers, forward, with hooks"), True: (3, "layers, backward, with hooks")}
-    return [
-        *parts,
-        *(
-            TimeSpan(
-                layer.name,
-                *rows[layer.is_backward],
-                origin_ns + round(layer.start_s * 1e9),
-                round(layer.duration_s * 1e9),
-                1,
-            )
-            for layer in layers.spans
-        ),
-    ]
+    spans = list(parts)
+    for layer in layers.spans:
+        row = (3, "layers, backward, with hooks") if layer.is_backward else (2, "layers, forward, with hooks")
+        start_ns = origin_ns + round(layer.start_s * 1e9)
+        spans.append(TimeSpan(layer.name, *row, start_ns, round(layer.duration_s * 1e9), 1))
+    return spans
 
 
 def _measure(
@@ -90,10 +83,10 @@ def _measure(
     modes = tuple(StepMode) if chosen.check else ()
     with open_profiled_run(config) as run, _bar(2 + chosen.rounds * (1 + len(modes))) as advance:
         bench = Bench(run)
-        batch = bench.first_batch()
+        batch = next(run.loaders)
         layers = measure_layers(run, batch, chosen.steps)
         advance()
-        run.compile()
+        compile_model(run.model, run.config.compile)
         traffic = measure_traffic(run, batch, chosen.steps)
         advance()
         rounds = []
@@ -102,14 +95,15 @@ def _measure(
             spans = _trace(layers, bench.spans)
             advance()
             measured_s = {}
+            # The order alternates, so that a machine that becomes slower or faster favours no mode.
             for mode in modes if number % 2 == 0 else reversed(modes):
                 measured_s[mode] = bench.run(mode, chosen.steps)
                 advance()
             rounds.append(dataclasses.replace(this_round, measured_s=measured_s))
     profile = Profile(hvd.size(), run.config, run.task.unit, rounds, layers, traffic)
     # The engine's cost per message is assumed to be the one measured here.
-    there = [dataclasses.replace(cluster, message_s=traffic.message_s) for cluster in clusters]
-    predictions = [predict(profile.costs, cluster) for cluster in there]
+    clusters = [dataclasses.replace(cluster, message_s=traffic.message_s) for cluster in clusters]
+    predictions = [predict(profile.costs, cluster) for cluster in clusters]
     return dataclasses.replace(profile, predictions=predictions), spans
 
 
@@ -126,7 +120,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--check", action="store_true", help="run the three modes as well, and compare")
     parser.add_argument("--top", type=int, default=10, help="number of slowest layers to print [%(default)s]")
-    add_cluster_options(parser, num_nodes=(), said="none: nothing is predicted")
+    add_cluster_options(parser, num_nodes=(), default_help="none: nothing is predicted")
     parser.add_argument("--trace", metavar="FILE", help="write a step as a Chrome trace, one file per rank")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -149,7 +143,3 @@ def _bar(total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=console, disable=hvd.rank() != 0 or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("profiling", total=total)
         yield lambda: progress.advance(task)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,13 +1,13 @@
-"""Measures processor contention: what share of a processor the threads of a rank get.
+"""Measures processor contention: the share of a processor that each thread of a rank gets.
 
-The number of processors does not tell: ranks share a node, containers have quotas, other programs run.
+The number of processors alone does not determine it: ranks share a node, containers have quotas, other programs run.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
@@ -20,19 +20,16 @@ _MIN_SHARE: Final = 1e-3
 
 
 def measure_contention(num_training: int, num_beside: int) -> float:
-    """Return the seconds that training loses per second of processor time of concurrent threads.
+    """Return the seconds that training loses per second of processor time of concurrent threads; equal on all ranks.
 
     All ranks compute with as many threads as training, then with `num_beside` more. Every rank calls this.
 
     Args:
         num_training: threads of forward and backward passes: torch's pool, or the one that launches GPU work.
         num_beside: threads of the loader.
-
-    Returns:
-        See `contention_of`; equal on all ranks.
     """
-    alone = _mean(_share(num_training))
-    return contention_of(alone, _mean(_share(num_training + num_beside)), num_beside)
+    alone = _mean_share(num_training)
+    return contention_of(alone, _mean_share(num_training + num_beside), num_beside)
 
 
 def contention_of(alone: float, beside: float, num_beside: int) -> float:
@@ -52,24 +49,17 @@ def contention_of(alone: float, beside: float, num_beside: int) -> float:
     return (1 - beside / alone) / (num_beside * beside)
 
 
-def _share(num_threads: int) -> float:
-    """Return the share of a processor that each of `num_threads` gets while all ranks compute alike."""
+def _mean_share(num_threads: int) -> float:
+    """Return the mean share of a processor that `num_threads` threads of each rank get while all compute alike."""
     hvd.barrier()
-    shares: list[float] = []
-    threads = [threading.Thread(target=_spin, args=(shares,)) for _ in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(shares) / num_threads
+    with ThreadPoolExecutor(num_threads) as pool:
+        shares = list(pool.map(_spin, [_SPIN_S] * num_threads))
+    return float(np.mean(hvd.allgather_object(sum(shares) / num_threads, name="profile.share")))
 
 
-def _spin(shares: list[float]) -> None:
+def _spin(duration_s: float) -> float:
+    """Compute in this thread; return its processor time per second."""
     began_s, used_s = time.perf_counter(), time.thread_time()
-    while (passed_s := time.perf_counter() - began_s) < _SPIN_S:
+    while (passed_s := time.perf_counter() - began_s) < duration_s:
         hashlib.blake2b(_BLOCK).digest()
-    shares.append((time.thread_time() - used_s) / passed_s)
-
-
-def _mean(share: float) -> float:
-    return float(np.mean(hvd.allgather_object(share, name="profile.share")))
+    return (time.thread_time() - used_s) / passed_s

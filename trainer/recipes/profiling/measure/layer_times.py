@@ -3,14 +3,14 @@
 Modules without children are stamped before and after their forward pass. In the backward pass a stamp is taken when
 autograd reaches the node that created a module's output. The time until the next stamp counts for that module,
 including operations outside of modules, such as an addition. A module that returns its input, such as an identity,
-creates no node and has no backward time. torch's own backward hooks of modules are not used, since they forbid
-in-place changes of activations.
+creates no node and has no backward time.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
@@ -18,10 +18,40 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from datasvc.trainer.recipes.profiling.measure.clocks import Clock
-
 BETWEEN: Final = "(between modules)"
 LOSS: Final = "(loss)"
+
+
+class HostClock:
+    """The clock of the CPU, where work completes before the call returns."""
+
+    def stamp(self) -> Any:
+        """Return a stamp of the time at which all work launched so far has completed."""
+        return time.perf_counter()
+
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
+        """Return the seconds from the first stamp to each; wait for the device."""
+        return [stamp - stamps[0] for stamp in stamps]
+
+
+class DeviceClock(HostClock):
+    """The clock of a GPU, which runs launched work later, in order: events in its stream do not block the host."""
+
+    def stamp(self) -> Any:
+        """See `HostClock`."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        event.record()
+        return event
+
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
+        """See `HostClock`."""
+        stamps[-1].synchronize()
+        return [stamps[0].elapsed_time(stamp) * 1e-3 for stamp in stamps]
+
+
+def choose_clock(device: torch.device) -> HostClock:
+    """Return the clock of a device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,7 @@ class _Stamps:
 
 
 class LayerTimer:
-    """Context that hooks a model. The timed step calls `begin_forward`, `begin_backward` and `end`.
+    """Context that adds hooks to a model. The timed step calls `begin_forward`, `begin_backward` and `end`.
 
     Args:
         model: of a compiled model only the gradients can be timed.
@@ -83,7 +113,7 @@ class LayerTimer:
         sees_layers: time modules too, not only the gradients of parameters.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, *, sees_layers: bool = True) -> None:
+    def __init__(self, model: nn.Module, clock: HostClock, *, sees_layers: bool = True) -> None:
         self._model = model
         self._clock = clock
         self._sees_layers = sees_layers
@@ -142,6 +172,8 @@ class LayerTimer:
             nonlocal inputs_made_by
             self._stamp(BETWEEN, is_backward=False)
             for node in set(_nodes(output)).difference(inputs_made_by):
+                # A hook of the node, not torch's backward hook of the module: that forbids in-place changes of the
+                # activations.
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
             inputs_made_by = ()  # released: a node keeps its whole graph alive
 
@@ -149,7 +181,7 @@ class LayerTimer:
         self._removers.append(module.register_forward_hook(after).remove)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        # The layer has not ended; only the time of the gradient is recorded.
+        # The stamp begins the same layer once more: the layer has not ended when one of its gradients is ready.
         name, is_backward = self._stamps.begins[-1]
         self._stamps.ready.append((parameter, len(self._stamps.moments)))
         self._stamp(name, is_backward=is_backward)

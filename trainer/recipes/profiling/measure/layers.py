@@ -1,4 +1,4 @@
-"""Measures the layers of a step, before the model is compiled. Every rank calls this."""
+"""Measures the cost of each layer of a step, before the model is compiled: afterwards its layers cannot be timed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,35 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.trainer.recipes.optimizers.precision import autocast
-from datasvc.trainer.recipes.profiling.measure.clocks import choose_clock
-from datasvc.trainer.recipes.profiling.measure.layer_times import LayerSpan, LayerTimer, LayerTimes, gradient_bytes
+from datasvc.trainer.recipes.profiling.measure.layer_times import (
+    LayerSpan,
+    LayerTimer,
+    LayerTimes,
+    choose_clock,
+    gradient_bytes,
+)
 from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
 from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS, WALL, StepPartTimer
-from datasvc.trainer.recipes.profiling.predict.costs import LayerCost
+from datasvc.trainer.recipes.update import update
 
 _WARM_UP_STEPS: Final = 2
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of a module without children, or of operations between modules.
+
+    Attributes:
+        name: in the model.
+        forward_s: t_f of this layer.
+        backward_s: t_b of this layer.
+        gradient_bytes: of its parameters.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    gradient_bytes: int
 
 
 @dataclass(frozen=True)
@@ -35,8 +57,11 @@ class Layers:
 
 
 def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
-    """Return the costs of layers: means over steps on one batch, alternating with and without hooks."""
-    run.sends_beside(beside=False)
+    """Return the costs of layers: means over steps on one batch, alternating with and without hooks.
+
+    Every rank calls this.
+    """
+    run.reduce_during_backward(overlapped=False)
     timer = LayerTimer(run.model, choose_clock(run.device))
     plain, hooked = [], []
     for _ in range(_WARM_UP_STEPS + num_steps):
@@ -55,7 +80,7 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
 
 def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
     """Return the layer times of one forward and backward pass; its gradients are discarded."""
-    run.sends_beside(beside=False)
+    run.reduce_during_backward(overlapped=False)
     examples = next(run.task.unpack(batch, run.device).split(run.batches.micro_batch))
     with timer:
         timer.begin_forward()
@@ -64,7 +89,7 @@ def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
         timer.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         times = timer.end()
-    run.sends_beside(beside=False)  # resets the count of passes
+    run.reduce_during_backward(overlapped=False)  # resets the count of passes
     run.optimizer.zero_grad()
     return times
 
@@ -72,7 +97,7 @@ def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
 def _plain_step(run: ProfiledRun, batch: Any) -> npt.NDArray[np.float64]:
     """Return the forward and backward seconds of a step without hooks."""
     timer = StepPartTimer(run.device)
-    run.step(batch, timer.mark)
+    update(run, batch, timer.mark)
     forward = PARTS.index("forward")
     return timer.table[forward : forward + 2, WALL]
 
@@ -85,9 +110,9 @@ def _layer_costs(
     A module with parameters that was not timed, such as one with children, has a time of 0.
     """
     sums = [times.sums() for times in hooked]
-    unseen = [name for name, size_bytes in sizes_bytes.items() if size_bytes and name not in sums[-1]]
+    untimed = [name for name, size_bytes in sizes_bytes.items() if size_bytes and name not in sums[-1]]
     costs = []
-    for name in [*sums[-1], *unseen]:
+    for name in [*sums[-1], *untimed]:
         forward_s, backward_s = np.mean([step.get(name, (0.0, 0.0)) for step in sums], axis=0) * scale
         costs.append(LayerCost(name, float(forward_s), float(backward_s), sizes_bytes.get(name, 0)))
     return tuple(costs)

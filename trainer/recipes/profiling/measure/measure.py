@@ -1,4 +1,4 @@
-"""Measures the costs of a step by running steps. Every rank calls these in the same order.
+"""Measures the costs of a step by running steps. Every rank calls the functions of this module in the same order.
 
 During timed steps the ranks communicate as in training only. Afterwards the measurements are averaged over the ranks,
 whose steps take equally long, because each waits for the slowest.
@@ -7,7 +7,7 @@ whose steps take equally long, because each waits for the slowest.
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
 from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepPartTimer
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
+from datasvc.trainer.recipes.update import update
 
 _IO, _TRANSFER, _TARGETS, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
 _FETCHING: Final = (Stage.ORIGIN, Stage.PEER)
@@ -30,10 +31,13 @@ _CLOCK_S: Final = 1e-9  # resolution of the clocks of processor time
 
 
 class Bench:
-    """Runs blocks of steps.
+    """Runs blocks of steps of a run, and times them.
 
     Args:
         run: of this rank.
+
+    Attributes:
+        spans: parts of the last step that `measure_round` ran.
     """
 
     def __init__(self, run: ProfiledRun) -> None:
@@ -42,29 +46,26 @@ class Bench:
         self._warm_up_steps = run.config.prefetch + 1
         self.spans: list[TimeSpan] = []
 
-    def first_batch(self) -> Any:
-        """Return a batch; it is valid until the next step."""
-        return next(self._run.loaders)
-
     def measure_round(self, traffic: StepTraffic, num_steps: int) -> MeasuredRound:
         """Return the costs of the parts of a step: means over the steps of a serial run and over the ranks.
 
         Args:
-            traffic: tells the share of each message in the all-reduces.
+            traffic: messages over which the time of the all-reduces is divided.
             num_steps: steps of that run, and batches of the prefetching loader.
         """
         run = self._run
         ahead_s, caller_s = self._run_loader(num_steps)
-        own = (self._run_serial(num_steps), ahead_s, caller_s)
-        tables, ahead, caller = zip(*hvd.allgather_object(own, name="profile.costs"), strict=True)
+        measured = (self._run_serial(num_steps), ahead_s, caller_s)
+        tables, ahead, caller = zip(*hvd.allgather_object(measured, name="profile.costs"), strict=True)
         table = np.stack(tables)  # [rank, step, part, kind of time]
         means = table.mean(axis=(0, 1))
         io_s, ahead_s = float(means[_IO, WALL]), float(np.mean(ahead))
         launch_s, reduce_s, skew_s = _split_reduce(table, on_cpu=run.device.type == "cpu")
-        targets_s, targets_skew_s = _least_and_rest(table[..., _TARGETS, WALL])
+        targets_s, targets_skew_s = _split_wait(table[..., _TARGETS, WALL])
         forward_s, backward_s = float(means[_FORWARD, WALL]), float(means[_BACKWARD, WALL])
         costs = StepCosts(
             io_s=io_s,
+            # Noise can make a prefetched batch seem slower; `ahead_over_io` reports it.
             ahead_s=min(io_s, ahead_s),
             caller_s=min(io_s, float(np.mean(caller))),
             transfer_s=float(means[_TRANSFER, WALL]),
@@ -92,11 +93,11 @@ class Bench:
         """Return the seconds per step of a run in a mode, without time stamps inside; mean over the ranks."""
         run = self._run
         run.loaders.turn_to(ahead=mode is not StepMode.SERIAL)
-        run.sends_beside(beside=mode is StepMode.OVERLAPPED)
+        run.reduce_during_backward(overlapped=mode is StepMode.OVERLAPPED)
         self._warm_up()
         began = time.perf_counter()
         for number in range(1, num_steps + 1):
-            loss = run.step(next(run.loaders))
+            loss = update(run, next(run.loaders))
             if number % run.config.report_every == 0:
                 float(loss)  # waits for the device, as training does
         synchronize(run.device)
@@ -121,21 +122,21 @@ class Bench:
         """Return the table of each step, see `StepPartTimer`."""
         run = self._run
         run.loaders.turn_to(ahead=False)
-        run.sends_beside(beside=False)
+        run.reduce_during_backward(overlapped=False)
         self._warm_up()
         tables = []
         for _ in range(num_steps):
             timer = StepPartTimer(run.device)
             batch = next(run.loaders)
             timer.mark("io")
-            run.step(batch, timer.mark)
+            update(run, batch, timer.mark)
             tables.append(timer.table)
             self.spans = timer.spans
         return np.stack(tables)
 
     def _warm_up(self) -> None:
         for _ in range(self._warm_up_steps):
-            self._run.step(next(self._run.loaders))
+            update(self._run, next(self._run.loaders))
         synchronize(self._run.device)
         hvd.barrier()
 
@@ -156,23 +157,21 @@ def _caller_s(totals: Totals) -> float:
 
 
 def _host_share(means: npt.NDArray[np.float64]) -> float:
-    """Return the share of a step in which the host of a GPU is busy; only then contention costs time.
+    """Return the share of a step in which the host of a GPU is busy; contention costs time only then.
 
-    Args:
-        means: `[part, kind of time]`.
+    `means` is `[part, kind of time]`.
     """
     working = means[[_TRANSFER, _FORWARD, _BACKWARD, _UPDATE]].sum(axis=0)
     return float(min(1.0, working[OWN] / working[WALL]))
 
 
 def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[float, float, float]:
-    """Split the time of all-reduces into launching, transfer, and waiting for the slowest rank.
+    """Return the seconds of all-reduces as launching, transfer, and waiting for the slowest rank.
 
-    Args:
-        table: `[rank, step, part, kind of time]`.
-        on_cpu: whether the training thread computes, so that its processor time tells its slowdown.
+    `table` is `[rank, step, part, kind of time]`. `on_cpu`: the training thread computes the passes, so their wall
+    time divided by their processor time is its slowdown by other threads.
     """
-    least_s, skew_s = _least_and_rest(table[..., _REDUCE, WALL])
+    least_s, skew_s = _split_wait(table[..., _REDUCE, WALL])
     if len(table) == 1:
         return least_s, 0.0, 0.0
     passes = table[..., _FORWARD : _BACKWARD + 1, :].sum(axis=(0, 1, 2))
@@ -181,11 +180,10 @@ def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[floa
     return launch_s, least_s - launch_s, skew_s
 
 
-def _least_and_rest(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean over steps of the shortest wait, and by how much the mean wait exceeds it.
+def _split_wait(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean over steps of the shortest wait of a rank, and by how much the mean wait exceeds it.
 
-    Args:
-        waited: `[rank, step]`, seconds in an operation that starts when the last rank arrives.
+    `waited` is `[rank, step]`: seconds in an operation that starts when the last rank arrives, which waits least.
     """
     least_s = float(waited.min(axis=0).mean())
     return least_s, max(0.0, float(waited.mean()) - least_s)

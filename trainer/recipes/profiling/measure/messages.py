@@ -18,8 +18,7 @@ from torch import Tensor
 import datasvc.trainer as hvd
 from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_buckets
 from datasvc.trainer.job import runtime
-from datasvc.trainer.recipes.profiling.measure.clocks import choose_clock
-from datasvc.trainer.recipes.profiling.measure.layer_times import LayerTimer, LayerTimes, synchronize
+from datasvc.trainer.recipes.profiling.measure.layer_times import LayerTimer, LayerTimes, choose_clock, synchronize
 from datasvc.trainer.recipes.profiling.measure.layers import time_pass
 from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
 from datasvc.trainer.recipes.profiling.predict.costs import Message
@@ -68,22 +67,21 @@ def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffi
     passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     return StepTraffic(
-        buckets=tuple(measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]), repeats=_REPEATS)),
-        message_s=measure_all_reduce(1, trained[0], repeats=_REPEATS),
+        buckets=tuple(_measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]))),
+        message_s=_measure_all_reduce(1, trained[0]),
     )
 
 
-def measure_buckets(
-    parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float], *, repeats: int
-) -> list[TimedBucket]:
-    """Return the buckets of a distributed optimizer, in the order of their completion on rank 0.
+def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
+    """Return when each parameter's gradient was ready, as a share of the backward pass."""
+    return {
+        parameter: min(1.0, float(np.mean([times.ready_s[parameter] / times.backward_s for times in passes])))
+        for parameter in passes[-1].ready_s
+    }
 
-    Args:
-        parameters: trained ones, in the order of the optimizer.
-        ready_share: part of the backward pass after which a parameter's gradient is ready; parameters without a
-            gradient are sent last.
-        repeats: all-reduces per size; the median counts.
-    """
+
+def _measure_buckets(parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float]) -> list[TimedBucket]:
+    """Return the buckets of a distributed optimizer over `parameters`, in the order of their completion on rank 0."""
     sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     plan = plan_buckets(
         sizes_bytes,
@@ -93,9 +91,10 @@ def measure_buckets(
     buckets = [
         TimedBucket(
             size_bytes=sum(sizes_bytes[position] for position in members),
+            # A parameter without a gradient delays its bucket to the end of the backward pass.
             ready_share=max(ready_share.get(parameters[position], 1.0) for position in members),
-            alone_s=measure_all_reduce(
-                sum(parameters[position].numel() for position in members), parameters[members[0]], repeats=repeats
+            alone_s=_measure_all_reduce(
+                sum(parameters[position].numel() for position in members), parameters[members[0]]
             ),
         )
         for members in plan
@@ -103,27 +102,22 @@ def measure_buckets(
     return sorted(buckets, key=lambda bucket: bucket.ready_share)
 
 
-def measure_all_reduce(num_elements: int, like: Tensor, *, repeats: int) -> float:
-    """Return the seconds of one all-reduce from submission to completion: the median of the shortest rank times.
-
-    Args:
-        num_elements: of the tensor.
-        like: a tensor of the same dtype and device.
-        repeats: measurements, after a warm-up.
-    """
+def _measure_all_reduce(num_elements: int, like: Tensor) -> float:
+    """Return the seconds of an all-reduce from submission to completion, of a tensor with the dtype of `like`."""
     if hvd.size() == 1:
         return 0.0
     tensor = torch.zeros(num_elements, dtype=like.dtype, device=like.device)
     times_s = []
-    for _ in range(repeats + 1):
+    for _ in range(_REPEATS + 1):
         hvd.barrier()
         synchronize(like.device)
         began = time.perf_counter()
         hvd.grouped_allreduce_([tensor], name="profile.message", op=hvd.Sum)
         synchronize(like.device)
         times_s.append(time.perf_counter() - began)
-    least_s = [min(of_ranks) for of_ranks in zip(*hvd.allgather_object(times_s[1:]), strict=True)]
-    return float(statistics.median(least_s))
+    # The first repeat is a warm-up. The rank that arrives last waits for no other, so its time is the transfer alone.
+    shortest_s = [min(rank_times_s) for rank_times_s in zip(*hvd.allgather_object(times_s[1:]), strict=True)]
+    return float(statistics.median(shortest_s))
 
 
 def plan_messages(
@@ -132,7 +126,7 @@ def plan_messages(
     """Return the messages of a step, dividing its all-reduce time over them.
 
     Args:
-        buckets: see `measure_buckets`.
+        buckets: of `StepTraffic`.
         forward_s: forward time of all passes of a step.
         backward_s: backward time of all passes; gradients are complete in the last pass.
         num_passes: of a step.
@@ -148,11 +142,3 @@ def plan_messages(
         )
         for bucket in buckets
     )
-
-
-def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
-    """Return when each parameter's gradient was ready, as a share of the backward pass."""
-    return {
-        parameter: min(1.0, float(np.mean([times.ready_s[parameter] / times.backward_s for times in passes])))
-        for parameter in passes[-1].ready_s
-    }

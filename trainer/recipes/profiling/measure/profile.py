@@ -1,17 +1,17 @@
-"""A profile: the measurements, the predictions made from them, and both as text and JSON."""
+"""A profile: the measurements of a run, the predictions made from them, and both as text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from datasvc.trainer.recipes.profiling.measure.layers import Layers
+from datasvc.trainer.recipes.profiling.measure.layers import LayerCost, Layers
 from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
 from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
-from datasvc.trainer.recipes.profiling.predict.limit import judge
+from datasvc.trainer.recipes.profiling.predict.limit import find_limit
 from datasvc.trainer.recipes.profiling.predict.predict import Prediction
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -21,36 +21,41 @@ _NOISE: Final = 1.1
 
 @dataclass(frozen=True)
 class MeasuredRound:
-    """Costs, and what the modes took right after they were measured.
+    """The costs of a step, and the times of the modes that ran right after the costs were measured.
 
     Attributes:
         costs: measured in this round.
-        ahead_over_io: what a prefetched batch took, by one in the call, before t_a was cut off at t_io.
+        ahead_over_io: time of a prefetched batch divided by that of one without prefetching, before t_a is limited
+            to t_io.
         measured_s: seconds per step of each mode that was run.
     """
 
     costs: StepCosts
     ahead_over_io: float = 1.0
-    measured_s: Mapping[StepMode, float] = field(default_factory=dict)
+    measured_s: Mapping[StepMode, float] = dataclasses.field(default_factory=dict)
 
     def ratio(self, mode: StepMode) -> float:
-        """Return predicted by measured."""
+        """Return the predicted seconds of a step divided by the measured ones."""
         return step_time(self.costs, mode) / self.measured_s[mode]
 
     def to_dict(self) -> dict[str, Any]:
         """Return costs and seconds per step as JSON values."""
         predicted_s = {mode: step_time(self.costs, mode) for mode in StepMode}
-        return {"costs": self.costs.to_dict(), "predicted_s": predicted_s, "measured_s": dict(self.measured_s)}
+        return {
+            "costs": dataclasses.asdict(self.costs),
+            "predicted_s": predicted_s,
+            "measured_s": dict(self.measured_s),
+        }
 
 
 @dataclass(frozen=True)
 class Profile:
-    """See the module.
+    """The measurements of all rounds; its costs are the medians over the rounds.
 
     Attributes:
         world_size: ranks of the job that was measured.
         config: its effective settings.
-        unit: what samples are called, in the plural.
+        unit: name of the samples, in the plural.
         rounds: at least one.
         layers: of rank 0.
         traffic: of the job.
@@ -68,16 +73,16 @@ class Profile:
     @property
     def costs(self) -> StepCosts:
         """The median of each number over the rounds."""
-        return median_costs([each.costs for each in self.rounds])
+        return median_costs([measured.costs for measured in self.rounds])
 
     @property
     def notes(self) -> list[str]:
         """Notes on the validity of the numbers."""
         notes = []
-        late = [each.ahead_over_io for each in self.rounds if each.ahead_over_io > _NOISE]
-        if 2 * len(late) > len(self.rounds):
+        slower = [measured.ahead_over_io for measured in self.rounds if measured.ahead_over_io > _NOISE]
+        if 2 * len(slower) > len(self.rounds):
             notes.append(
-                f"note: a prefetched batch took {statistics.median(late):.2f} times as long as one without "
+                f"note: a prefetched batch took {statistics.median(slower):.2f} times as long as one without "
                 "prefetching, which is noise. t_a is limited to t_io; use more --steps, or a quieter machine"
             )
         if self.predictions and self.world_size == 1:
@@ -92,49 +97,45 @@ class Profile:
         costs = self.costs
         checked = {
             mode: {
-                "measured_s": statistics.median(each.measured_s[mode] for each in self.rounds),
-                "predicted_over_measured": statistics.median(each.ratio(mode) for each in self.rounds),
+                "measured_s": statistics.median(measured.measured_s[mode] for measured in self.rounds),
+                "predicted_over_measured": statistics.median(measured.ratio(mode) for measured in self.rounds),
             }
             for mode in StepMode
             if mode in self.rounds[0].measured_s
         }
-        verdict = judge(costs)
         return {
             "world_size": self.world_size,
             "config": self.config.to_dict(),
             "prefetch": max(1, self.config.prefetch),
-            "costs": costs.to_dict(),
+            "costs": dataclasses.asdict(costs),
             "message_s": self.traffic.message_s,
             "hooks_overhead": self.layers.overhead,
             "layers": [dataclasses.asdict(layer) for layer in self.layers.costs],
             "step_s": {mode: step_time(costs, mode) for mode in StepMode},
             "measured": checked,
-            "verdict": {"bound": verdict.bound, "inequality": verdict.inequality, "advice": verdict.advice},
-            "rounds": [each.to_dict() for each in self.rounds],
+            "verdict": dataclasses.asdict(find_limit(costs)),
+            "rounds": [measured.to_dict() for measured in self.rounds],
             "predictions": [dataclasses.asdict(prediction) for prediction in self.predictions],
             "notes": self.notes,
         }
 
     def describe(self, top: int) -> str:
         """Return tables of parts, the `top` slowest layers, modes and predictions, and the limiting resource."""
+        ranks = f"{self.world_size} ranks, {self.costs.samples} {self.unit} each"
         return "\n".join(
             [
-                self._title(),
+                f"{self.config.model}, {ranks}, median of {len(self.rounds)} rounds",
                 *self._parts(),
                 "",
                 *self._slowest_layers(top),
                 "",
                 *self._modes(),
-                *self._elsewhere(),
+                *self._other_clusters(),
                 "",
                 *self.notes,
-                str(judge(self.costs)),
+                str(find_limit(self.costs)),
             ]
         )
-
-    def _title(self) -> str:
-        each = f"{self.costs.samples} {self.unit} each"
-        return f"{self.config.model}, {self.world_size} ranks, {each}, median of {len(self.rounds)} rounds"
 
     def _parts(self) -> list[str]:
         costs = self.costs
@@ -162,21 +163,24 @@ class Profile:
 
     def _slowest_layers(self, top: int) -> list[str]:
         layers = sorted(self.layers.costs, key=lambda layer: -layer.forward_s - layer.backward_s)
-        title = "layer" if self.config.compile is None else "layer, not compiled"
-        lines = [f"{title:<42}{'t_f ms':>10}{'t_b ms':>10}{'gradient':>12}"]
-        lines += [
-            f"{layer.name:<42}{layer.forward_s * 1e3:>10.3f}{layer.backward_s * 1e3:>10.3f}"
-            f"{layer.gradient_bytes / 1e6:>9.2f} MB"
-            for layer in layers[:top]
-        ]
-        rest = layers[top:]
-        if rest:
-            forward_s, backward_s = sum(each.forward_s for each in rest), sum(each.backward_s for each in rest)
-            size_mb = sum(each.gradient_bytes for each in rest) / 1e6
-            lines.append(
-                f"{f'{len(rest)} more':<42}{forward_s * 1e3:>10.3f}{backward_s * 1e3:>10.3f}{size_mb:>9.2f} MB"
+        layers, others = layers[:top], layers[top:]
+        if others:
+            forward_s, backward_s = (
+                sum(layer.forward_s for layer in others),
+                sum(layer.backward_s for layer in others),
             )
-        return [*lines, f"hooks cost {self.layers.overhead:+.1%}, taken out"]
+            gradient_bytes = sum(layer.gradient_bytes for layer in others)
+            layers.append(LayerCost(f"{len(others)} more", forward_s, backward_s, gradient_bytes))
+        title = "layer" if self.config.compile is None else "layer, not compiled"
+        return [
+            f"{title:<42}{'t_f ms':>10}{'t_b ms':>10}{'gradient':>12}",
+            *(
+                f"{layer.name:<42}{layer.forward_s * 1e3:>10.3f}{layer.backward_s * 1e3:>10.3f}"
+                f"{layer.gradient_bytes / 1e6:>9.2f} MB"
+                for layer in layers
+            ),
+            f"hooks cost {self.layers.overhead:+.1%}, taken out",
+        ]
 
     def _modes(self) -> list[str]:
         costs = self.costs
@@ -185,14 +189,14 @@ class Profile:
             predicted_s = step_time(costs, mode)
             line = f"{mode:<14}{predicted_s * 1e3:>14.2f}{costs.samples * self.world_size / predicted_s:>12,.0f}"
             if mode in self.rounds[0].measured_s:
-                measured_s = statistics.median(each.measured_s[mode] for each in self.rounds)
-                ratios = sorted(each.ratio(mode) for each in self.rounds)
+                measured_s = statistics.median(measured.measured_s[mode] for measured in self.rounds)
+                ratios = sorted(measured.ratio(mode) for measured in self.rounds)
                 spread = f"({ratios[0]:.2f}-{ratios[-1]:.2f})"
                 line += f"{measured_s * 1e3:>14.2f}{statistics.median(ratios):>6.3f} {spread:>11}"
             lines.append(line)
         return lines
 
-    def _elsewhere(self) -> list[str]:
+    def _other_clusters(self) -> list[str]:
         if not self.predictions:
             return []
         lines = ["", f"for {self.predictions[0].cluster.describe()}, {self.costs.samples} {self.unit} a rank"]
@@ -209,18 +213,19 @@ class Profile:
 def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
     """Return the median of each number over several measurements of one step."""
     numbers = {
-        name.name: statistics.median(getattr(each, name.name) for each in costs)
-        for name in dataclasses.fields(StepCosts)
-        if name.name not in ("messages", "samples")
+        field.name: statistics.median(getattr(measured, field.name) for measured in costs)
+        for field in dataclasses.fields(StepCosts)
+        if field.name not in ("messages", "samples")
     }
     end_s = numbers["forward_s"] + numbers["backward_s"]
     messages = tuple(
         Message(
-            size_bytes=same[0].size_bytes,
-            ready_s=min(end_s, statistics.median(each.ready_s for each in same)),
-            reduce_s=statistics.median(each.reduce_s for each in same),
+            size_bytes=repeats[0].size_bytes,
+            # A median can exceed the sum of two other medians, which `StepCosts` refuses.
+            ready_s=min(end_s, statistics.median(message.ready_s for message in repeats)),
+            reduce_s=statistics.median(message.reduce_s for message in repeats),
         )
-        for same in zip(*(each.messages for each in costs), strict=True)
+        for repeats in zip(*(measured.messages for measured in costs), strict=True)
     )
     for name in ("ahead_s", "caller_s"):
         numbers[name] = min(numbers[name], numbers["io_s"])

@@ -1,73 +1,84 @@
-"""Opens the model, optimizer and loaders of a run for profiling, without checkpoints."""
+"""Opens the run that a profile measures: model, optimizer and loaders as in training, without checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 import datasvc
 import datasvc.trainer as hvd
 from datasvc.loaders.core.loader import Loader
-from datasvc.trainer.recipes.ema import WeightAverage
-from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
-from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
-from datasvc.trainer.recipes.profiling.measure.loaders_in_turn import LoadersInTurn
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
+from datasvc.trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.start import choose_place, choose_task, compile_model, open_cache
-from datasvc.trainer.recipes.tasks.task import Task
-from datasvc.trainer.recipes.update import Mark, update
+from datasvc.trainer.recipes.start import build_learner, choose_place, choose_task, open_cache
+from datasvc.trainer.recipes.update import Learner
+
+
+class LoadersInTurn:
+    """Yields batches over endless epochs from two loaders of one order; `turn_to` selects the loader.
+
+    The selected loader continues at the position of the other one. Both therefore read shards that neither has read
+    before, and their costs can be compared. Only one loader is open at a time, so a cache needs one window.
+
+    Args:
+        at_call: loader without prefetching; selected at first.
+        ahead: loader of the same order, with prefetching.
+    """
+
+    def __init__(self, at_call: Loader[Any], ahead: Loader[Any]) -> None:
+        self._at_call, self._ahead = at_call, ahead
+        self._current = at_call
+        self._batches = _endless_batches(at_call)
+
+    @property
+    def current(self) -> Loader[Any]:
+        """The selected loader."""
+        return self._current
+
+    def turn_to(self, *, ahead: bool) -> None:
+        """Select a loader; if it is another one, earlier batches are no longer valid."""
+        selected = self._ahead if ahead else self._at_call
+        if selected is self._current:
+            return
+        self.close()
+        selected.load_state_dict(self._current.state_dict())
+        self._current, self._batches = selected, _endless_batches(selected)
+
+    def __next__(self) -> Any:
+        """Return the next batch; it is valid until the next call."""
+        return next(self._batches)
+
+    def close(self) -> None:
+        """Close the selected loader."""
+        self._batches.close()
+        self._current.close()
+
+
+def _endless_batches(loader: Loader[Any]) -> Generator[Any, None, None]:
+    while True:
+        yield from loader
 
 
 @dataclass
-class ProfiledRun:
-    """The profiled run of one rank; a `Learner`.
+class ProfiledRun(Learner):
+    """The profiled run of one rank. Its learning rate is 0, so that steps do not change the model.
 
     Attributes:
-        config: effective settings.
-        task: classification or language modelling.
-        batches: batch sizes of a step.
         loaders: of the training split: one that prefetches as the run does, and one without prefetching.
-        model: on its device.
-        optimizer: distributed, with a learning rate of 0, so that steps do not change the model.
-        loss_scale: for fp16; a no-op otherwise.
-        average: of the weights; None unless configured.
-        device: of the model.
         num_threads: decoding threads beside the training thread.
     """
 
-    config: TrainConfig
-    task: Task
-    batches: BatchPlan
     loaders: LoadersInTurn
-    model: nn.Module
-    optimizer: Any
-    loss_scale: torch.amp.GradScaler
-    average: WeightAverage | None
-    device: torch.device
     num_threads: int
 
-    def sends_beside(self, *, beside: bool) -> None:
-        """Choose whether gradients are all-reduced during the backward pass, or after it.
-
-        An optimizer that expects one more pass than there is sends nothing before `synchronize`.
-        """
-        self.optimizer.set_backward_passes_per_step(self.batches.num_passes + (not beside))
-
-    def step(self, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
-        """Take one training step, see `update`."""
-        return update(self, batch, mark)
-
-    def compile(self) -> None:
-        """Compile the model if the run does; layers must be measured before."""
-        if self.config.compile is not None:
-            compile_model(self.model, self.config.compile)
+    def reduce_during_backward(self, *, overlapped: bool) -> None:
+        """Choose whether gradients are all-reduced during the backward pass, or after it; restart a step."""
+        # An optimizer that expects one more pass than there is sends nothing before `synchronize`.
+        self.optimizer.set_backward_passes_per_step(self.batches.num_passes + (not overlapped))
 
 
 @contextlib.contextmanager
@@ -78,7 +89,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
     """
     repo = datasvc.open(config.repo)
-    data = hvd.broadcast_object(str(repo.dataset(config.data).resolved) if hvd.rank() == 0 else None, name="profile")
+    data = ask_first_rank(lambda: str(repo.dataset(config.data).resolved), name="profile")
     split = repo.dataset(data)["train"]
     task = choose_task(config, split)
     config = dataclasses.replace(config, model=config.model or task.default_model)
@@ -89,36 +100,17 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
             stack.callback(nodes.close)
 
         def open_loader(prefetch: int) -> Loader[Any]:
-            task_of_loader = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
-            return task_of_loader.open_loader(
+            loader_task = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
+            return loader_task.open_loader(
                 split, training=True, batch_size=batches.batch_size, cache=cache, place=place
             )
 
         loaders = LoadersInTurn(open_loader(0), open_loader(max(1, config.prefetch)))
         stack.callback(loaders.close)
-        if place.device.type == "cuda":
-            torch.cuda.set_device(place.device)
-        assert config.model is not None
-        model = task.build_model(config.model, config.parse_model_options()).to(place.device).train()
-        yield ProfiledRun(
-            config=config,
-            task=task,
-            batches=batches,
-            loaders=loaders,
-            model=model,
-            optimizer=_build_optimizer(config, model, batches),
-            loss_scale=make_loss_scale(config.precision, place.device),
-            average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
-            device=place.device,
-            num_threads=place.num_threads,
-        )
+        learner = build_learner(config, task, batches, place)
+        for group in learner.optimizer.param_groups:
+            group["lr"] = 0.0
+        yield ProfiledRun(**vars(learner), loaders=loaders, num_threads=place.num_threads)
         loaders.close()
         if nodes is not None:
             hvd.barrier()  # a node must not stop serving while another still fetches from it
-
-
-def _build_optimizer(config: TrainConfig, model: nn.Module, batches: BatchPlan) -> Any:
-    optimizer = build_distributed_optimizer(config, model, num_passes=batches.num_passes)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    return optimizer

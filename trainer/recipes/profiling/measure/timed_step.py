@@ -22,21 +22,18 @@ class StepPartTimer:
 
     Args:
         device: of the model.
+
+    Attributes:
+        table: `float64[part, 3]`: seconds of each part, processor time of this thread without waiting for the device,
+            and processor time of all other threads.
+        spans: the marked parts in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._table = np.zeros((len(PARTS), 3))
+        self.table: npt.NDArray[np.float64] = np.zeros((len(PARTS), 3))
         self.spans: list[TimeSpan] = []
         self._last = self._now()
-
-    @property
-    def table(self) -> npt.NDArray[np.float64]:
-        """`float64[part, 3]`: seconds of each part, processor time of this thread, and of all other threads.
-
-        The processor time of this thread excludes waiting for the device.
-        """
-        return self._table
 
     def mark(self, part: str) -> None:
         """Mark the end of a part and the start of the next one."""
@@ -46,7 +43,7 @@ class StepPartTimer:
         now = self._now()
         passed_s, own_s, all_s = now - self._last
         worked_s = worked_until_s - self._last[1]
-        self._table[PARTS.index(part)] += (passed_s, worked_s, max(0.0, all_s - own_s))
+        self.table[PARTS.index(part)] += (passed_s, worked_s, max(0.0, all_s - own_s))
         self.spans.append(TimeSpan(part, _THREAD, "step", round(self._last[0] * 1e9), round(passed_s * 1e9), 1))
         self._last = now
 

@@ -1,4 +1,4 @@
-"""The costs of one training step on one rank, part by part. Values only.
+"""The costs of one training step on one rank, part by part: the result of `measure/`, the input of every prediction.
 
 The symbols are those of Shi, Wang and Chu 2018 (arXiv:1711.05979) and some more, which `step_time` explains. All are
 seconds per step.
@@ -14,24 +14,8 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 
+# The last message is ready at the end of the backward pass, but for the rounding of a sum in another order.
 _ROUNDING_S: Final = 1e-9
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """The cost of a module without children, or of operations between modules.
-
-    Attributes:
-        name: in the model.
-        forward_s: t_f of this layer.
-        backward_s: t_b of this layer.
-        gradient_bytes: of its parameters.
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    gradient_bytes: int
 
 
 @dataclass(frozen=True)
@@ -97,14 +81,16 @@ class StepCosts:
             if field.name != "messages" and not 0 <= value < math.inf:
                 raise ConfigError(f"{field.name} is {value}; expected a finite number, not below 0")
         if not self.compute_s:
-            raise ConfigError("a step that computes nothing trains nothing: forward_s and backward_s are 0")
+            raise ConfigError("forward_s and backward_s are both 0; expected a step that computes")
         for message in self.messages:
             if message.ready_s > self.compute_s + _ROUNDING_S:
-                raise ConfigError(f"{message} does not fit a backward pass that ends at {self.compute_s} s")
+                raise ConfigError(
+                    f"{message}; expected to be ready when the backward pass ends, at {self.compute_s} s"
+                )
         if max(self.ahead_s, self.caller_s) > self.io_s:
             raise ConfigError(
                 f"ahead_s is {self.ahead_s} and caller_s {self.caller_s}; expected at most io_s, {self.io_s}: "
-                "prefetching takes no longer than doing without"
+                "a batch takes no longer with prefetching than without"
             )
 
     @property
@@ -117,19 +103,11 @@ class StepCosts:
         """t_c: all messages, one after the other."""
         return sum(message.reduce_s for message in self.messages)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the costs as JSON values."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepCosts:
-        """Return the costs from the result of `to_dict`.
-
-        Raises:
-            ConfigError: the values have another form.
-        """
+        """Return the costs from their JSON values, the "costs" of a profile. Raises ConfigError: other values."""
         try:
             messages = tuple(Message(**message) for message in values["messages"])
             return cls(**{**values, "messages": messages})
         except (TypeError, KeyError) as error:
-            raise ConfigError(f"these are no costs of a step: {error}") from error
+            raise ConfigError(f"the values are not the costs of a step, as a profile has them: {error}") from error

@@ -1,4 +1,4 @@
-"""Predicts the time of a measured step on another number of nodes."""
+"""Predicts the time of a measured step on another number of nodes: the all-reduces are replaced by those there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster, all_reduce_s
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 
@@ -34,8 +34,8 @@ class Prediction:
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
     """Predict steps on a cluster whose ranks have the measured batch size, processors and loader each."""
-    there, alone = costs_on(costs, cluster), costs_alone(costs)
-    step_s = {mode: step_time(there, mode) for mode in StepMode}
+    predicted, alone = costs_on(costs, cluster), costs_alone(costs)
+    step_s = {mode: step_time(predicted, mode) for mode in StepMode}
     return Prediction(
         cluster=cluster,
         world_size=cluster.world_size,
@@ -63,3 +63,27 @@ def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
 def costs_alone(costs: StepCosts) -> StepCosts:
     """Return the costs of a single rank, without communication."""
     return dataclasses.replace(costs, messages=(), launch_s=0.0, reduce_beside_s=0.0, skew_s=0.0, targets_s=0.0)
+
+
+def all_reduce_s(size_bytes: int, cluster: Cluster) -> float:
+    """Return the seconds of one all-reduce over all ranks of a cluster without other traffic; 0 for one rank.
+
+    With `inside` it is hierarchical: reduce-scatter in each node, rings between the nodes, one for each part, and
+    all-gather in each node.
+    """
+    if cluster.world_size == 1:
+        return 0.0
+    if cluster.inside is None:
+        return cluster.message_s + ring_s(size_bytes, cluster.world_size, cluster.network)
+    # Every rank of a node has a ring of its own over the nodes, for its part; together they fill the network.
+    within_s = ring_s(size_bytes, cluster.ranks_per_node, cluster.inside)
+    return cluster.message_s + within_s + ring_s(size_bytes, cluster.num_nodes, cluster.network)
+
+
+def ring_s(size_bytes: float, num_ranks: int, link: Link) -> float:
+    """Return the seconds of a ring: 2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency.
+
+    Reduce-scatter and all-gather of N - 1 steps each, in which every rank sends one N-th (Patarasuk and Yuan 2009).
+    """
+    steps = 2 * (num_ranks - 1)
+    return steps / num_ranks * size_bytes / link.bytes_per_s + steps * link.latency_s

@@ -1,4 +1,4 @@
-"""Simulation of data-parallel training on many ranks, with stragglers, all-reduces and prefetching loaders.
+"""Simulates data-parallel training on many ranks, with stragglers, all-reduces and prefetching loaders.
 
 The simulation is a pure function of its arguments and the seed. For rank i in step s, let x be the compute time of
 the rank in this step divided by its mean (lognormal):
@@ -13,11 +13,12 @@ the rank in this step divided by its mean (lognormal):
 
 Ranks wait for each other only in all-reduces, so evaluating these equations step by step is the complete simulation.
 Without jitter, the mean step equals `step_time`, except for t_w, the wait for the slowest rank: here t_w results from
-the jitter.
+the jitter. `tools/simulate_training.py` is the command line.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass
 
@@ -25,13 +26,56 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.input_system import UNLIMITED, InputSystem
 from datasvc.trainer.recipes.profiling.predict.predict import costs_on
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, contention_s
 
 Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class InputSystem:
+    """The caches of the nodes and the origin of the samples; each sample is read once an epoch.
+
+    Attributes:
+        batch_bytes: of one rank's batch, as stored.
+        data_bytes: of the whole split.
+        cache_bytes: of one node's cache, which keeps the part of the data that fits.
+        origin_bytes_per_s: of the origin, for all nodes together.
+        shares_caches: whether nodes read from each other before they read from the origin. Contention with
+            all-reduces on the network is not modelled.
+        is_first_epoch: whether the caches are empty.
+    """
+
+    batch_bytes: int
+    data_bytes: int
+    cache_bytes: int
+    origin_bytes_per_s: float
+    shares_caches: bool = False
+    is_first_epoch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.batch_bytes < 0 or self.data_bytes < 1 or self.cache_bytes < 0 or not self.origin_bytes_per_s > 0:
+            raise ConfigError(
+                f"{self}: expected data and a bandwidth above 0, and a batch and a cache that are not below 0"
+            )
+
+    def fetch_s(self, cluster: Cluster) -> float:
+        """Return the mean seconds that origin and network need for a rank's batch; all nodes read equally."""
+        cache_bytes = 0 if self.is_first_epoch else self.cache_bytes
+        # An epoch reads each sample once, so the hit rate of a cache is the share of the data that it holds.
+        missed_here = 1.0 - min(1.0, cache_bytes / self.data_bytes)
+        missed_everywhere = 1.0 - min(1.0, cluster.num_nodes * cache_bytes / self.data_bytes)
+        from_origin = missed_everywhere if self.shares_caches else missed_here
+        node_bytes = self.batch_bytes * cluster.ranks_per_node
+        from_origin_s = node_bytes * cluster.num_nodes * from_origin / self.origin_bytes_per_s
+        into_node_s = node_bytes * missed_here / cluster.network.bytes_per_s
+        return max(from_origin_s, into_node_s)
+
+
+UNLIMITED = InputSystem(batch_bytes=0, data_bytes=1, cache_bytes=1, origin_bytes_per_s=math.inf)
+"""Everything is in the node's cache."""
 
 
 @dataclass(frozen=True)
@@ -40,34 +84,30 @@ class Training:
 
     Attributes:
         costs: costs of a step of one rank.
-        cluster: cluster to simulate; None: use the measured communication costs, at `world_size` ranks.
-        world_size: number of ranks; used only without a cluster.
+        cluster: cluster to simulate.
         mode: arrangement of the parts of a step.
         jitter: standard deviation of the logarithm of a rank's compute time in a step; the mean does not change.
         prefetch: number of batches that a loader prefetches.
         samples_from: caches and stores that the loaders read from.
-        is_first_epoch: True: the caches are empty.
 
     Raises:
-        ConfigError: `jitter`, `prefetch` or `world_size` is out of range.
+        ConfigError: `jitter` or `prefetch` is out of range.
     """
 
     costs: StepCosts
-    cluster: Cluster | None
-    world_size: int = 1
+    cluster: Cluster
     mode: StepMode = StepMode.OVERLAPPED
     jitter: float = 0.0
     prefetch: int = 2
     samples_from: InputSystem = UNLIMITED
-    is_first_epoch: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.jitter < 10:
             raise ConfigError(
                 f"jitter is {self.jitter}; expected a number in [0, 10), for example 0.1 for ten percent"
             )
-        if self.prefetch < 1 or self.world_size < 1:
-            raise ConfigError(f"prefetch is {self.prefetch} and world_size {self.world_size}; expected at least 1")
+        if self.prefetch < 1:
+            raise ConfigError(f"prefetch is {self.prefetch}; expected at least 1")
 
 
 def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
@@ -86,16 +126,16 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}; expected at least 1")
-    costs = training.costs if training.cluster is None else costs_on(training.costs, training.cluster)
-    num_ranks = training.world_size if training.cluster is None else training.cluster.world_size
-    fetch_s = 0.0 if training.cluster is None else _fetch_s(training, training.cluster)
+    costs, num_ranks = costs_on(training.costs, training.cluster), training.cluster.world_size
+    fetch_s = training.samples_from.fetch_s(training.cluster)
     is_serial = training.mode is StepMode.SERIAL
     before_s = costs.transfer_s + costs.launch_s + contention_s(costs, training.mode)
     before_s += max(costs.io_s, fetch_s) if is_serial else costs.caller_s
     ahead_s = 0.0 if is_serial else max(costs.ahead_s, fetch_s)
-    ready_s, reduce_s = _messages(costs, training.mode)
+    messages = sorted(costs.messages, key=lambda message: message.ready_s)
 
     generator = np.random.default_rng(seed)
+    # The first steps find the loaders' buffers empty, which later steps do not.
     warm_up = training.prefetch + 2
     batch_ready, ended = np.zeros(num_ranks), np.zeros(num_ranks)
     taken = [np.zeros(num_ranks)] * training.prefetch
@@ -109,8 +149,11 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
         forward = begun + before_s
         if costs.targets_s:
             forward = np.full(num_ranks, forward.max() + costs.targets_s)
-        last_s = _all_reduced(forward, slowness, ready_s, reduce_s)
-        ended = np.maximum(forward + costs.compute_s * slowness, last_s) + costs.update_s
+        reduced_s = -math.inf
+        for message in messages:
+            ready_s = message.ready_s if training.mode is StepMode.OVERLAPPED else costs.compute_s
+            reduced_s = max(float((forward + ready_s * slowness).max()), reduced_s) + message.reduce_s
+        ended = np.maximum(forward + costs.compute_s * slowness, reduced_s) + costs.update_s
         ends.append(float(ended.max()))
     return np.diff(ends)[warm_up - 1 :]
 
@@ -120,26 +163,7 @@ def jitter_of(costs: StepCosts, world_size: int) -> float:
 
     The expected maximum of N normal numbers is about the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
     """
-    if world_size < 2 or not costs.compute_s:
+    if world_size < 2:
         return 0.0
     expected = statistics.NormalDist().inv_cdf((world_size - 0.375) / (world_size + 0.25))
     return costs.skew_s / costs.compute_s / expected
-
-
-def _fetch_s(training: Training, cluster: Cluster) -> float:
-    return training.samples_from.fetch_s(cluster, is_first_epoch=training.is_first_epoch)
-
-
-def _messages(costs: StepCosts, mode: StepMode) -> tuple[Times, Times]:
-    """Return when each all-reduce is ready, seconds from the start of the forward pass, and its duration."""
-    messages = sorted(costs.messages, key=lambda message: message.ready_s)
-    ready_s = [message.ready_s if mode is StepMode.OVERLAPPED else costs.compute_s for message in messages]
-    return np.array(ready_s), np.array([message.reduce_s for message in messages])
-
-
-def _all_reduced(forward: Times, slowness: Times, ready_s: Times, reduce_s: Times) -> float:
-    """Return the time at which the last all-reduce ends, or minus infinity if there is none."""
-    end_s = -np.inf
-    for ready, takes in zip(ready_s, reduce_s, strict=True):
-        end_s = max(float((forward + ready * slowness).max()), end_s) + takes
-    return end_s

@@ -10,8 +10,7 @@ from datasvc.trainer.recipes.profiling.measure.layers import Layers
 from datasvc.trainer.recipes.profiling.measure.measure import _caller_s
 from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
 from datasvc.trainer.recipes.profiling.measure.profile import MeasuredRound, Profile
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
-from datasvc.trainer.recipes.profiling.predict.links import Link
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from datasvc.trainer.recipes.profiling.predict.predict import predict
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from tests.trainer.recipes.profiling.steps import EXAMPLE

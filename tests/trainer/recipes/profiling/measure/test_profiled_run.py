@@ -6,8 +6,7 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.repository import Repository
 from datasvc.shards import ingest
-from datasvc.trainer.recipes.profiling.measure.clocks import HostClock
-from datasvc.trainer.recipes.profiling.measure.layer_times import LayerTimer
+from datasvc.trainer.recipes.profiling.measure.layer_times import HostClock, LayerTimer
 from datasvc.trainer.recipes.profiling.measure.layers import time_pass
 from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
@@ -15,6 +14,8 @@ from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled
 from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import compile_model
+from datasvc.trainer.recipes.update import update
 from tests.trainer.recipes.test_train import VOCABULARY, write_tokens
 
 
@@ -69,7 +70,7 @@ def test_a_loader_holds_nothing_while_it_is_not_its_turn(opened, tmp_path):
 def test_a_profiled_step_is_the_one_of_training_and_changes_no_weight(opened):
     with opened(ema_decay=0.9, clip_norm=1e-3) as run:
         before = [parameter.detach().clone() for parameter in run.model.parameters()]
-        run.step(next(run.loaders))
+        update(run, next(run.loaders))
         gradients = torch.cat([parameter.grad.flatten() for parameter in run.model.parameters()])
         assert gradients.norm().item() == pytest.approx(1e-3, rel=1e-3)
         assert run.average.state_dict()["num_updates"] == 1
@@ -81,7 +82,7 @@ def test_a_step_says_when_each_of_its_parts_ends(opened, data):
     options = ("context=16", "layers=1", "heads=2", "width=16") if data == "tokens" else ()
     said = []
     with opened(data=data, micro_batch=4, vocabulary=VOCABULARY, model_option=options) as run:
-        run.step(next(run.loaders), said.append)
+        update(run, next(run.loaders), said.append)
     targets = ["targets"] if data == "tokens" else []
     passes = ["forward", "backward"] * 2
     assert said == ["update", "transfer", *targets, *passes, "all-reduce", "update"]
@@ -92,7 +93,7 @@ def test_a_compiled_model_says_when_its_gradients_are_there(opened):
     with opened(compile="eager") as run:
         batch = next(run.loaders)
         time_pass(run, batch, LayerTimer(run.model, HostClock()))
-        run.compile()
+        compile_model(run.model, run.config.compile)
         traffic = measure_traffic(run, batch, 2)
         assert sum(bucket.size_bytes for bucket in traffic.buckets) == sum(
             4 * parameter.numel() for parameter in run.model.parameters()
@@ -103,7 +104,7 @@ def test_a_compiled_model_says_when_its_gradients_are_there(opened):
 def test_a_round_leaves_out_of_the_caller_s_work_what_it_waited_for(opened):
     with opened() as run:
         bench = Bench(run)
-        batch = bench.first_batch()
+        batch = next(run.loaders)
         traffic = measure_traffic(run, batch, 1)
         costs = bench.measure_round(traffic, 2).costs
         assert costs.caller_s <= costs.io_s

@@ -6,15 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster
-from datasvc.trainer.recipes.profiling.predict.input_system import InputSystem
-from datasvc.trainer.recipes.profiling.predict.links import Link
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from datasvc.trainer.recipes.profiling.predict.predict import costs_on
-from datasvc.trainer.recipes.profiling.predict.simulate import Training, jitter_of, simulate
+from datasvc.trainer.recipes.profiling.predict.simulate import InputSystem, Training, jitter_of, simulate
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 from tests.trainer.recipes.profiling.steps import EXAMPLE, step_costs
 
 NETWORK = Link(1e9, 1e-4)
+ALONE = Cluster(1, NETWORK)
 
 
 @given(step_costs(), st.sampled_from(StepMode), st.integers(1, 64), st.integers(1, 4))
@@ -27,15 +26,17 @@ def test_without_jitter_every_step_takes_what_the_closed_form_says(costs, mode, 
 
 @pytest.mark.parametrize("mode", StepMode)
 def test_two_ranks_with_the_jitter_of_a_profile_take_what_was_profiled(mode):
-    profiled = dataclasses.replace(EXAMPLE, skew_s=1.0)
+    # Messages of 10, 20 and 30 bytes over 5 bytes/s: all-reduces of 2, 4 and 6 seconds.
+    cluster = Cluster(2, Link(5.0))
+    profiled = costs_on(dataclasses.replace(EXAMPLE, skew_s=1.0), cluster)
     jitter = jitter_of(profiled, 2)
-    steps_s = simulate(Training(profiled, None, world_size=2, mode=mode, jitter=jitter), steps=4000, seed=1)
+    steps_s = simulate(Training(profiled, cluster, mode=mode, jitter=jitter), steps=4000, seed=1)
     assert steps_s.mean() == pytest.approx(step_time(profiled, mode), rel=0.015)
 
 
 def test_jitter_leaves_the_mean_of_one_rank_s_steps():
     alone = dataclasses.replace(EXAMPLE, messages=())
-    steps_s = simulate(Training(alone, None, jitter=0.5), steps=5000, seed=2)
+    steps_s = simulate(Training(alone, ALONE, jitter=0.5), steps=5000, seed=2)
     assert steps_s.mean() == pytest.approx(step_time(alone, StepMode.OVERLAPPED), rel=0.02)
 
 
@@ -47,11 +48,11 @@ def test_equal_seeds_give_equal_steps():
 
 def test_stragglers_cost_more_the_more_ranks_there_are():
     means_s = [
-        simulate(Training(EXAMPLE, None, world_size=ranks, jitter=0.1), steps=200).mean()
-        for ranks in (1, 2, 16, 4096)
+        simulate(Training(EXAMPLE, Cluster(nodes, NETWORK), jitter=0.1), steps=200).mean()
+        for nodes in (1, 2, 16, 4096)
     ]
     assert means_s == sorted(means_s)
-    assert means_s[0] == pytest.approx(step_time(EXAMPLE, StepMode.OVERLAPPED), rel=0.02)
+    assert means_s[0] == pytest.approx(step_time(costs_on(EXAMPLE, ALONE), StepMode.OVERLAPPED), rel=0.02)
 
 
 def test_an_origin_that_all_nodes_share_limits_them_until_their_caches_hold_the_data():
@@ -64,7 +65,7 @@ def test_an_origin_that_all_nodes_share_limits_them_until_their_caches_hold_the_
     assert simulate(freed, steps=5).mean() == pytest.approx(
         step_time(costs_on(EXAMPLE, Cluster(64, NETWORK)), StepMode.OVERLAPPED)
     )
-    first = dataclasses.replace(freed, is_first_epoch=True)
+    first = dataclasses.replace(freed, samples_from=dataclasses.replace(cached, is_first_epoch=True))
     assert simulate(first, steps=5) == pytest.approx([64.0] * 5)
 
 
@@ -79,10 +80,10 @@ def test_nodes_that_share_caches_need_the_origin_for_what_none_of_them_holds():
 
 def test_what_cannot_be_simulated_is_refused():
     with pytest.raises(ConfigError, match="jitter is -1"):
-        Training(EXAMPLE, None, jitter=-1.0)
+        Training(EXAMPLE, ALONE, jitter=-1.0)
     with pytest.raises(ConfigError, match="prefetch is 0"):
-        Training(EXAMPLE, None, prefetch=0)
+        Training(EXAMPLE, ALONE, prefetch=0)
     with pytest.raises(ConfigError, match="steps is 0"):
-        simulate(Training(EXAMPLE, None), steps=0)
-    with pytest.raises(ConfigError, match="cannot feed"):
+        simulate(Training(EXAMPLE, ALONE), steps=0)
+    with pytest.raises(ConfigError, match="expected data and a bandwidth above 0"):
         InputSystem(batch_bytes=1, data_bytes=0, cache_bytes=0, origin_bytes_per_s=1.0)

@@ -2,9 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.profiling.predict.all_reduce import Cluster, all_reduce_s, ring_s
-from datasvc.trainer.recipes.profiling.predict.links import Link, parse_bandwidth, parse_duration
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link, parse_bandwidth, parse_duration
+from datasvc.trainer.recipes.profiling.predict.predict import all_reduce_s, ring_s
 
 
 def play_ring(chunk_sizes, ranks, link):
@@ -43,31 +42,3 @@ def test_nodes_of_several_ranks_reduce_inside_first():
     assert nested == pytest.approx(1e-3 + ring_s(10**8, 8, inside) + ring_s(10**8, 16, network))
     assert nested < flat
     assert all_reduce_s(10**8, Cluster(1, network, 8, inside)) == pytest.approx(ring_s(10**8, 8, inside))
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_per_s"),
-    [("10GbE", 1.25e9), ("100Gbit/s", 12.5e9), ("200 Gb/s", 25e9), ("25GB/s", 25e9), ("100Mbps", 12.5e6)],
-)
-def test_bandwidths_are_read_in_bits_or_bytes_as_written(text, bytes_per_s):
-    assert parse_bandwidth(text) == bytes_per_s
-
-
-@pytest.mark.parametrize(("text", "duration_s"), [("50us", 50e-6), ("1.5 ms", 1.5e-3), ("0s", 0.0), ("3ns", 3e-9)])
-def test_durations_are_read_with_their_unit(text, duration_s):
-    assert parse_duration(text) == pytest.approx(duration_s)
-
-
-@pytest.mark.parametrize("text", ["10", "fast", "10GbX", "-1GB/s", "0Gbit/s"])
-def test_what_is_no_bandwidth_is_refused(text):
-    with pytest.raises(ConfigError, match="10GbE"):
-        parse_bandwidth(text)
-
-
-def test_what_is_no_duration_link_or_cluster_is_refused():
-    with pytest.raises(ConfigError, match="50us"):
-        parse_duration("50")
-    with pytest.raises(ConfigError, match="carries nothing"):
-        Link(0.0)
-    with pytest.raises(ConfigError, match="at least 1"):
-        Cluster(0, Link(1.0))
