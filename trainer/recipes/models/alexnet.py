@@ -9,14 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from datasvc.trainer.recipes.models.image_size import require_image_size
-from datasvc.trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
 
 _MIN_SIZE = 63  # with 62 pixels, the input of the last 3x3 pooling is 2x2
 
 
 class AlexNet(nn.Module):
-    """Five convolutions and three fully connected layers.
+    """Five convolutions and three fully connected layers: 61,100,840 parameters at 1000 classes.
 
     Args:
         num_classes: number of classes.
@@ -68,8 +67,3 @@ class AlexNet(nn.Module):
         require_image_size(images, _MIN_SIZE, "AlexNet")
         x = self.pool(self.features(images))
         return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
-
-
-def alexnet(num_classes: int, *, dropout: float = 0.5, batch_norm: bool = False, hidden: int = 4096) -> AlexNet:
-    """Return an AlexNet: 61,100,840 parameters at 1000 classes. Options: see `AlexNet`."""
-    return AlexNet(num_classes, dropout=dropout, batch_norm=batch_norm, hidden=hidden)

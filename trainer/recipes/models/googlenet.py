@@ -14,8 +14,7 @@ from torch import nn
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary
-from datasvc.trainer.recipes.models.image_size import require_image_size
-from datasvc.trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
 
 _MIN_SIZE: Final = 15  # with 14 pixels, the input of the third pooling is a single position
 _AUXILIARY_WEIGHT: Final = 0.3  # section 5
@@ -52,6 +51,7 @@ _STAGE_5: Final = (_Widths(256, 160, 320, 32, 128, 128), _Widths(384, 192, 384, 
 class GoogLeNet(nn.Module):
     """Nine inception blocks, the mean over all positions, and a linear classifier.
 
+    At 1000 classes it has 13,004,888 parameters, 6,624,904 without auxiliary classifiers.
     In evaluation, or without auxiliary classifiers, the output is the logits. In training with auxiliary
     classifiers it is `LogitsWithAuxiliary`; `combine_losses` adds their losses with the weight 0.3 of the paper.
 
@@ -163,11 +163,3 @@ def _make_auxiliary(channels: int, num_classes: int) -> nn.Sequential:
         nn.Dropout(_AUXILIARY_DROPOUT),
         nn.Linear(1024, num_classes),
     )
-
-
-def googlenet(num_classes: int, *, auxiliary: bool = True, dropout: float = 0.4, kernel: int = 3) -> GoogLeNet:
-    """Return a GoogLeNet: 13,004,888 parameters at 1000 classes, 6,624,904 without auxiliary classifiers.
-
-    Options: see `GoogLeNet`.
-    """
-    return GoogLeNet(num_classes, auxiliary=auxiliary, dropout=dropout, kernel=kernel)

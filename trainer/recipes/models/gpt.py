@@ -24,6 +24,8 @@ _POSITION_DEVIATION = 0.01  # of the position embedding; from the published code
 class GPT(nn.Module):
     """Token and position embeddings, pre-norm transformer blocks, a final norm, and logits of the next token.
 
+    The defaults are a small model: 10.6 million parameters without the embeddings.
+
     Args:
         num_classes: size of the vocabulary.
         context: largest block in tokens; the number of position embeddings.
@@ -186,28 +188,6 @@ def mask_documents(document_ids: torch.Tensor) -> torch.Tensor:
     same = document_ids[:, :, None] == document_ids[:, None, :]
     causal = torch.ones(block, block, dtype=torch.bool, device=document_ids.device).tril()
     return (same & causal)[:, None]
-
-
-def gpt(
-    num_classes: int,
-    *,
-    context: int = 1024,
-    layers: int = 6,
-    heads: int = 6,
-    width: int = 384,
-    dropout: float = 0.1,
-    tie_weights: bool = True,
-) -> GPT:
-    """Return a small GPT: 10.6 million parameters without the embeddings. Options: see `GPT`."""
-    return GPT(
-        num_classes,
-        context=context,
-        layers=layers,
-        heads=heads,
-        width=width,
-        dropout=dropout,
-        tie_weights=tie_weights,
-    )
 
 
 def gpt2(num_classes: int, *, context: int = 1024, dropout: float = 0.1, tie_weights: bool = True) -> GPT:

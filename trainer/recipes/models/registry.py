@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import traceback
@@ -11,24 +12,25 @@ from typing import Any, Final
 from torch import nn
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.models.alexnet import alexnet
-from datasvc.trainer.recipes.models.googlenet import googlenet
-from datasvc.trainer.recipes.models.gpt import gpt, gpt2
-from datasvc.trainer.recipes.models.resnet import resnet18, resnet34, resnet50, resnet101, resnet152
+from datasvc.trainer.recipes.models.alexnet import AlexNet
+from datasvc.trainer.recipes.models.googlenet import GoogLeNet
+from datasvc.trainer.recipes.models.gpt import GPT, gpt2
+from datasvc.trainer.recipes.models.resnet import BottleneckBlock, ResidualBlock, ResNet
 from datasvc.trainer.recipes.models.small_models import small_cnn
-from datasvc.trainer.recipes.models.vgg import vgg16
+from datasvc.trainer.recipes.models.vgg import VGG16
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
     "small-cnn": small_cnn,
-    "resnet18": resnet18,
-    "resnet34": resnet34,
-    "resnet50": resnet50,
-    "resnet101": resnet101,
-    "resnet152": resnet152,
-    "alexnet": alexnet,
-    "googlenet": googlenet,
-    "vgg16": vgg16,
-    "gpt": gpt,
+    # The numbers of parameters are those at 1000 classes.
+    "resnet18": functools.partial(ResNet, ResidualBlock, (2, 2, 2, 2)),  # 11,689,512
+    "resnet34": functools.partial(ResNet, ResidualBlock, (3, 4, 6, 3)),  # 21,797,672
+    "resnet50": functools.partial(ResNet, BottleneckBlock, (3, 4, 6, 3)),  # 25,557,032, in 161 tensors
+    "resnet101": functools.partial(ResNet, BottleneckBlock, (3, 4, 23, 3)),  # 44,549,160
+    "resnet152": functools.partial(ResNet, BottleneckBlock, (3, 8, 36, 3)),  # 60,192,808
+    "alexnet": AlexNet,
+    "googlenet": GoogLeNet,
+    "vgg16": VGG16,
+    "gpt": GPT,
     "gpt2": gpt2,
 }
 
@@ -66,7 +68,6 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Import and return the function or class "module:function"."""
     module_name, colon, attribute = name.partition(":")
     if not colon:
         raise ConfigError(
@@ -102,7 +103,7 @@ def _describe_import_error(module_name: str, error: Exception) -> str:
 
 
 def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check options against the signature: a TypeError of the call itself could come from inside the model too."""
+    """Check options against the signature: a TypeError of the call itself could also come from inside the model."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have no signature

@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from datasvc.trainer.recipes.models.image_size import require_image_size
-from datasvc.trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
 
 _WIDTHS = (64, 128, 256, 512)
 
@@ -140,39 +139,4 @@ def _make_stem(*, small_input: bool) -> nn.Sequential:
         nn.BatchNorm2d(width),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(3, stride=2, padding=1),
-    )
-
-
-def resnet18(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
-    """Return a ResNet-18: 11,689,512 parameters at 1000 classes. Options: see `ResNet`."""
-    return ResNet(
-        ResidualBlock, (2, 2, 2, 2), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
-    )
-
-
-def resnet34(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
-    """Return a ResNet-34: 21,797,672 parameters at 1000 classes. Options: see `ResNet`."""
-    return ResNet(
-        ResidualBlock, (3, 4, 6, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
-    )
-
-
-def resnet50(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
-    """Return a ResNet-50 v1.5: 25,557,032 parameters at 1000 classes, in 161 tensors. Options: see `ResNet`."""
-    return ResNet(
-        BottleneckBlock, (3, 4, 6, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
-    )
-
-
-def resnet101(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
-    """Return a ResNet-101 v1.5: 44,549,160 parameters at 1000 classes. Options: see `ResNet`."""
-    return ResNet(
-        BottleneckBlock, (3, 4, 23, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
-    )
-
-
-def resnet152(num_classes: int, *, zero_init_residual: bool = True, small_input: bool = False) -> ResNet:
-    """Return a ResNet-152 v1.5: 60,192,808 parameters at 1000 classes. Options: see `ResNet`."""
-    return ResNet(
-        BottleneckBlock, (3, 8, 36, 3), num_classes, zero_init_residual=zero_init_residual, small_input=small_input
     )

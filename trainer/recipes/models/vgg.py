@@ -7,8 +7,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from datasvc.trainer.recipes.models.image_size import require_image_size
-from datasvc.trainer.recipes.models.initialisation import initialise
+from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
 
 # Channels and number of the 3x3 convolutions before each of the five poolings.
 _STAGES: Final = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
@@ -16,7 +15,7 @@ _MIN_SIZE = 32  # each of the five poolings halves the size
 
 
 class VGG16(nn.Module):
-    """Thirteen 3x3 convolutions and three fully connected layers.
+    """Thirteen 3x3 convolutions and three fully connected layers: 138,357,544 parameters at 1000 classes.
 
     Args:
         num_classes: number of classes.
@@ -61,8 +60,3 @@ class VGG16(nn.Module):
         require_image_size(images, _MIN_SIZE, "VGG-16")
         x = self.pool(self.features(images))
         return self.classifier(x.flatten(1))  # type: ignore[no-any-return]
-
-
-def vgg16(num_classes: int, *, batch_norm: bool = False, dropout: float = 0.5, hidden: int = 4096) -> VGG16:
-    """Return a VGG-16: 138,357,544 parameters at 1000 classes, 138,365,992 with batch_norm. Options: see `VGG16`."""
-    return VGG16(num_classes, batch_norm=batch_norm, dropout=dropout, hidden=hidden)

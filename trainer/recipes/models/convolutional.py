@@ -1,8 +1,11 @@
-"""Initial weights of the convolutional models."""
+"""The common parts of the convolutional models: initial weights, and the check of the image size."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
+
+from datasvc.errors import ConfigError
 
 
 def initialise(model: nn.Module) -> None:
@@ -23,3 +26,23 @@ def initialise(model: nn.Module) -> None:
             continue
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def require_image_size(images: torch.Tensor, minimum: int, model: str) -> None:
+    """Check that images are large enough for every pooling of a model, which itself fails without naming the size.
+
+    Args:
+        images: `[batch, channels, height, width]`.
+        minimum: smallest height and width, pixels.
+        model: name of the model for the message.
+
+    Raises:
+        ConfigError: the images are smaller, or have not four dimensions.
+    """
+    if images.dim() != 4:
+        raise ConfigError(
+            f"images for {model} have the shape {list(images.shape)}; expected [batch, channels, height, width]"
+        )
+    height, width = images.shape[-2:]
+    if height < minimum or width < minimum:
+        raise ConfigError(f"images for {model} have {height}x{width} pixels; expected at least {minimum}x{minimum}")
