@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights; it often predicts better than the last weights."""
+"""Exponential moving average of the weights of a run, which is saved with them and evaluated beside them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,9 @@ class WeightAverage:
     Args:
         model: its parameters are averaged; the average starts as a copy of them.
         decay: weight of the previous average, 0 <= decay < 1.
-
-    Raises:
-        ConfigError: `decay` is out of range.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigError(f"ema_decay is {decay}; expected 0 <= decay < 1")
         self._decay = decay
         self._num_updates = 0
         self._weights = dict(model.named_parameters())
@@ -76,7 +71,9 @@ class WeightAverage:
         """
         found = {name: tuple(average.shape) for name, average in state["averages"].items()}
         if found != {name: tuple(average.shape) for name, average in self._averages.items()}:
-            raise ConfigError("the averaged weights of this checkpoint are those of another model")
+            raise ConfigError(
+                "the averaged weights of the checkpoint have other names or shapes than the model; use another --name"
+            )
         for name, average in self._averages.items():
             average.copy_(state["averages"][name])
         self._num_updates = int(state["num_updates"])

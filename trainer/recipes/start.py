@@ -26,8 +26,7 @@ from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import ask_first_rank
 from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
-from datasvc.trainer.recipes.optimizers.scaling import scale_rate
-from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
+from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.run import Run

@@ -11,9 +11,9 @@ from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
 from datasvc.trainer.recipes.make_optimizer import set_rate
-from datasvc.trainer.recipes.reporting.epoch_trace import profile_epoch
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.step_clock import StepClock
+from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
@@ -25,14 +25,14 @@ from datasvc.trainer.recipes.update import update
 def train(config: TrainConfig) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
-    The events are described in `events`: `start` and `restored` from every rank; from rank 0 `step`, `evaluation`,
-    `checkpoint`, `refused` and `failed` (for a checkpoint; the run continues), `profile`, and finally `end`, or
-    `stopped` if a signal ended the run.
+    Every rank reports the events `start` and `restored`. Rank 0 also reports `step`, `evaluation`, `checkpoint`,
+    `refused` and `failed` (for a checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a
+    signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
-        HorovodInternalError: a rank died or submitted other operations than the rest.
+        HorovodInternalError: a rank died, or submitted other operations than the other ranks.
     """
     hvd.init()
     events = choose_events(sys.stdout)
@@ -42,7 +42,7 @@ def train(config: TrainConfig) -> str:
     with run.checkpoints:
         go_through_epochs(run)
         if run.checkpoints.stop_signal is not None:
-            # The launcher signals the other ranks as soon as the first one exits. They are exiting already.
+            # The launcher signals the other ranks as soon as the first one exits; these ranks are exiting already.
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
     return end(run)
@@ -76,7 +76,7 @@ def go_through_epochs(run: Run) -> None:
             if run.is_cut_short:
                 break
         if run.config.profile is not None:
-            profile(run, run.config.profile)
+            report_profile(run, run.config.profile)
         if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
             run.metrics = evaluate_run(run)
             run.stop.update(run.metrics)
@@ -132,11 +132,18 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
         log.log(run.step, values)
 
 
-def profile(run: Run, path: str) -> None:
-    """Report where the time of the epoch that just ended was spent."""
-    times = profile_epoch(run.loader, path, rank=hvd.rank(), num_ranks=hvd.size())
+def report_profile(run: Run, path: str) -> None:
+    """Report from rank 0 where the time of the epoch that just ended was spent, and write this rank's trace of it.
+
+    Raises:
+        ConfigError: the trace cannot be written.
+    """
+    report = run.loader.report()
+    run.loader.restart_report()
+    run.loader.write_trace(trace_path(path, rank=hvd.rank(), num_ranks=hvd.size()))
     if hvd.rank() == 0:
-        run.events.report("profile", epoch=run.loader.epoch - 1, **times)
+        sys.stderr.write(f"{report}\n")
+        run.events.report("profile", epoch=run.loader.epoch - 1, **report.to_dict())
 
 
 def end(run: Run) -> str:

@@ -58,7 +58,5 @@ def test_a_restored_average_goes_on_as_if_nothing_had_been():
 
 
 def test_an_average_of_another_model_is_refused():
-    with pytest.raises(ConfigError, match="another model"):
+    with pytest.raises(ConfigError, match="other names or shapes"):
         WeightAverage(nn.Linear(2, 3), 0.9).load_state_dict(WeightAverage(nn.Linear(2, 2), 0.9).state_dict())
-    with pytest.raises(ConfigError, match="ema_decay"):
-        WeightAverage(nn.Linear(2, 2), 1.0)

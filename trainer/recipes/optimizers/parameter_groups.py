@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Final
 
 from torch import nn
 
 from datasvc.errors import ConfigError
 
-Decayed = Literal["weights", "all"]
-DECAYED: tuple[str, ...] = get_args(Decayed)
+DECAYED: Final = ("weights", "all")
 
 
 def group_parameters(model: nn.Module, *, weight_decay: float, decayed: str = "weights") -> list[dict[str, Any]]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import Any, Final
 
 import torch
 
-Precision = Literal["fp32", "bf16", "fp16"]
-PRECISIONS: tuple[str, ...] = get_args(Precision)
-_TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: Final = tuple(_TYPES)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

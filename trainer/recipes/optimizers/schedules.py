@@ -1,16 +1,23 @@
-"""Learning-rate schedules: pure functions of the progress in epochs, which do not depend on the world size."""
+"""Learning rates: scaled with the global batch, and scheduled as a pure function of the progress in epochs.
+
+Steps and world size do not enter, so a run that continues at another world size has the right rate at once.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final
 
 from datasvc.errors import ConfigError
 
-Shape = Literal["cosine", "step", "polynomial", "constant"]
-SHAPES: tuple[str, ...] = get_args(Shape)
+SHAPES: Final = ("cosine", "step", "polynomial", "constant")
+RATE_SCALINGS: Final = ("none", "linear", "sqrt")
+
+# The transition from RMSprop to SGD (Akiba et al. 2017): epoch at which both have the weight 0.5, and its length.
+_CENTER_EPOCH: Final = 10.0
+_PERIOD_EPOCHS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class RateSchedule:
     Attributes:
         peak: rate at the end of the warm-up, scaled to the global batch.
         epochs: length of the whole run, epochs.
-        shape: decay: "cosine" (Loshchilov and Hutter 2017), "step", "polynomial" (You et al. 2017) or "constant".
+        shape: decay, one of `SHAPES`: "cosine" as in Loshchilov and Hutter 2017, "polynomial" as in You et al. 2017.
         warmup_epochs: length of the warm-up in epochs, fractions allowed. The rate rises by the same amount in each
             step (Goyal et al. 2017, section 2.2).
         warmup_start: rate at the start of the warm-up; Goyal et al. use the rate before scaling.
@@ -29,7 +36,7 @@ class RateSchedule:
         power: for "polynomial": exponent of the fraction of the decay that remains.
 
     Raises:
-        ConfigError: the shape does not exist, or the milestones are missing or not in order.
+        ConfigError: the milestones are missing or not in order.
     """
 
     peak: float
@@ -41,8 +48,6 @@ class RateSchedule:
     power: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.shape not in SHAPES:
-            raise ConfigError(f"schedule is {self.shape!r}; expected one of {', '.join(SHAPES)}")
         epochs = [epoch for epoch, _ in self.milestones]
         if epochs != sorted(set(epochs)):
             raise ConfigError(f"epochs of the milestones are {epochs}; expected increasing epochs")
@@ -75,16 +80,28 @@ class RateSchedule:
         return 1.0
 
 
-def sgd_share(progress: float, *, center: float = 10.0, period: float = 5.0) -> float:
-    """Return the weight of SGD in the transition from RMSprop to SGD, 0..1 (Akiba et al. 2017).
+def scale_rate(rate: float, *, rule: str, global_batch: int, reference_batch: int) -> float:
+    """Return the learning rate for a global batch, scaled from the rate for a reference batch.
 
-    The weight rises exponentially to 0.5 at `center`, then linearly with the same slope; it is 1 from
-    `center + period / 2` on.
+    "linear" multiplies the rate by the ratio of the batch sizes (Goyal et al. 2017, section 2.1: "0.1 kn / 256");
+    "sqrt" by its root, which keeps the variance of the steps (Krizhevsky 2014; You et al. 2019 for LAMB);
+    "none" returns it unchanged. The rate is scaled, never the loss: with weight decay the two differ (Goyal et al.,
+    remark 1).
 
     Args:
-        progress: completed epochs.
-        center: epoch at which both have the weight 0.5.
-        period: length of the transition, epochs.
+        rate: learning rate for `reference_batch`.
+        rule: one of `RATE_SCALINGS`.
+        global_batch: samples per step over all ranks.
+        reference_batch: samples per step for which `rate` was chosen.
     """
-    distance = (progress - center) / period
+    ratio = global_batch / reference_batch
+    return rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def sgd_share(progress: float) -> float:
+    """Return the weight of SGD, 0..1, in the transition from RMSprop to SGD after `progress` epochs.
+
+    The weight rises exponentially to 0.5 at epoch 10, then linearly with the same slope; it is 1 from epoch 12.5 on.
+    """
+    distance = (progress - _CENTER_EPOCH) / _PERIOD_EPOCHS
     return 0.5 * math.exp(2 * distance) if distance < 0 else min(0.5 + distance, 1.0)

@@ -26,7 +26,7 @@ from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, add_cluster_options, parse_clusters
 from datasvc.trainer.recipes.profiling.predict.predict import predict
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
-from datasvc.trainer.recipes.reporting.epoch_trace import trace_path
+from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
 from datasvc.trainer.recipes.start import compile_model

@@ -18,8 +18,7 @@ from datasvc.models.tensors.write import CODECS
 from datasvc.repository.logs.references import check_name
 from datasvc.trainer.recipes.optimizers.parameter_groups import DECAYED
 from datasvc.trainer.recipes.optimizers.precision import PRECISIONS
-from datasvc.trainer.recipes.optimizers.scaling import RATE_SCALINGS
-from datasvc.trainer.recipes.optimizers.schedules import SHAPES
+from datasvc.trainer.recipes.optimizers.schedules import RATE_SCALINGS, SHAPES
 from datasvc.trainer.recipes.reporting.metric_logs import check_log
 
 _AT_LEAST_ONE: Final = (

@@ -14,21 +14,20 @@ def average_batch_statistics(model: nn.Module) -> None:
 
     Every rank calls this before an evaluation.
     """
-    statistics = list(batch_statistics(model).values())
-    if statistics and hvd.size() > 1:
-        hvd.grouped_allreduce_(statistics, name="batch_statistics", op=hvd.Average)
+    averaged = averaged_batch_statistics(model)
+    for name, statistic in batch_statistics(model).items():
+        statistic.copy_(averaged[name])
 
 
 @torch.no_grad()
 def averaged_batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the average over all ranks by the names of the model's state, without changing the model.
+    """Return the average over all ranks by the names of the model's state. Every rank calls this.
 
-    Every rank calls this before a save. The model keeps its own statistics, since the time of a save must not change
-    the training.
+    The model keeps its own statistics, since the time of a save must not change the training.
     """
-    statistics = {name: each.clone() for name, each in batch_statistics(model).items()}
+    statistics = {name: statistic.clone() for name, statistic in batch_statistics(model).items()}
     if statistics and hvd.size() > 1:
-        hvd.grouped_allreduce_(list(statistics.values()), name="saved_batch_statistics", op=hvd.Average)
+        hvd.grouped_allreduce_(list(statistics.values()), name="batch_statistics", op=hvd.Average)
     return statistics
 
 

@@ -5,7 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.optimizers.schedules import SHAPES, RateSchedule, sgd_share
+from datasvc.trainer.recipes.optimizers.schedules import SHAPES, RateSchedule, scale_rate, sgd_share
+
+BATCHES = st.integers(1, 1 << 17)
+
+
+@given(BATCHES, st.integers(1, 64))
+def test_k_times_the_batch_has_k_times_the_rate_or_its_root(batch, k):
+    def scaled(rule, of):
+        return scale_rate(0.1, rule=rule, global_batch=of, reference_batch=256)
+
+    assert scaled("linear", k * batch) == pytest.approx(k * scaled("linear", batch))
+    assert scaled("sqrt", k * batch) == pytest.approx(k**0.5 * scaled("sqrt", batch))
+    assert scaled("none", k * batch) == 0.1
 
 
 def rates(schedule, *progress):
@@ -66,9 +78,7 @@ def test_the_rate_is_a_function_of_progress_alone_so_a_resize_does_not_show():
     assert rates(schedule, *by_four)[3::4] == rates(schedule, *by_one)
 
 
-@pytest.mark.parametrize(
-    "change", [{"shape": "line"}, {"shape": "step"}, {"shape": "step", "milestones": ((30, 0.1), (20, 0.01))}]
-)
+@pytest.mark.parametrize("change", [{"shape": "step"}, {"shape": "step", "milestones": ((30, 0.1), (20, 0.01))}])
 def test_a_schedule_that_is_none_is_refused(change):
     with pytest.raises(ConfigError):
         RateSchedule(peak=1.0, epochs=1, **change)

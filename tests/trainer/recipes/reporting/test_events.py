@@ -3,8 +3,7 @@
 import json
 import os
 
-from datasvc.trainer.recipes.reporting.events import JsonEvents, TerminalEvents, choose_events
-from datasvc.trainer.recipes.reporting.progress_line import ProgressLine
+from datasvc.trainer.recipes.reporting.events import JsonEvents, ProgressLine, TerminalEvents, choose_events
 from datasvc.trainer.recipes.reporting.step_clock import StepClock
 from tests.terminals import read_terminal
 

@@ -81,6 +81,10 @@ def test_every_setting_is_an_option_with_a_help(program):
         {"log_to": ("tensorboard",)},
         {"log_to": ("paper:here",)},
         {"micro_batch": 0},
+        {"rate_scaling": "cubic"},
+        {"global_batch": 0},
+        {"reference_batch": 0},
+        {"schedule": "line"},
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_runs(change):

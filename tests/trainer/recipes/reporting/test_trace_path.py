@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from datasvc.trainer.recipes.reporting.epoch_trace import trace_path
+from datasvc.trainer.recipes.reporting.trace_path import trace_path
 
 
 def test_of_several_ranks_each_has_a_trace_of_its_own():
