@@ -7,13 +7,13 @@ import torch
 
 from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution.handles import Handle, Submission
-from datasvc.trainer.engine.execution.transport import LoopbackTransport
+from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.errors import HorovodInternalError
 
 
-class FaultyTransport(LoopbackTransport):
+class FaultyTransport(Transport):
     """Blocks in the collective until told, then fails or not."""
 
     def __init__(self):

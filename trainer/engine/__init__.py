@@ -1,5 +1,6 @@
-"""The engine: negotiation of operations by name, fusion, and execution in one background thread.
+"""The engine of a rank: it agrees with the other ranks on the operations to run, by name, and runs them.
 
-Pure modules: requests, messages, request_cache, agreement, negotiation, fusion, stall, autotune. Modules with state
-or I/O: handles, buffers, transport, streams, execution, engine, tuning.
+`negotiation/` decides which operations run, and in which order; it is pure. `execution/` runs them over
+torch.distributed. `engine` is the background thread that connects the two; `autotune` and `tuning` choose its fusion
+size and cycle time.
 """

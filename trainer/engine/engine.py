@@ -22,10 +22,10 @@ from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.negotiation.agreement import name_ranks
-from datasvc.trainer.engine.negotiation.messages import CycleMessage, Tuning, decode_message, encode_message
-from datasvc.trainer.engine.negotiation.negotiation import JOIN, Negotiation, Outcome, Ready, Refused
+from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_message, encode_message
+from datasvc.trainer.engine.negotiation.negotiation import JOIN, Negotiation, Outcome, Refused
 from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Key, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Key
 from datasvc.trainer.engine.negotiation.stall import StallWatch
 from datasvc.trainer.engine.tuning import Tuner
 from datasvc.trainer.env.engine_settings import EngineSettings
@@ -162,15 +162,24 @@ class Engine:
         with profiled("negotiate"):
             messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
         self._raise_failure()
-        submitted = [[self._resolve(entry) for entry in message.entries] for message in messages]
+        submitted = [
+            [self._cache.resolve(entry) if isinstance(entry, int) else entry for entry in message.entries]
+            for message in messages
+        ]
         if any(submitted):
-            self._note_submissions(submitted)
+            self._timeline.cycle()
+            for rank, requests in enumerate(submitted):
+                for request in requests:
+                    self._timeline.submitted(request.key, request.kind.value.upper(), rank)
             outcomes = self._negotiation.advance(submitted)
             if outcomes:
                 self._stall_watch.restart(JOIN)  # the others make progress: a join that waits for them is not stalled
             self._settle(outcomes)
-        if messages[0].tuning is not None:
-            self._adopt(messages[0].tuning)
+        tuning = messages[0].tuning
+        if tuning is not None:
+            # All ranks adopt it in the same cycle: different fusion sizes would plan different buffers.
+            self._cycle_time_s = tuning.cycle_time_s
+            self._executor.set_fusion(tuning.fusion_bytes)
         self._watch_stalls()
         return messages
 
@@ -181,7 +190,11 @@ class Engine:
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
-        entries = tuple(self._shorten(submission.request) for submission in queue)
+        requests = [submission.request for submission in queue]
+        numbers = [self._cache.find(request) for request in requests]
+        entries = tuple(
+            request if number is None else number for request, number in zip(requests, numbers, strict=True)
+        )
         tuning = self._tuner.propose() if self._tuner is not None else None
         return CycleMessage(entries, is_leaving, self._failure, tuning)
 
@@ -198,19 +211,6 @@ class Engine:
         # The pause doubles from half a cycle; the exponent is limited because an idle hour has many cycles.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
-    def _shorten(self, request: Request) -> Request | int:
-        number = self._cache.find(request)
-        return request if number is None else number
-
-    def _resolve(self, entry: Request | int) -> Request:
-        return self._cache.resolve(entry) if isinstance(entry, int) else entry
-
-    def _note_submissions(self, submitted: Sequence[Sequence[Request]]) -> None:
-        self._timeline.cycle()
-        for rank, requests in enumerate(submitted):
-            for request in requests:
-                self._timeline.submitted(request.key, request.kind.value.upper(), rank)
-
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
         operations = []
         for outcome in outcomes:
@@ -222,21 +222,15 @@ class Engine:
                 if submission is not None:
                     self._fail(submission, outcome.reason)
                 continue
-            self._remember(outcome)
+            # Only equal requests: the rows of an allgather, for example, may differ between the ranks.
+            if all(request == outcome.request for request in outcome.requests.values()):
+                self._cache.remember(outcome.request)
             if self._transport.rank in outcome.members:
                 operations.append((outcome, submission))
-        self._activity = ", ".join(f"'{ready.name}'" for ready, _ in operations[:3])
+        self._activity = ", ".join(f"'{ready.key.name}'" for ready, _ in operations[:3])
         self._executor.run(operations)
         if self._tuner is not None:
             self._tuner.observe([ready.request for ready, _ in operations])
-
-    def _remember(self, ready: Ready) -> None:
-        if all(request == ready.request for request in ready.requests.values()):
-            self._cache.remember(ready.request)
-
-    def _adopt(self, tuning: Tuning) -> None:
-        self._cycle_time_s = tuning.cycle_time_s
-        self._executor.set_fusion(tuning.fusion_bytes)
 
     def _watch_stalls(self) -> None:
         decision = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())

@@ -17,7 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution.timeline import Timeline, TraceFile
-from datasvc.trainer.engine.execution.transport import GroupTransport, LoopbackTransport, Transport
+from datasvc.trainer.engine.execution.transport import GroupTransport, Transport
 from datasvc.trainer.engine.negotiation.agreement import name_ranks
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import (
@@ -233,7 +233,7 @@ def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
 
 def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
     if placement.size == 1:
-        return LoopbackTransport(), False
+        return Transport(), False
     gpu = find_gpu_uuid(placement)
     owns_default_group = not dist.is_initialized()
     if not owns_default_group and (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.size):

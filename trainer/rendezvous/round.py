@@ -9,7 +9,7 @@ import sys
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _world
 
-from datasvc.trainer.engine.execution.transport import GroupTransport, LoopbackTransport, Transport
+from datasvc.trainer.engine.execution.transport import GroupTransport, Transport
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.env.gpus import find_gpu_uuid
@@ -44,7 +44,7 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPl
     for attempt in range(1, _MAX_ROUNDS + 1):
         assignment = rendezvous.join_round()
         if assignment.placement.size == 1:
-            return assignment.placement, LoopbackTransport()
+            return assignment.placement, Transport()
         try:
             store = rendezvous.round_store(assignment, timeout_s=min(settings.timeout_s, _KEY_TIMEOUT_S))
             return assignment.placement, _connect(assignment.placement, settings, store)

@@ -59,32 +59,24 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
         Buffers in the order of their first request. Each tensor is in exactly one buffer; only single requests of
         equal process set, dtype, reduction, factors and device share a buffer.
     """
-    open_buffers: dict[tuple[object, ...], _OpenBuffer] = {}
-    buffers: list[_OpenBuffer] = []
+    open_buffers: dict[tuple[object, ...], list[FusionSlot]] = {}
+    buffers: list[tuple[str, list[FusionSlot]]] = []
     for operation, request in enumerate(requests):
         for member, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
             key, length = _fusion_key(request, operation, dtype), prod(shape)
-            buffer = open_buffers.get(key)
-            if buffer is None or (buffer.num_elements + length) * element_bytes[dtype] > fusion_bytes:
-                buffer = open_buffers[key] = _OpenBuffer(dtype)
-                buffers.append(buffer)
-            buffer.add(operation, member, length)
-    return [Buffer(buffer.dtype, tuple(buffer.slots)) for buffer in buffers]
+            slots = open_buffers.get(key)
+            offset = slots[-1].offset + slots[-1].length if slots else 0
+            if slots is None or (offset + length) * element_bytes[dtype] > fusion_bytes:
+                slots, offset = [], 0
+                open_buffers[key] = slots
+                buffers.append((dtype, slots))
+            slots.append(FusionSlot(operation, member, offset, length))
+    return [Buffer(dtype, tuple(slots)) for dtype, slots in buffers]
 
 
 def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, ...]:
+    """Return the value that tensors must have in common to share a buffer."""
     if request.is_grouped:
         return (operation, dtype)
     factors = (request.prescale_factor, request.postscale_factor)
     return (None, request.process_set, dtype, request.reduce_op, factors, request.device_type)
-
-
-class _OpenBuffer:
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-        self.slots: list[FusionSlot] = []
-        self.num_elements = 0
-
-    def add(self, operation: int, member: int, length: int) -> None:
-        self.slots.append(FusionSlot(operation, member, self.num_elements, length))
-        self.num_elements += length

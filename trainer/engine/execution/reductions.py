@@ -13,7 +13,6 @@ from datasvc.trainer.engine.execution.completion import Completions
 from datasvc.trainer.engine.execution.fusion import Buffer, plan_fusion
 from datasvc.trainer.engine.execution.handles import Finish, Submission
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
-from datasvc.trainer.engine.execution.rows import split_rows
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
@@ -187,6 +186,12 @@ class Reductions:
         divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
         _scale(received, factor=request.postscale_factor, divisor=divisor)
         output.copy_(received.view(output.shape))
+
+
+def split_rows(num_rows: int, num_ranks: int) -> list[int]:
+    """Return the number of rows of each rank after a reducescatter; the first `num_rows % num_ranks` get one more."""
+    rows_per_rank, num_longer = divmod(num_rows, num_ranks)
+    return [rows_per_rank + (index < num_longer) for index in range(num_ranks)]
 
 
 def _scale(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Transport of bytes and tensors between ranks: over torch.distributed, or a loopback for one rank.
+"""Transport of bytes and tensors between ranks: over torch.distributed, or without a network for one rank.
 
 The control group carries requests; one data group per process set carries tensors. So neither waits for the user's
 own collectives. Every method except `wire_device` and `close` is a collective of the set: all its ranks call them in
@@ -49,22 +49,32 @@ class CollectiveWork(Protocol):
         """
 
 
-class Transport(Protocol):
-    """The network interface of the engine. Any exception ends the job.
+class CompletedWork:
+    """A collective that is complete."""
 
-    Tensors are flat and contiguous; `process_set` is a number; ranks in arguments are global.
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Transport:
+    """The network interface of the engine; this class is the transport of a job with one rank, without a network.
+
+    Any exception ends the job. Tensors are flat and contiguous; `process_set` is a number; ranks in arguments are
+    global.
     """
 
-    rank: int
-    size: int
-    local_size: int
-    is_homogeneous: bool
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    is_homogeneous: bool = True
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Send data to all ranks, and return the data of all ranks in rank order. Lengths may differ."""
+        return [data]
 
     def wire_device(self, device: torch.device) -> torch.device:
         """Return the device on which tensors of this device must be to be sent."""
+        return device
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
         """Create the group of a process set. All ranks call this, also those outside the set."""
@@ -72,25 +82,35 @@ class Transport(Protocol):
     def remove_process_set(self, process_set: int) -> None:
         """Destroy the group of a process set. All ranks call this."""
 
-    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:
+    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:  # noqa: ARG002 - one rank
         """Begin to reduce a tensor in place; AVERAGE only sums."""
+        return CompletedWork()
 
-    def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
+    def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - one rank
         """Fill one output per rank of the set; all have the shape and dtype of `tensor`."""
+        outputs[0].copy_(tensor)
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
         """Overwrite a tensor with that of the root."""
 
     def alltoall(
-        self, received: Tensor, sent: Tensor, received_lengths: list[int], sent_lengths: list[int], process_set: int
+        self,
+        received: Tensor,
+        sent: Tensor,
+        received_lengths: list[int],  # noqa: ARG002 - one rank
+        sent_lengths: list[int],  # noqa: ARG002 - one rank
+        process_set: int,  # noqa: ARG002 - one rank
     ) -> None:
         """Send one part to each rank of the set, and receive one from each; lengths in elements."""
+        received.copy_(sent)
 
-    def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:
+    def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:  # noqa: ARG002 - one rank
         """Sum input i of all ranks into the output of rank i of the set; lengths may differ."""
+        output.copy_(inputs[0])
 
-    def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:
+    def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:  # noqa: ARG002 - one rank
         """Exchange tensors with a partner."""
+        raise AssertionError("a job of one rank has no partner")
 
     def close(self) -> None:
         """Close the connections. Ranks that still wait for this one get an error."""
@@ -126,70 +146,7 @@ def plan_exchange(rank: int, size: int) -> list[ExchangeStep]:
     return rounds
 
 
-class CompletedWork:
-    """A collective that is complete."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class LoopbackTransport:
-    """The transport of a job with one rank, without a network."""
-
-    rank = 0
-    size = 1
-    local_size = 1
-    is_homogeneous = True
-
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Return the data of this rank."""
-        return [data]
-
-    def wire_device(self, device: torch.device) -> torch.device:
-        """Return the device itself."""
-        return device
-
-    def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def remove_process_set(self, process_set: int) -> None:
-        """Do nothing."""
-
-    def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:  # noqa: ARG002 - as Transport
-        """Leave the tensor unchanged."""
-        return CompletedWork()
-
-    def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - as Transport
-        """Copy the tensor."""
-        outputs[0].copy_(tensor)
-
-    def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
-        """Leave the tensor unchanged."""
-
-    def alltoall(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        received_lengths: list[int],  # noqa: ARG002 - as Transport
-        sent_lengths: list[int],  # noqa: ARG002 - as Transport
-        process_set: int,  # noqa: ARG002 - as Transport
-    ) -> None:
-        """Copy the tensor."""
-        received.copy_(sent)
-
-    def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:  # noqa: ARG002 - likewise
-        """Copy the tensor."""
-        output.copy_(inputs[0])
-
-    def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:  # noqa: ARG002 - likewise
-        """Reject the call: there is no partner."""
-        raise AssertionError("a job of one rank has no partner")
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class GroupTransport:
+class GroupTransport(Transport):
     """The transport over new groups of torch.distributed. Every rank constructs one; the default group must exist.
 
     Args:

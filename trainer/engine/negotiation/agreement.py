@@ -1,4 +1,4 @@
-"""The rules by which the requests of several ranks form one operation.
+"""The rules by which the requests of several ranks form one operation: the properties that must be equal.
 
 Pure, so that every rank gets the same result and the same error message.
 """
@@ -53,10 +53,8 @@ def find_disagreement(requests: Mapping[int, Request]) -> str | None:
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):
         return None  # a cached request: the ranks have agreed on it before
-    for title, get_value in _EVERY_KIND:
-        if any(get_value(request) != get_value(first) for request in requests.values()):
-            return _describe(requests, title, get_value)
-    for title, get_value in _BY_KIND[first.kind]:
+    # The kind is compared first: the properties of one kind say nothing about another.
+    for title, get_value in (*_EVERY_KIND, *_BY_KIND[first.kind]):
         if any(get_value(request) != get_value(first) for request in requests.values()):
             return _describe(requests, title, get_value)
     if first.kind is CollectiveKind.ALLGATHER and () in first.shapes:

@@ -1,7 +1,7 @@
 """Negotiation of the operations to run and of their order: a replicated state machine without clocks, threads or I/O.
 
 Invariant: every rank has the same input, the new submissions of all ranks in a cycle, so every rank gets the same
-list of operations. Therefore ranks may submit in any order: an operation starts when every rank of its process set
+list of operations. Ranks may therefore submit in any order: an operation starts when every rank of its process set
 has submitted its name or has joined.
 """
 
@@ -17,15 +17,8 @@ from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKi
 # A rank that has joined takes part in these with neutral values, or without values.
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
-# These do not change the state of the negotiation.
-_WITHOUT_EFFECT: Final = (
-    CollectiveKind.ALLREDUCE,
-    CollectiveKind.ALLGATHER,
-    CollectiveKind.BROADCAST,
-    CollectiveKind.ALLTOALL,
-    CollectiveKind.REDUCESCATTER,
-    CollectiveKind.BARRIER,
-)
+# These change the state of the negotiation.
+_WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +45,10 @@ class Ready:
         """The key of the operation."""
         return self.request.key
 
-    @property
-    def name(self) -> str:
-        """The name under which the ranks submitted it."""
-        return self.request.name
-
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An operation that every rank has submitted but that cannot run; `reason` is the error message.
+    """An operation that every rank has submitted but that cannot run.
 
     Attributes:
         key: key of the operation.
@@ -136,7 +124,7 @@ class Negotiation:
         return all(
             len(requests) == len(first) and all(a is b for a, b in zip(requests, first, strict=True))
             for requests in submitted
-        ) and all(request.process_set == GLOBAL_SET and request.kind in _WITHOUT_EFFECT for request in first)
+        ) and all(request.process_set == GLOBAL_SET and request.kind not in _WITH_EFFECT for request in first)
 
     def _missing(self, key: Key) -> list[int]:
         by_rank = self._pending[key]
@@ -178,11 +166,8 @@ class Negotiation:
                 f"and barrier can run, not {request.kind.value}"
             )
         disagreement = find_disagreement(requests)
-        if (
-            disagreement is None
-            and request.kind is CollectiveKind.ADD_PROCESS_SET
-            and request.ranks in self._sets.values()
-        ):
+        is_addition = request.kind is CollectiveKind.ADD_PROCESS_SET
+        if disagreement is None and is_addition and request.ranks in self._sets.values():
             return f"a process set of the ranks {request.ranks} exists already; use that one"
         return disagreement
 
@@ -202,11 +187,10 @@ class Negotiation:
         number = next((number for number, members in self._sets.items() if members == ranks), None)
         if number is None:
             return [Refused(ready.key, f"there is no process set of the ranks {ranks}", ready.requests)]
-        lost = {key: self._pending[key] for key in self._pending if key.process_set == number}
-        for key in lost:
-            del self._pending[key]
         del self._sets[number]
         refusals = [
-            Refused(key, f"{key.describe()}: the process set was removed", by_rank) for key, by_rank in lost.items()
+            Refused(key, f"{key.describe()}: the process set was removed", self._pending.pop(key))
+            for key in list(self._pending)
+            if key.process_set == number
         ]
         return [*refusals, Ready(ready.requests, ready.members, value=number)]

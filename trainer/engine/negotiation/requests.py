@@ -1,7 +1,11 @@
-"""Requests: the properties of an operation on which the ranks must agree, without its tensors."""
+"""Requests: what one rank sends to the others about an operation that it submits, without the tensors.
+
+The ranks must agree on most of its properties (`agreement`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -77,43 +81,24 @@ class Request:
         return Key(self.process_set, self.name)
 
 
+_FIELDS: Final = tuple(field.name for field in dataclasses.fields(Request))
+
+
 def request_fields(request: Request) -> list[Any]:
-    """Return the request as JSON values, in a fixed order."""
-    return [
-        request.name,
-        request.kind.value,
-        request.process_set,
-        request.dtypes,
-        request.shapes,
-        request.device_type,
-        request.reduce_op.value if request.reduce_op else None,
-        request.root_rank,
-        request.prescale_factor,
-        request.postscale_factor,
-        request.is_grouped,
-        request.splits,
-        request.ranks,
-        request.layout,
-    ]
+    """Return the request as JSON values, in the order of its fields."""
+    values = [getattr(request, name) for name in _FIELDS]
+    return [value.value if isinstance(value, Enum) else value for value in values]
 
 
-def request_from_fields(fields: list[Any]) -> Request:
+def request_from_fields(values: list[Any]) -> Request:
     """Return the request for values from `request_fields`, which may have been converted to JSON and back."""
-    name, kind, process_set, dtypes, shapes, device_type, reduce_op, root_rank, *options = fields
-    prescale, postscale, is_grouped, splits, ranks, layout = options
-    return Request(
-        name=name,
-        kind=CollectiveKind(kind),
-        process_set=process_set,
-        dtypes=tuple(dtypes),
-        shapes=tuple(tuple(shape) for shape in shapes),
-        device_type=device_type,
-        reduce_op=ReduceOp(reduce_op) if reduce_op is not None else None,
-        root_rank=root_rank,
-        prescale_factor=prescale,
-        postscale_factor=postscale,
-        is_grouped=is_grouped,
-        splits=None if splits is None else tuple(splits),
-        ranks=None if ranks is None else tuple(ranks),
-        layout=layout,
-    )
+    fields = {name: _with_tuples(value) for name, value in zip(_FIELDS, values, strict=True)}
+    fields["kind"] = CollectiveKind(fields["kind"])
+    if fields["reduce_op"] is not None:
+        fields["reduce_op"] = ReduceOp(fields["reduce_op"])
+    return Request(**fields)
+
+
+def _with_tuples(value: Any) -> Any:
+    # JSON has lists only; a request with lists would not equal the request of another rank.
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

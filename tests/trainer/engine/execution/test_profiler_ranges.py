@@ -8,7 +8,7 @@ from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution import profiler_ranges
 from datasvc.trainer.engine.execution.handles import Handle, Submission
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
-from datasvc.trainer.engine.execution.transport import LoopbackTransport
+from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 from datasvc.trainer.env.engine_settings import EngineSettings
 from tests.trainer.test_engine import submission
@@ -24,7 +24,7 @@ def test_a_trace_of_all_threads_shows_what_the_engine_does_with_a_tensor():
     with profile(
         activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)
     ) as profiler:
-        engine = Engine(LoopbackTransport(), EngineSettings())
+        engine = Engine(Transport(), EngineSettings())
         for each in (submission("x"), broadcast()):
             engine.submit(each)
             each.handle.wait()

@@ -223,7 +223,7 @@ def test_what_waited_for_a_rank_starts_when_it_joins():
     negotiation = Negotiation(2)
     negotiation.advance([[allreduce("a")], []])
     (ready,) = negotiation.advance([[], [JOIN]])
-    assert (ready.name, list(ready.requests)) == ("a", [0])
+    assert (ready.key.name, list(ready.requests)) == ("a", [0])
 
 
 @pytest.mark.parametrize("request_", [broadcast(0), allgather(1, 2)])
