@@ -1,10 +1,12 @@
-"""Plan of the gradient buckets. Pure; the plan is the same on all ranks and in all runs of one model."""
+"""Plan of the gradient buckets: which gradients are sent together; equal on all ranks and in all runs of a model."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
+from itertools import islice
 from typing import TypeVar
+
+from datasvc.trainer.engine.execution.reductions import split_rows
 
 _T = TypeVar("_T")
 
@@ -86,8 +88,5 @@ def plan_groups(
 
 def cut_evenly(parameters: Sequence[_T], num_groups: int) -> list[list[_T]]:
     """Split parameters into consecutive groups whose lengths differ by at most one; empty groups are omitted."""
-    length, num_longer = divmod(len(parameters), num_groups)
-    bounds = [0]
-    for group in range(num_groups):
-        bounds.append(bounds[-1] + length + (group < num_longer))
-    return [list(parameters[start:stop]) for start, stop in itertools.pairwise(bounds) if stop > start]
+    remaining = iter(parameters)
+    return [list(islice(remaining, length)) for length in split_rows(len(parameters), num_groups) if length]

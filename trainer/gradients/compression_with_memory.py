@@ -1,4 +1,4 @@
-"""Interface of compressors with error feedback, which add the unsent part of a gradient to the next one.
+"""Interface of compressions with error feedback: a rank adds the unsent part of a gradient to its next gradient.
 
 Invariant: the sum of the applied gradients, plus the average of the ranks' residuals, is the sum of the averages of
 all gradients so far. No part of a gradient is lost; it is only delayed.
@@ -24,7 +24,7 @@ RESIDUAL = "residual"
 
 @runtime_checkable
 class HasMemory(Protocol):
-    """An optimizer that may use a compression with memory."""
+    """An optimizer that may use a compression with memory; `broadcast_optimizer_state` makes its memory equal."""
 
     def shared_memory(self) -> Memory:
         """Return the part of the memory that must be equal on all ranks: everything except the residuals."""

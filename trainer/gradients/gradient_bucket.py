@@ -85,7 +85,7 @@ class Bucket(ABC):
         self.is_launched = True
         self._handle = self._send()
 
-    def send_second(self) -> None:  # noqa: B027 - most kinds have nothing to do here
+    def send_second(self) -> None:  # noqa: B027 - most buckets have one message
         """Send the second message of a bucket that has one; called before `collect`."""
 
     @abstractmethod
@@ -101,7 +101,8 @@ class Bucket(ABC):
         self._filled.clear()
 
     @abstractmethod
-    def _take(self, position: int) -> None: ...
+    def _take(self, position: int) -> None:
+        """Copy or encode the gradient of a parameter for `_send`; zeros if the parameter has none."""
 
     @abstractmethod
     def _send(self) -> Handle: ...
@@ -109,6 +110,12 @@ class Bucket(ABC):
     def _wait(self) -> Any:
         assert self._handle is not None
         return self._handle.wait()
+
+    def _assign(self, position: int, gradient: Tensor) -> None:
+        parameter = self.parameters[position]
+        # A parameter that was frozen after its bucket was planned is sent only because the other ranks expect it.
+        if parameter.requires_grad:
+            parameter.grad = gradient
 
 
 class DenseBucket(Bucket):
@@ -150,9 +157,13 @@ class DenseBucket(Bucket):
         """See `Bucket`."""
         self._wait()
         for position, parameter in self.parameters.items():
-            # A parameter that was frozen meanwhile was sent only because the other ranks expect it.
-            if parameter.requires_grad:
-                _assign_gradient(parameter, self._views[position])
+            view, gradient = self._views[position], parameter.grad
+            if gradient is None:
+                self._assign(position, view if view.dtype == parameter.dtype else view.to(parameter.dtype))
+            elif fits(gradient, view):
+                self._assign(position, view)
+            elif parameter.requires_grad and gradient.data_ptr() != view.data_ptr():
+                gradient.copy_(view)
 
     def _take(self, position: int) -> None:
         if self._flat is None:
@@ -220,13 +231,3 @@ def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
 def fits(gradient: Tensor, view: Tensor) -> bool:
     """Return whether the view can replace the gradient without a visible change of dtype or strides."""
     return gradient.dtype == view.dtype and gradient.stride() == view.stride()
-
-
-def _assign_gradient(parameter: Tensor, view: Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is None:
-        parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
-    elif fits(gradient, view):
-        parameter.grad = view
-    elif gradient.data_ptr() != view.data_ptr():
-        gradient.copy_(view)

@@ -3,8 +3,8 @@
 Parameters are grouped into buckets; a bucket is sent as soon as all its gradients are complete. The buckets are the
 same in every run, so equal runs give equal bits.
 
-Invariant: every rank sends every bucket exactly once per `finish`, with zeros for missing gradients. So a parameter
-that one rank does not use cannot make the others wait.
+Invariant: every rank sends every bucket exactly once per `finish`, with zeros for missing gradients. A parameter that
+one rank does not use therefore cannot make the other ranks wait.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, Gradi
 from datasvc.trainer.gradients.single_gradients import CompressedBucket, SparseGradient
 from datasvc.trainer.job import runtime
 
-# These compressors are a conversion during the copy into the bucket; custom compressors need a bucket of another
-# kind.
+# These compressors only convert the dtype, which the copy into the bucket does as well; any other compressor needs a
+# `CompressedBucket`.
 _FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: FP16Compressor.dtype,
@@ -104,7 +104,7 @@ class GradientReducer:
             HorovodInternalError: ranks disagree on a bucket, or a rank is lost. The gradients are then undefined.
         """
         try:
-            self._launch_rest()
+            self._launch_remaining()
             for bucket in self._buckets:
                 bucket.send_second()
             for bucket in self._buckets:
@@ -155,7 +155,8 @@ class GradientReducer:
         hook: RemovableHandle = register(gradient_accumulated)  # type: ignore[no-untyped-call]  # untyped in torch
         return hook
 
-    def _launch_rest(self) -> None:
+    def _launch_remaining(self) -> None:
+        # A copy of the items: settling the layout can move a parameter to another bucket.
         for position, bucket in list(self._bucket_of.items()):
             if not bucket.is_launched:
                 self._settle_layout(position)

@@ -79,6 +79,8 @@ class _Factors:
 
 
 class _PowerSGDBucket(Bucket):
+    """A bucket with two messages: the left factors and the uncompressed gradients, then the right factors."""
+
     def __init__(
         self,
         name: str,
@@ -98,6 +100,7 @@ class _PowerSGDBucket(Bucket):
         self._wait()
         lefts = [factors.left for factors in self._factors.values()]
         _unpack(self._flat, [*lefts, *self._uncompressed.values()])
+        # All ranks return alike: they compress the same parameters from the same step on.
         if not self._factors:
             return
         for factors in self._factors.values():
@@ -114,7 +117,7 @@ class _PowerSGDBucket(Bucket):
             self._finish_parameter(position, factors)
         for position, gradient in self._uncompressed.items():
             self._count_step(position)
-            self._assign_gradient(position, gradient)
+            self._assign(position, gradient)
 
     def drop(self) -> None:
         super().drop()
@@ -178,16 +181,11 @@ class _PowerSGDBucket(Bucket):
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)
         self._count_step(position)
-        self._assign_gradient(position, approximation.view(parameter.shape).to(parameter.dtype))
+        self._assign(position, approximation.view(parameter.shape).to(parameter.dtype))
 
     def _count_step(self, position: int) -> None:
         memory: dict[str, Any] = self._memory[position]
         memory[_NUM_STEPS] = memory.get(_NUM_STEPS, 0) + 1
-
-    def _assign_gradient(self, position: int, gradient: Tensor) -> None:
-        parameter = self.parameters[position]
-        if parameter.requires_grad:
-            parameter.grad = gradient
 
 
 def _orthonormalize(matrix: Tensor) -> None:

@@ -19,11 +19,9 @@ class SparseGradient(Bucket):
 
     def collect(self) -> None:
         """See `Bucket`."""
-        handle, (parameter,) = self._handle, self.parameters.values()
-        assert handle is not None
-        combined = combine_gathered(handle, parameter.shape, self.reduction)
-        if parameter.requires_grad:
-            parameter.grad = combined
+        assert self._handle is not None
+        ((position, parameter),) = self.parameters.items()
+        self._assign(position, combine_gathered(self._handle, parameter.shape, self.reduction))
 
     def _take(self, position: int) -> None:
         pass
@@ -50,9 +48,8 @@ class CompressedBucket(Bucket):
     def collect(self) -> None:
         """See `Bucket`."""
         self._wait()
-        for position, parameter in self.parameters.items():
-            if parameter.requires_grad:
-                parameter.grad = self._compression.decompress(*self._compressed[position])
+        for position in self.parameters:
+            self._assign(position, self._compression.decompress(*self._compressed[position]))
 
     def drop(self) -> None:
         """See `Bucket`."""

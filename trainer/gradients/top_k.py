@@ -63,6 +63,8 @@ def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
 
 
 class _TopKBucket(Bucket):
+    """A bucket that gathers the chosen values of all ranks, with their positions in the flattened bucket."""
+
     def __init__(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory, ratio: float
     ) -> None:
@@ -85,9 +87,8 @@ class _TopKBucket(Bucket):
         if self.reduction.op is ReduceOp.AVERAGE:
             flat /= len(members_of(self.reduction.process_set))
         parts = torch.split(flat, [parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            if parameter.requires_grad:
-                parameter.grad = part.view(parameter.shape)
+        for (position, parameter), part in zip(self.parameters.items(), parts, strict=True):
+            self._assign(position, part.view(parameter.shape))
 
     def drop(self) -> None:
         super().drop()
@@ -96,6 +97,7 @@ class _TopKBucket(Bucket):
     def _take(self, position: int) -> None:
         memory = self._memory.setdefault(position, {})
         residual = with_residual(self.parameters[position], memory).contiguous()
+        # Removes the values from the residual, which keeps the part of the gradient that is not sent.
         self._taken[position] = take_largest(residual, self._ratio)
         memory[RESIDUAL] = residual
 

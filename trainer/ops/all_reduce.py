@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -13,7 +12,6 @@ from datasvc.trainer.gradients.compression import Compression, Compressor
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.job.submit import choose_name, new_output, submit_allreduce
 from datasvc.trainer.ops import autograd
-from datasvc.trainer.ops.autograd import ReduceOptions
 from datasvc.trainer.ops.reductions import choose_op
 
 
@@ -39,9 +37,13 @@ def allreduce(
         postscale_factor: factor applied after the reduction.
         process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
-    factors = (prescale_factor, postscale_factor)
-    reduction = ReduceOptions(op=choose_op(average, op), factors=factors, process_set=process_set)
-    return _allreduce_compressed([tensor], name, compression, reduction)[0]
+    reduction = autograd.ReduceOptions(
+        op=choose_op(average, op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        process_set=process_set,
+    )
+    return autograd.allreduce([tensor], name, compression, reduction)[0]
 
 
 def allreduce_async(
@@ -100,9 +102,14 @@ def grouped_allreduce(
 
     The tensors are packed into the same buffers in every run, so that results are reproducible.
     """
-    factors = (prescale_factor, postscale_factor)
-    reduction = ReduceOptions(op=choose_op(average, op), factors=factors, is_grouped=True, process_set=process_set)
-    return _allreduce_compressed(tensors, name, compression, reduction)
+    reduction = autograd.ReduceOptions(
+        op=choose_op(average, op),
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        is_grouped=True,
+        process_set=process_set,
+    )
+    return autograd.allreduce(tensors, name, compression, reduction)
 
 
 def grouped_allreduce_async(
@@ -148,16 +155,6 @@ def grouped_allreduce_async_(
     return _allreduce(
         tensors, tensors, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
     )
-
-
-def _allreduce_compressed(
-    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
-) -> list[Tensor]:
-    pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.allreduce(
-        [tensor for tensor, _ in pairs], name=choose_name(CollectiveKind.ALLREDUCE, name), reduction=reduction
-    )
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def _allreduce(

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from datasvc.trainer.engine.negotiation.requests import ReduceOp
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
+from datasvc.trainer.gradients.compression import Compressor
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, members_of
 from datasvc.trainer.job.submit import (
+    choose_name,
     new_output,
     submit_allgather,
     submit_allreduce,
@@ -28,34 +30,42 @@ from datasvc.trainer.job.submit import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ReduceOptions:
-    """Reduction, process set and scaling of an operation; `factors` are applied before and after the reduction."""
+    """The arguments that `submit_allreduce` and `submit_reducescatter` have in common."""
 
     op: ReduceOp
-    factors: tuple[float, float] = (1.0, 1.0)
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
     is_grouped: bool = False
     process_set: ProcessSet
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments for `submit_allreduce` and `submit_reducescatter`."""
-        return {
-            "op": self.op,
-            "prescale_factor": self.factors[0],
-            "postscale_factor": self.factors[1],
-            "is_grouped": self.is_grouped,
-            "process_set": self.process_set,
-        }
+
+def allreduce(
+    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
+) -> list[Tensor]:
+    """Return new tensors, compressed, reduced as one operation, and decompressed."""
+    return _reduce_compressed(_Allreduce, CollectiveKind.ALLREDUCE, tensors, name, compression, reduction)
 
 
-def allreduce(tensors: Sequence[Tensor], *, name: str, reduction: ReduceOptions) -> list[Tensor]:
-    """Return new tensors, reduced as one operation."""
-    return _apply(_Allreduce, name, reduction, *tensors)
+def reducescatter(
+    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
+) -> list[Tensor]:
+    """Return new tensors with the rows of this rank, as `allreduce` does."""
+    return _reduce_compressed(_Reducescatter, CollectiveKind.REDUCESCATTER, tensors, name, compression, reduction)
 
 
-def reducescatter(tensors: Sequence[Tensor], *, name: str, reduction: ReduceOptions) -> list[Tensor]:
-    """Return new tensors with the rows of this rank, reduced as one operation."""
-    return _apply(_Reducescatter, name, reduction, *tensors)
+def _reduce_compressed(
+    function: Any,
+    kind: CollectiveKind,
+    tensors: Sequence[Tensor],
+    name: str | None,
+    compression: type[Compressor],
+    reduction: ReduceOptions,
+) -> list[Tensor]:
+    pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
+    reduced = _apply(function, choose_name(kind, name), reduction, *(tensor for tensor, _ in pairs))
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 def allgather(tensors: Sequence[Tensor], *, name: str, is_grouped: bool, process_set: ProcessSet) -> list[Tensor]:
@@ -87,7 +97,7 @@ class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
-        handle = submit_allreduce(tensors, outputs, name=name, **reduction.arguments())
+        handle = submit_allreduce(tensors, outputs, name=name, **vars(reduction))
         ctx.arguments = (f"{handle.name}.gradient", reduction)
         handle.wait()
         return tuple(outputs)
@@ -102,7 +112,7 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
-        handle = submit_reducescatter(tensors, name=name, **reduction.arguments())
+        handle = submit_reducescatter(tensors, name=name, **vars(reduction))
         ctx.name, ctx.reduction = f"{handle.name}.gradient", reduction
         result = handle.wait()
         return tuple(result) if isinstance(result, list) else (_tensor(result),)
@@ -112,7 +122,7 @@ class _Reducescatter(torch.autograd.Function):
         reduction: ReduceOptions = ctx.reduction
         # As in Horovod, the gradient of a sum is multiplied by the number of ranks.
         size = len(members_of(reduction.process_set)) if reduction.op is ReduceOp.SUM else 1
-        factor = reduction.factors[0] * reduction.factors[1] * size
+        factor = reduction.prescale_factor * reduction.postscale_factor * size
         scaled = [gradient * factor for gradient in gradients]
         return (
             None,
@@ -184,7 +194,7 @@ class _Alltoall(torch.autograd.Function):
 
 def _average(gradients: Sequence[Tensor], name: str, process_set: ProcessSet, *, is_grouped: bool) -> list[Tensor]:
     reduction = ReduceOptions(op=ReduceOp.AVERAGE, is_grouped=is_grouped, process_set=process_set)
-    return allreduce(gradients, name=name, reduction=reduction)
+    return _apply(_Allreduce, name, reduction, *gradients)
 
 
 def _tensor(result: object) -> Tensor:

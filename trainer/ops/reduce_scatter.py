@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -41,9 +40,10 @@ def reducescatter(
         ValueError: `tensor` has no dimensions.
         RuntimeError: `op` is neither Average nor Sum.
     """
-    factors = (prescale_factor, postscale_factor)
-    reduction = autograd.ReduceOptions(op=op, factors=factors, process_set=process_set)
-    return _reducescatter([tensor], name, compression, reduction)[0]
+    reduction = autograd.ReduceOptions(
+        op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set
+    )
+    return autograd.reducescatter([tensor], name, compression, reduction)[0]
 
 
 def reducescatter_async(
@@ -75,9 +75,14 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Reduce and scatter several tensors as one operation that succeeds or fails as a whole. Differentiable."""
-    factors = (prescale_factor, postscale_factor)
-    reduction = autograd.ReduceOptions(op=op, factors=factors, is_grouped=True, process_set=process_set)
-    return _reducescatter(tensors, name, compression, reduction)
+    reduction = autograd.ReduceOptions(
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        is_grouped=True,
+        process_set=process_set,
+    )
+    return autograd.reducescatter(tensors, name, compression, reduction)
 
 
 def grouped_reducescatter_async(
@@ -98,13 +103,3 @@ def grouped_reducescatter_async(
         is_grouped=True,
         process_set=process_set,
     )
-
-
-def _reducescatter(
-    tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: autograd.ReduceOptions
-) -> list[Tensor]:
-    pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.reducescatter(
-        [tensor for tensor, _ in pairs], name=choose_name(CollectiveKind.REDUCESCATTER, name), reduction=reduction
-    )
-    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]

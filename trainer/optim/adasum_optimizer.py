@@ -22,6 +22,20 @@ from datasvc.trainer.optim.parameter_names import parameters_of
 from datasvc.trainer.optim.wrapper_numbers import next_number
 
 
+def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
+    """Return an instance of a subclass of the optimizer's class that shares its parameter groups and its state.
+
+    The methods of the class `methods` come before those of the optimizer's class.
+    """
+    base = type(optimizer)
+    subclass: Any = type(base.__name__, (methods, base), {})
+    # Without a constructor call, which would create new state and parameter groups.
+    wrapped = subclass.__new__(subclass)
+    # A learning-rate scheduler stores a bound step() of the plain optimizer in its __dict__; it would hide ours.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    return wrapped
+
+
 def make_adasum_optimizer(
     optimizer: torch.optim.Optimizer,
     compression: type[Compressor] | CompressionWithMemory,
@@ -39,11 +53,7 @@ def make_adasum_optimizer(
         raise ValueError(f"Adasum works with the global process set only, not with {process_set}")
     if runtime.size() & (runtime.size() - 1):
         raise ValueError(f"Adasum needs a power of two as the number of ranks, not {runtime.size()}")
-    base = type(optimizer)
-    subclass: Any = type(base.__name__, (_DistributedAdasumOptimizer, base), {})
-    wrapped: _DistributedAdasumOptimizer = subclass.__new__(subclass)
-    # A learning-rate scheduler stores a bound step() of the plain optimizer in its __dict__; it would hide ours.
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped = wrap_optimizer(optimizer, _DistributedAdasumOptimizer)
     assert not isinstance(compression, CompressionWithMemory)
     wrapped.set_up(compression, names, passes_per_step)
     return wrapped

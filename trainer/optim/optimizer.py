@@ -7,6 +7,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,11 @@ from datasvc.trainer.gradients.gradient_bucket import GradientReduction
 from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
-from datasvc.trainer.optim.adasum_optimizer import _DistributedAdasumOptimizer, make_adasum_optimizer  # noqa: F401 - programs import it from here
+from datasvc.trainer.optim.adasum_optimizer import (
+    _DistributedAdasumOptimizer,  # noqa: F401 - programs import it from here
+    make_adasum_optimizer,
+    wrap_optimizer,
+)
 from datasvc.trainer.optim.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
 from datasvc.trainer.optim.wrapper_numbers import next_number
 
@@ -77,20 +82,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
     reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
-    base = type(optimizer)
-    subclass: Any = type(base.__name__, (_DistributedOptimizer, base), {})
-    wrapped: _DistributedOptimizer = subclass.__new__(subclass)
-    # A learning-rate scheduler stores a bound step() of the plain optimizer in its __dict__; it would hide ours.
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped: _DistributedOptimizer = wrap_optimizer(optimizer, _DistributedOptimizer)
     placed = place_groups(groups, parameters_of(optimizer), names, process_set) if _takes_part(process_set) else []
     # SparseAdam rejects dense gradients, so a rank without a gradient in the first step must send a sparse one too.
     sparse = set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set()
     exchange = Exchange(
-        reduction=reduction,
-        compression=compression,
-        groups=placed,
-        sparse_as_dense=sparse_as_dense,
-        sparse=sparse,
+        reduction=reduction, compression=compression, groups=placed, sparse_as_dense=sparse_as_dense, sparse=sparse
     )
     wrapped.set_up(names, exchange, passes)
     return wrapped
@@ -100,7 +97,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     """The methods that the subclass adds; they do not communicate with one rank, or outside the process set."""
 
     def set_up(self, names: dict[Tensor, str], exchange: Exchange, passes_per_step: int) -> None:
-        """Initialize the added attributes; a constructor would create new state and parameter groups."""
+        """Initialize the added attributes."""
         self._parameter_names = names
         self._exchange = exchange
         self._reducer_name = f"gradients.{next_number('gradients')}"
@@ -111,25 +108,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if _takes_part(exchange.reduction.process_set):
             self._reducer = self._hook_parameters(parameters_of(self), self._reducer_name)
 
-    @property
-    def op(self) -> ReduceOp:
-        """See `DistributedOptimizer`."""
-        return self._exchange.reduction.op
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """See `DistributedOptimizer`."""
-        return self._exchange.reduction.predivide_factor
-
-    @property
-    def process_set(self) -> ProcessSet:
-        """See `DistributedOptimizer`."""
-        return self._exchange.reduction.process_set
-
-    @property
-    def sparse_as_dense(self) -> bool:
-        """See `DistributedOptimizer`."""
-        return self._exchange.sparse_as_dense
+    # Arguments of `DistributedOptimizer`, for programs that read them from the optimizer; they cannot be set.
+    op = property(attrgetter("_exchange.reduction.op"))
+    gradient_predivide_factor = property(attrgetter("_exchange.reduction.predivide_factor"))
+    process_set = property(attrgetter("_exchange.reduction.process_set"))
+    sparse_as_dense = property(attrgetter("_exchange.sparse_as_dense"))
 
     @property
     def backward_passes_per_step(self) -> int:

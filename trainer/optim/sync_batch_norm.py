@@ -97,9 +97,6 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
         converted.training = module.training
         return converted
 
-    def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002 - torch's name
-        """Accept every number of dimensions; `forward` checks the minimum."""
-
     def _normalize_locally(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         uses_batch = self.training or self.running_mean is None
         factor = self._next_momentum() if self.training and self.track_running_stats else 0.0
@@ -128,6 +125,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
             return
         factor = self._next_momentum()
         with torch.no_grad():
+            # As torch does: normalize by the biased variance, but track the unbiased one.
             unbiased = variance * (count / (count - 1))
             self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
             self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)

@@ -1,4 +1,4 @@
-"""Numbers for optimizers and modules, which give the same object the same operation name on every rank.
+"""Numbers of optimizers and modules, from which an object gets the same operation name on every rank.
 
 The numbers count creations, not live objects: garbage collection happens at different times on different ranks. In an
 elastic job, ranks that join later have created fewer objects, so all ranks raise their counts to the maximum whenever
@@ -8,6 +8,8 @@ they synchronize their states.
 from __future__ import annotations
 
 from collections import Counter
+
+from datasvc.trainer.optim.broadcast_state import allgather_object
 
 _counts: Counter[str] = Counter()
 
@@ -21,8 +23,6 @@ def next_number(kind: str) -> int:
 
 def raise_counts() -> None:
     """Raise the counts to the maximum over the ranks. A collective: every rank calls this."""
-    from datasvc.trainer.optim.broadcast_state import allgather_object
-
     for counts in allgather_object(dict(_counts), name="wrapper_numbers"):
         for kind, count in counts.items():
             _counts[kind] = max(_counts[kind], count)

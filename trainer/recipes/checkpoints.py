@@ -7,6 +7,7 @@ therefore ends with the same bits as an uninterrupted one, wherever its checkpoi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any, cast
@@ -19,7 +20,7 @@ from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError
 from datasvc.models import Checkpoint, CheckpointManager
 from datasvc.models.tensors.write import Codec
-from datasvc.progress import byte_progress
+from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
@@ -56,9 +57,10 @@ def commit(run: Run, *, due: bool = False) -> None:
         for handle, _ in run.saves:
             handle.wait()
     weights = run.model.state_dict() | averaged_batch_statistics(run.model)
-    own = {"random": random_state.capture()}
+    rank_state = {"random": random_state.capture()}
     if hvd.size() > 1:
-        own["batch_statistics"] = batch_statistics(run.model)
+        # The averages in `weights` would change the training of a resumed run, so each rank also saves its own.
+        rank_state["batch_statistics"] = batch_statistics(run.model)
     try:
         handle = run.checkpoints.save(
             {
@@ -72,7 +74,7 @@ def commit(run: Run, *, due: bool = False) -> None:
                 "early_stop": run.stop.state_dict(),
                 "loader": run.loader.state_dict(),
             },
-            rank_state=own,
+            rank_state=rank_state,
             step=run.step,
             data=[run.reading.use()],
             config=run.config.to_dict(),
@@ -102,24 +104,20 @@ def report_commits(run: Run) -> None:
 def restore(run: Run, ref: str) -> Checkpoint:
     """Read the checkpoint to continue, and report its time and bytes on this rank. Every rank calls this.
 
-    Rank 0 shows a progress bar on a terminal.
-
-    Raises: see `CheckpointManager.restore`.
+    Rank 0 shows a progress bar on a terminal. Errors as of `CheckpointManager.restore`.
     """
-    if hvd.rank() == 0:
-        with byte_progress(f"restoring {ref}") as progress:
-            checkpoint = run.checkpoints.restore(ref, progress=progress)
-    else:
-        checkpoint = run.checkpoints.restore(ref)
+    bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
+    with bar as progress:
+        checkpoint = run.checkpoints.restore(ref, progress=progress)
     restored = checkpoint.report
-    by_source = {f"{where}_bytes": num_bytes for where, num_bytes in restored.came_bytes.items()}
-    facts = {
-        "version": str(checkpoint.version),
-        "seconds": restored.seconds,
-        "size_bytes": restored.size_bytes,
-        **by_source,
-    }
-    run.events.report("restored", rank=hvd.rank(), **facts)
+    run.events.report(
+        "restored",
+        rank=hvd.rank(),
+        version=str(checkpoint.version),
+        seconds=restored.seconds,
+        size_bytes=restored.size_bytes,
+        **{f"{source}_bytes": num_bytes for source, num_bytes in restored.came_bytes.items()},
+    )
     return checkpoint
 
 
@@ -131,11 +129,11 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         StateMismatchError: the checkpoint was trained on other data or in another order.
     """
     state = checkpoint.state
-    for name, wanted in (("model", run.config.model), ("optimizer", run.config.optimizer)):
-        found = state.get(f"{name}_name", wanted)
-        if found != wanted:
+    for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
+        saved = state.get(f"{part}_name", configured)
+        if saved != configured:
             raise ConfigError(
-                f"{checkpoint.version} has the {name} {found!r}, this run {wanted!r}; "
+                f"{checkpoint.version} has the {part} {saved!r}, this run {configured!r}; "
                 "use another --name, or --resume never"
             )
     run.loader.load_state_dict(state["loader"])
@@ -152,17 +150,18 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         if state.get("ema"):
             run.average.load_state_dict(state["ema"])
         else:
+            # The checkpoint is of a run without an average: the average begins at the restored weights.
             run.average.restart()
     if state.get("early_stop"):
         run.stop.load_state_dict(state["early_stop"])
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
     # Checkpoints of earlier releases have the random states only.
-    ranks = state.get("rank_state") or [{"random": each} for each in state["random"]]
-    if len(ranks) == hvd.size():
-        own = ranks[hvd.rank()]
-        random_state.reinstate(own["random"])
-        run.model.load_state_dict(own.get("batch_statistics", {}), strict=False)
+    rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
+    if len(rank_states) == hvd.size():
+        rank_state = rank_states[hvd.rank()]
+        random_state.reinstate(rank_state["random"])
+        run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
         # The step is part of the seed, so that draws of earlier steps are not repeated.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
@@ -176,5 +175,5 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     """
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    for group, group_settings in zip(optimizer.param_groups, settings, strict=True):
+        group.update(group_settings)

@@ -1,4 +1,7 @@
-"""Calls a function on rank 0 and returns its result on all ranks, such as a look at the repository."""
+"""Calls a function on rank 0 and returns its result on all ranks.
+
+It is used for reads of the repository whose result must be equal on all ranks, such as the newest version of a name.
+"""
 
 from __future__ import annotations
 

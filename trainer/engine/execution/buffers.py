@@ -1,4 +1,4 @@
-"""Pool of fusion buffers: allocated once per dtype and device, grown when needed, and reused."""
+"""Pool of fusion buffers, into which tensors are packed: allocated once per dtype and device, and reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # One buffer is packed while another one is reduced.
-_MAX_OF_A_KIND = 2
+_MAX_PER_KIND = 2
 
 _BufferKind = tuple[torch.dtype, torch.device]
 
@@ -30,7 +30,7 @@ class FusionBuffers:
         """
         kind = (dtype, device)
         with self._changed:
-            while not self._free.get(kind) and self._num_made.get(kind, 0) == _MAX_OF_A_KIND:
+            while not self._free.get(kind) and self._num_made.get(kind, 0) == _MAX_PER_KIND:
                 if self._failure is not None:
                     raise RuntimeError(self._failure)
                 self._changed.wait()
@@ -40,6 +40,7 @@ class FusionBuffers:
                 self._num_made[kind] = self._num_made.get(kind, 0) + 1
                 buffer = torch.empty(0, dtype=dtype, device=device)
         if buffer.numel() < num_elements:
+            # The shorter buffer is dropped: a training step repeats its sizes, so buffers soon stop growing.
             buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements]
 

@@ -1,6 +1,6 @@
 """Completion of collectives in flight, in the order in which they began, in a separate thread.
 
-So the engine negotiates and packs the next operation while a collective is in flight.
+Meanwhile the engine's own thread negotiates and packs the next operations.
 """
 
 from __future__ import annotations
@@ -8,30 +8,26 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from datasvc.trainer.engine.execution.transport import CollectiveWork
 
 
-class _Pending(NamedTuple):
-    work: CollectiveWork
-    after: Callable[[CollectiveWork], None]
-
-
 class Completions:
     """A thread that runs the completion function of each collective.
 
-    Invariant: after `close` has returned, nothing here uses a tensor. (A collective in flight in a broken group may
-        use its
-    tensors until the group is destroyed.)
+    Invariant: after `close` has returned, no completion function uses a tensor. A collective in flight in a broken
+    group may use its tensors until the group is destroyed.
+
+    Args:
+        on_error: called once, with the text of the first error of a completion function; later ones do not run.
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
         self._on_error = on_error
         self._changed = threading.Condition()
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[tuple[CollectiveWork, Callable[[CollectiveWork], None]]] = deque()
         self._is_closing = False
         self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="trainer-completions", daemon=True)
@@ -49,7 +45,7 @@ class Completions:
             after(work)
             return
         with self._changed:
-            self._pending.append(_Pending(work, after))
+            self._pending.append((work, after))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -66,22 +62,9 @@ class Completions:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending or self._is_closing)
-                if self._is_closing or not self._pending:
-                    return
-                work, after = self._pending[0]
-            if not self._complete(work, after):
-                return
-            del work, after
-            with self._changed:
-                self._pending.popleft()
-                self._changed.notify_all()
-
-    def _complete(self, work: CollectiveWork, after: Callable[[CollectiveWork], None]) -> bool:
         try:
-            after(work)
+            while self._complete_next():
+                pass
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine reports the error to waiting threads
             # Only the text: a traceback would keep the work alive, and so the connections whose closing notifies the
             # other ranks.
@@ -90,5 +73,19 @@ class Completions:
                 self._is_broken = True
                 self._pending.clear()
                 self._changed.notify_all()
-            return False
+
+    def _complete_next(self) -> bool:
+        """Run the first completion function; return False if the thread is to end instead."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending or self._is_closing)
+            if self._is_closing:
+                return False
+            # It stays in the queue while it runs: `drain` waits for it, and `add` completes nothing before it.
+            work, after = self._pending[0]
+        after(work)
+        # Released before `drain` returns: after that, no thread may refer to a tensor of the work.
+        del work, after
+        with self._changed:
+            self._pending.popleft()
+            self._changed.notify_all()
         return True

@@ -2,7 +2,7 @@
 
 Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
 depends on the position in the buffer, so only a fixed packing gives the same bits in every run. Single requests are
-packed with whatever is ready at the same time, for speed.
+packed with all others that are ready at the same time, for speed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Handles and submissions: the future result of an operation, and a request with its tensors."""
+"""Handles and submissions: the future result of an operation, and a request together with its tensors."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Handle:
 
     def succeed(self, result: Result, cuda_done: tuple[torch.cuda.Event, torch.device] | None = None) -> None:
         """Set the result; on CUDA, with the event after which it is valid, and the device."""
+        # The event is set last: a waiting thread reads the result as soon as it is set.
         self._result, self._cuda_done = result, cuda_done
         self._finished.set()
 
@@ -79,9 +80,14 @@ class Handle:
 class Submission:
     """A request of one rank with its tensors.
 
-    `outputs` may be the inputs themselves; it is empty if the engine allocates the outputs, as for allgather.
-    `result` is the value for the submitter: usually the outputs, as one tensor or as a list. `is_prescaled`: the
-    inputs are multiplied by the prescale factor already.
+    Attributes:
+        request: properties of the operation, for the other ranks.
+        inputs: tensors that the engine reads.
+        outputs: tensors that it writes; may be the inputs. Empty if the engine allocates them, as for allgather.
+        result: value for the submitter: usually the outputs, as one tensor or as a list.
+        is_prescaled: whether the inputs are multiplied by the prescale factor already.
+        cuda_ready: event after which the tensors are valid; None on a CPU.
+        handle: future result.
     """
 
     request: Request

@@ -18,7 +18,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 
 class Movements:
-    """The executor of allgather, broadcast and alltoall; it reports each finished submission through `finish`."""
+    """The executor of allgather, broadcast and alltoall; arguments as for `Executor`."""
 
     def __init__(
         self, transport: Transport, *, streams: EngineStreams, buffers: FusionBuffers, finish: Finish
@@ -64,6 +64,7 @@ class Movements:
             wire = _materialized(tensor[: sum(sent)]).to(self._transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
+            # All ranks decide alike whether anything is sent, so all take part in the collective or none does.
             if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
                 self._transport.alltoall(
                     as_bytes(output),

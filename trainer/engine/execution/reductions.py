@@ -20,11 +20,12 @@ from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, 
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
+# Up to this size a thread switch takes longer than the collective.
 _SHORT_BYTES = 64 * 1024
 
 
 class Reductions:
-    """The executor of allreduce and reducescatter; it reports each finished submission through `finish`."""
+    """The executor of allreduce and reducescatter; arguments as for `Executor`."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class Reductions:
         requests = [ready.request for ready, _ in operations]
         element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
-        # The tensors of a grouped request may be in several buffers; it finishes with the last of them.
+        # The tensors of a grouped request may be in several buffers; the request finishes with the last of them.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         for index, buffer in enumerate(buffers):
             completed = [operation for operation in buffer.operations if last_buffer[operation] == index]

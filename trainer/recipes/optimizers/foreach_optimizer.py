@@ -1,4 +1,7 @@
-"""Base class of the optimizers: one step updates all tensors of a parameter group with foreach kernels."""
+"""Base class of LARS, LAMB and RMSpropSGD: one step updates all tensors of a parameter group with foreach kernels.
+
+Few kernels for many tensors: on a GPU a kernel for each tensor would take longer to launch than to run.
+"""
 
 from __future__ import annotations
 

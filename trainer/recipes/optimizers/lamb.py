@@ -74,9 +74,7 @@ class LAMB(ForeachOptimizer):
 def trust_ratios(weights: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
     """Return the trust ratio `|w| / |r|` of each layer as a 0-dimensional tensor; 1 where either norm is 0.
 
-    Args:
-        weights: weights of each layer.
-        steps: `r` of each layer, the step of AdamW at rate 1.
+    `steps` are `r`, the steps of AdamW at rate 1.
     """
     weight_norms, step_norms = layer_norms(weights), layer_norms(steps)
     ratios = torch.where((weight_norms > 0) & (step_norms > 0), weight_norms / step_norms, 1.0)

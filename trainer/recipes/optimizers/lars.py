@@ -75,13 +75,8 @@ def trust_ratios(
 ) -> list[Tensor]:
     """Return the local rate of each layer (algorithm 1) as a 0-dimensional tensor.
 
-    The rate is 1 where the formula is undefined: all weights are 0, or the denominator is 0.
-
-    Args:
-        weights: weights of each layer.
-        gradients: gradients of each layer.
-        coefficient: eta of the paper.
-        weight_decay: beta of the paper.
+    `coefficient` is eta of the paper, `weight_decay` is beta. The rate is 1 where the formula is undefined: all
+    weights are 0, or the denominator is 0.
     """
     weight_norms, gradient_norms = layer_norms(weights), layer_norms(gradients)
     denominators = gradient_norms + weight_decay * weight_norms

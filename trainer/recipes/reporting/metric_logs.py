@@ -1,7 +1,7 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow.
+"""Experiment trackers to which rank 0 sends the metrics of a run: TensorBoard, Weights & Biases, MLflow.
 
-A tracker's package is imported only if a run names it. Only rank 0 logs. A tracker gets the effective configuration
-once, then numbers by name and step.
+A tracker's package is imported only if a run names it. A tracker gets the effective configuration once, then numbers
+by name and step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TensorBoardLog:
     """
 
     def __init__(self, folder: str, name: str, config: Mapping[str, Any], step: int) -> None:
-        _import_extra("tensorboard", "tensorboard")
+        _import_extra("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(f"{folder}/{name}", purge_step=step)
@@ -55,7 +55,7 @@ class WandbLog:
     """A run of a Weights & Biases project. Arguments: see `TensorBoardLog`; `project` in place of the folder."""
 
     def __init__(self, project: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
-        wandb = _import_extra("wandb", "wandb")
+        wandb = _import_extra("wandb")
         try:
             self._run = wandb.init(project=project, name=name, config=dict(config))
         except wandb.Error as error:
@@ -74,7 +74,7 @@ class MlflowLog:
     """A run of an MLflow experiment. Arguments: see `TensorBoardLog`; `experiment` in place of the folder."""
 
     def __init__(self, experiment: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
-        self._mlflow = _import_extra("mlflow", "mlflow")
+        self._mlflow = _import_extra("mlflow")
         try:
             self._mlflow.set_experiment(experiment)
             self._mlflow.start_run(run_name=name)
@@ -106,7 +106,7 @@ def check_log(target: str) -> tuple[str, str]:
     """
     kind, _, place = target.partition(":")
     if kind not in _KINDS or not place:
-        raise ConfigError(f"log_to is {target!r}; expected {', '.join(f'{known}:PLACE' for known in _KINDS)}")
+        raise ConfigError(f"log_to is {target!r}; expected one of {', '.join(f'{name}:PLACE' for name in _KINDS)}")
     return kind, place
 
 
@@ -120,14 +120,15 @@ def open_logs(targets: Sequence[str], *, name: str, config: Mapping[str, Any], s
     return [_KINDS[kind](place, name, config, step) for kind, place in checked]
 
 
-def _import_extra(module: str, extra: str) -> Any:
+def _import_extra(name: str) -> Any:
+    """Import the module of the extra of the same name."""
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"logging to {module} needs a package that is not installed ({error.name}): {how_to_install(extra)}"
+            f"logging to {name} needs a package that is not installed ({error.name}): {how_to_install(name)}"
         ) from error
 
 
 def _refused(kind: str, place: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{kind} does not begin a run of {place!r}: {error}")
+    return ConfigError(f"{kind} cannot start a run of {place!r}: {error}")

@@ -1,4 +1,7 @@
-"""The command line of the training program: its options override a preset, a preset overrides the defaults."""
+"""The command line of the training program: options override a preset, which overrides the defaults of `TrainConfig`.
+
+The options and their help texts are made from the fields and the docstring of `TrainConfig`.
+"""
 
 from __future__ import annotations
 
@@ -98,17 +101,13 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
         else:
             setting = Setting(field.default, "required" if field.default is _REQUIRED else "default")
         settings[field.name] = setting
-    _yield_to_command_line(settings, given)
+    if "batch_size" in given and "global_batch" not in given:
+        # The global batch of a preset would override the --batch-size of the user.
+        settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
     options = Options(settings, preset_name, show_config)
     if options.missing and not show_config:
         parser.error(f"the following arguments are required: {', '.join(options.missing)}")
     return options
-
-
-def _yield_to_command_line(settings: dict[str, Setting], given: Mapping[str, Any]) -> None:
-    """Remove a preset's global batch if `--batch-size` is given, which would have no effect otherwise."""
-    if "batch_size" in given and "global_batch" not in given:
-        settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
 
 
 def _make_parser(prog: str) -> argparse.ArgumentParser:
@@ -134,10 +133,8 @@ def _parse_as(kind: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is tuple:
-        of = typing.get_args(kind)
-        if of[-1] is Ellipsis:
-            return {"nargs": "*", "type": of[0], "metavar": "VALUE"}
-        return {"nargs": len(of), "type": of[0], "metavar": "VALUE"}
+        members = typing.get_args(kind)
+        return {"nargs": "*" if members[-1] is Ellipsis else len(members), "type": members[0], "metavar": "VALUE"}
     return {"type": kind, "metavar": "VALUE"}
 
 
