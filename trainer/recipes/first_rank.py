@@ -14,25 +14,25 @@ from datasvc.models.saving.rank_channel import describe_error, raise_on_all_rank
 T = TypeVar("T")
 
 
-def ask_first_rank(question: Callable[[], T], *, name: str) -> T:
-    """Call `question` on rank 0 and return its result on every rank, or raise its error on every rank.
+def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
+    """Call `function` on rank 0 and return its result on every rank, or raise its error on every rank.
 
     A collective: every rank calls this in the same order. No rank hangs when rank 0 fails.
 
     Args:
-        question: called on rank 0 only; its result is pickled.
+        function: called on rank 0 only; its result is pickled.
         name: of the broadcast.
 
     Raises:
-        DatasvcError: raised by `question`, or one that describes another exception of it.
+        DatasvcError: raised by `function`, or one that describes another exception of it.
     """
     error: Exception | None = None
-    answer: T | None = None
+    result: T | None = None
     if hvd.rank() == 0:
         try:
-            answer = question()
+            result = function()
         except Exception as failure:  # noqa: BLE001 - raised on all ranks below
             error = failure
-    description, result = hvd.broadcast_object((describe_error(error), answer), name=name)
+    description, result = hvd.broadcast_object((describe_error(error), result), name=name)
     raise_on_all_ranks([description], error)
     return cast("T", result)

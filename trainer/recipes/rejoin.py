@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from datasvc.models import Checkpoint, CheckpointManager
-from datasvc.trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.first_rank import call_on_first_rank
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
-    stored = ask_first_rank(model.newest_step, name="newest_step")
+    stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)
     load(model.restore())

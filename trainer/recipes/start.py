@@ -23,7 +23,7 @@ from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, restore, resume
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.ema import WeightAverage
-from datasvc.trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
@@ -45,7 +45,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    data, version = ask_first_rank(lambda: resolve_start(repo, config), name="start")
+    data, version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)

@@ -2,7 +2,7 @@ import pytest
 
 import datasvc.trainer as hvd
 from datasvc.errors import CorruptDataError, DatasvcError
-from datasvc.trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.first_rank import call_on_first_rank
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def told(monkeypatch):
 
 
 def test_the_answer_of_rank_0_reaches_all(told):
-    assert ask_first_rank(lambda: {"version": 3}, name="answer") == {"version": 3}
+    assert call_on_first_rank(lambda: {"version": 3}, name="answer") == {"version": 3}
     assert told == [(None, {"version": 3})]
 
 
@@ -31,5 +31,5 @@ def test_what_rank_0_raises_is_told_to_the_others_before_it_is_raised(told, erro
         raise error
 
     with pytest.raises(type(error) if isinstance(error, DatasvcError) else DatasvcError, match=str(error)):
-        ask_first_rank(question, name="error")
+        call_on_first_rank(question, name="error")
     assert told == [({"type": type(error).__name__, "message": str(error)}, None)]

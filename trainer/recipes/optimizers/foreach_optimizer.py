@@ -1,6 +1,6 @@
 """Base class of LARS, LAMB and RMSpropSGD: one step updates all tensors of a parameter group with foreach kernels.
 
-Few kernels for many tensors: on a GPU a kernel for each tensor would take longer to launch than to run.
+A model has many small tensors; on a GPU, a few kernels over all of them launch faster than some for each tensor.
 """
 
 from __future__ import annotations

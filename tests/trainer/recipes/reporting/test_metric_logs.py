@@ -126,7 +126,7 @@ def test_the_real_mlflow_keeps_what_was_written(mlflow):
 @pytest.mark.slow
 def test_what_the_real_mlflow_refuses_is_an_error_of_ours(mlflow):
     mlflow.MlflowClient().delete_experiment(mlflow.create_experiment("gone"))
-    with pytest.raises(ConfigError, match="mlflow does not begin a run of 'gone': Cannot set a deleted experiment"):
+    with pytest.raises(ConfigError, match="mlflow cannot start a run of 'gone': Cannot set a deleted experiment"):
         write("mlflow:gone")
 
 
@@ -135,7 +135,7 @@ def test_what_the_real_weights_and_biases_refuses_is_an_error_of_ours(monkeypatc
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="wandb does not begin a run of 'a/b'"):
+    with pytest.raises(ConfigError, match="wandb cannot start a run of 'a/b'"):
         write("wandb:a/b")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import datasvc
 import datasvc.trainer as hvd
 from datasvc.loaders.core.loader import Loader
-from datasvc.trainer.recipes.first_rank import ask_first_rank
+from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_learner, choose_place, choose_task, open_cache
@@ -89,7 +89,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
     """
     repo = datasvc.open(config.repo)
-    data = ask_first_rank(lambda: str(repo.dataset(config.data).resolved), name="profile")
+    data = call_on_first_rank(lambda: str(repo.dataset(config.data).resolved), name="profile")
     split = repo.dataset(data)["train"]
     task = choose_task(config, split)
     config = dataclasses.replace(config, model=config.model or task.default_model)
