@@ -63,7 +63,7 @@ class Engine:
         self._cache = RequestCache(settings.cache_capacity)
         self._stall_watch = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
         self._timeline = Timeline()
-        self._tuner = Tuner.from_settings(settings) if transport.rank == 0 else None
+        self._tuner = Tuner(settings) if settings.autotune and transport.rank == 0 else None
         self._changed = threading.Condition()
         self._queue: list[Submission] = []
         self._in_flight: dict[Key, Submission] = {}
@@ -233,12 +233,12 @@ class Engine:
             self._tuner.observe([ready.request for ready, _ in operations])
 
     def _watch_stalls(self) -> None:
-        decision = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
+        warnings, failure = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
         # One rank is enough: all ranks have the same state of the negotiation.
         if self._transport.rank == 0:
-            for warning in decision.warnings:
+            for warning in warnings:
                 logger.warning("%s", warning)
-            self._failure = decision.failure
+            self._failure = failure
 
     def _succeed(self, submission: Submission, result: Result) -> None:
         key, kind = submission.request.key, submission.request.kind

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Self
 
 from datasvc.trainer.engine.autotune import Autotuner
 from datasvc.trainer.engine.execution.wire import wire_dtype
@@ -19,24 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Tuner:
-    """The connection between the engine and an `Autotuner`.
+    """The connection between the engine and an `Autotuner`, which starts at the values of the settings."""
 
-    Args:
-        autotuner: search algorithm.
-        log: path of a CSV file for the trials; None for no file.
-    """
-
-    def __init__(self, autotuner: Autotuner, log: str | None) -> None:
-        self._autotuner = autotuner
-        self._log = None if log is None else Path(log)
+    def __init__(self, settings: EngineSettings) -> None:
+        self._autotuner = Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s))
+        self._log = None if settings.autotune_log is None else Path(settings.autotune_log)
         self._has_changed = True  # the first proposal is the point of the grid that is nearest to the settings
-
-    @classmethod
-    def from_settings(cls, settings: EngineSettings) -> Self | None:
-        """Return a tuner for the settings; None if autotuning is disabled."""
-        if not settings.autotune:
-            return None
-        return cls(Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s)), settings.autotune_log)
 
     def propose(self) -> Tuning | None:
         """Return the values that all ranks adopt in this cycle; None for no change."""

@@ -86,12 +86,9 @@ class GradientReducer:
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         for position in trainable.keys() - self._bucket_of.keys():
             self._add_sparse_bucket(position)
-        self._hooks = [self._hook(position) for position in self._bucket_of]
-
-    @property
-    def covers(self) -> frozenset[int]:
+        self.covers = frozenset(self._bucket_of)
         """Positions of the parameters that were trainable when the buckets were planned."""
-        return frozenset(self._bucket_of)
+        self._hooks = [self._hook(position) for position in self._bucket_of]
 
     def is_reducing(self) -> bool:
         """Return whether a bucket has been sent since the last `finish`."""

@@ -114,7 +114,10 @@ def broadcast_optimizer_state(
     sparse = (
         _sparse_parameters(model) if not isinstance(optimizer, torch.optim.SparseAdam) else set(map(id, parameters))
     )
-    _add_zero_gradients([parameter for parameter in parameters if id(parameter) not in sparse])
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+            parameter.grad = torch.zeros_like(parameter)
+    # Values first without tensors, so that all ranks prepare tensors of the root's shapes; then the tensors.
     local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     described = [_describe(values) for values in local_values]
@@ -127,7 +130,12 @@ def broadcast_optimizer_state(
         _adopt(optimizer, parameters, local_values)
         if isinstance(optimizer, HasMemory):
             optimizer.adopt_shared_memory(shared)
-    tensors = {f"optimizer.{i}.{key}": local_values[i][key] for i, key in _described_tensors(root_values)}
+    tensors = {
+        f"optimizer.{i}.{key}": local_values[i][key]
+        for i, values in enumerate(root_values)
+        for key, value in values.items()
+        if isinstance(value, _TensorDescription)
+    }
     broadcast_parameters(tensors, root_rank)
 
 
@@ -161,10 +169,11 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
     prepared = dict(root_values)
     for key, value in root_values.items():
         if isinstance(value, _TensorDescription):
-            old = local_values.get(key)
-            fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)
+            local = local_values.get(key)
+            fits = isinstance(local, Tensor) and (local.shape, local.dtype) == (value.shape, value.dtype)
+            # Some optimizers keep step counters on the host, also for parameters on a GPU.
             tensor_device = torch.device("cpu") if value.is_on_host else device
-            prepared[key] = old if fits else torch.empty(value.shape, dtype=value.dtype, device=tensor_device)
+            prepared[key] = local if fits else torch.empty(value.shape, dtype=value.dtype, device=tensor_device)
     return prepared
 
 
@@ -179,24 +188,9 @@ def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: l
         group.update(options)
 
 
-def _described_tensors(root_values: Iterable[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    return [
-        (i, key)
-        for i, values in enumerate(root_values)
-        for key, value in values.items()
-        if isinstance(value, _TensorDescription)
-    ]
-
-
 def _sparse_parameters(model: torch.nn.Module | None) -> set[int]:
     modules = () if model is None else model.modules()
     return {id(module.weight) for module in modules if getattr(module, "sparse", False) is True}
-
-
-def _add_zero_gradients(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:

@@ -155,7 +155,12 @@ class _Normalize(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt(), count)
         ctx.name, ctx.process_set = name, process_set
         working = _working_dtype(input)
-        output = _normalize(input, weight, bias, mean.to(working), variance.to(working), eps)
+        moments = mean.to(working), variance.to(working)
+        output = (
+            functional.batch_norm(input, *moments, weight, bias, eps=eps)
+            if input.numel()
+            else torch.empty_like(input)
+        )
         ctx.mark_non_differentiable(mean, variance, count)
         return output, mean, variance, count
 
@@ -163,7 +168,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse, count = ctx.saved_tensors  # noqa: A001 - torch's name
-        working, shape = _working_dtype(input), _per_channel(input)
+        working, shape = _working_dtype(input), (1, -1, *[1] * (input.dim() - 2))
         axes = [axis for axis in range(input.dim()) if axis != 1]
         slope, centred = gradient.to(working), input.to(working) - mean.to(working).view(shape)
         bias_gradient, products = slope.sum(axes), (slope * centred).sum(axes)
@@ -190,23 +195,6 @@ def _sums_of(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
     moments = torch.var_mean(input.to(_working_dtype(input)), axes, correction=0)
     variance, mean = (moment.double() for moment in moments)
     return torch.cat([mean * count, (variance + mean * mean) * count, num_values])
-
-
-def _normalize(
-    input: Tensor,  # noqa: A002 - torch's name
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    eps: float,
-) -> Tensor:
-    if not input.numel():
-        return torch.empty_like(input)
-    return functional.batch_norm(input, mean, variance, weight, bias, training=False, eps=eps)
-
-
-def _per_channel(input: Tensor) -> tuple[int, ...]:  # noqa: A002 - torch's name
-    return (1, -1, *[1] * (input.dim() - 2))
 
 
 def _working_dtype(input: Tensor) -> torch.dtype:  # noqa: A002 - torch's name

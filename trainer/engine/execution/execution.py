@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.completion import Completions
@@ -18,7 +17,7 @@ from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.execution.wire import named_dtype
 from datasvc.trainer.engine.negotiation.negotiation import Ready
-from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 
 
 class Executor:
@@ -110,7 +109,9 @@ class Executor:
         request = ready.request
         device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
         tensors = tuple(
-            _neutral(request, named_dtype(dtype), shape, device)
+            torch.full(
+                shape, _neutral_value(request.reduce_op, named_dtype(dtype)), dtype=named_dtype(dtype), device=device
+            )
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)
         )
         return Submission(
@@ -123,19 +124,16 @@ class Executor:
         )
 
 
-def _neutral(request: Request, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> Tensor:
-    if request.reduce_op is ReduceOp.PRODUCT:
-        return torch.ones(shape, dtype=dtype, device=device)
-    if request.reduce_op in (ReduceOp.MIN, ReduceOp.MAX):
-        is_min = request.reduce_op is ReduceOp.MIN
-        return torch.full(shape, _extreme(dtype, is_highest=is_min), dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _extreme(dtype: torch.dtype, *, is_highest: bool) -> float | int | bool:
+def _neutral_value(op: ReduceOp | None, dtype: torch.dtype) -> float | int | bool:
+    """Return the value that does not change the result of a reduction."""
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    is_min = op is ReduceOp.MIN
     if dtype == torch.bool:
-        return is_highest
+        return is_min
     if dtype.is_floating_point:
-        return float("inf") if is_highest else float("-inf")
+        return float("inf") if is_min else float("-inf")
     limits = torch.iinfo(dtype)
-    return limits.max if is_highest else limits.min
+    return limits.max if is_min else limits.min

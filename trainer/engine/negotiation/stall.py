@@ -1,28 +1,14 @@
 """Detection of stalls: operations that some ranks have not submitted for a long time.
 
-Pure: the clock is an argument.
+A missing submission would otherwise look like a hang without a cause. Pure: the clock is an argument.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from datasvc.trainer.engine.negotiation.agreement import name_ranks
 from datasvc.trainer.engine.negotiation.requests import Key
-
-
-@dataclass(frozen=True)
-class StallDecision:
-    """The warnings to log now, and the reason to end the job.
-
-    Attributes:
-        warnings: one warning for each operation that is due.
-        failure: reason why the job ends; empty if it continues.
-    """
-
-    warnings: tuple[str, ...] = ()
-    failure: str = ""
 
 
 class StallWatch:
@@ -44,8 +30,10 @@ class StallWatch:
         self._waiting_since.pop(key, None)
         self._quiet_since.pop(key, None)
 
-    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> StallDecision:
-        """Return the warnings that are due; those about one operation are `warning_s` apart.
+    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[str], str]:
+        """Return the warnings that are due, and the reason why the job ends; an empty reason if it continues.
+
+        Warnings about one operation are `warning_s` apart.
 
         Args:
             now_s: current time of a monotonic clock.
@@ -61,7 +49,7 @@ class StallWatch:
                 warnings.append(_describe(key, ranks, waited_s))
             if self._shutdown_s and waited_s >= self._shutdown_s and not failure:
                 failure = f"{_describe(key, ranks, waited_s)}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
-        return StallDecision(tuple(warnings), failure)
+        return warnings, failure
 
 
 def _describe(key: Key, ranks: tuple[int, ...], waited_s: float) -> str:

@@ -31,22 +31,18 @@ class LoadersInTurn:
 
     def __init__(self, at_call: Loader[Any], ahead: Loader[Any]) -> None:
         self._at_call, self._ahead = at_call, ahead
-        self._current = at_call
-        self._batches = _endless_batches(at_call)
-
-    @property
-    def current(self) -> Loader[Any]:
+        self.current = at_call
         """The selected loader."""
-        return self._current
+        self._batches = _endless_batches(at_call)
 
     def turn_to(self, *, ahead: bool) -> None:
         """Select a loader; if it is another one, earlier batches are no longer valid."""
         selected = self._ahead if ahead else self._at_call
-        if selected is self._current:
+        if selected is self.current:
             return
         self.close()
-        selected.load_state_dict(self._current.state_dict())
-        self._current, self._batches = selected, _endless_batches(selected)
+        selected.load_state_dict(self.current.state_dict())
+        self.current, self._batches = selected, _endless_batches(selected)
 
     def __next__(self) -> Any:
         """Return the next batch; it is valid until the next call."""
@@ -55,7 +51,7 @@ class LoadersInTurn:
     def close(self) -> None:
         """Close the selected loader."""
         self._batches.close()
-        self._current.close()
+        self.current.close()
 
 
 def _endless_batches(loader: Loader[Any]) -> Generator[Any, None, None]:
