@@ -23,8 +23,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         name: name of the operation; see `datasvc.trainer.ops`.
         process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
-    full_name = choose_name(CollectiveKind.ALLGATHER, name)
-    return autograd.allgather([tensor], name=full_name, is_grouped=False, process_set=process_set)[0]
+    return autograd.allgather([tensor], name, process_set, is_grouped=False)[0]
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
@@ -36,8 +35,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Gather several tensors as one operation that succeeds or fails as a whole. Differentiable."""
-    full_name = choose_name(CollectiveKind.ALLGATHER, name)
-    return autograd.allgather(tensors, name=full_name, is_grouped=True, process_set=process_set)
+    return autograd.allgather(tensors, name, process_set, is_grouped=True)
 
 
 def grouped_allgather_async(

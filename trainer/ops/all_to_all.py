@@ -36,9 +36,7 @@ def alltoall(
         ValueError: `splits` is not int32, does not have one number for each rank, or has a larger sum than there are
             rows; without `splits`, the number of rows is not divisible by the number of ranks.
     """
-    output, received = autograd.alltoall(
-        tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set
-    )
+    output, received = autograd.alltoall(tensor, splits, name, process_set)
     if splits is None:
         return output
     return output, received.to(splits.device) if isinstance(splits, Tensor) else received

@@ -1,4 +1,4 @@
-"""Differentiable collectives, with Horovod's gradients. A backward pass is a collective too.
+"""Differentiable collectives, with Horovod's gradients. Their backward pass is a collective too.
 
 The gradient of an allreduce is the same allreduce. The gradients of allgather and broadcast are averaged over the
 ranks, not summed: otherwise a loss that every rank computes from the same gathered values would count `size` times.
@@ -68,21 +68,23 @@ def _reduce_compressed(
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
-def allgather(tensors: Sequence[Tensor], *, name: str, is_grouped: bool, process_set: ProcessSet) -> list[Tensor]:
+def allgather(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, *, is_grouped: bool
+) -> list[Tensor]:
     """Return new tensors with the rows of all ranks."""
-    return _apply(_Allgather, name, is_grouped, process_set, *tensors)
+    return _apply(_Allgather, choose_name(CollectiveKind.ALLGATHER, name), is_grouped, process_set, *tensors)
 
 
-def broadcast(tensor: Tensor, root_rank: int, *, name: str, process_set: ProcessSet) -> Tensor:
+def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     """Return a new tensor with the values of the root."""
-    return _apply(_Broadcast, name, root_rank, process_set, tensor)[0]
+    return _apply(_Broadcast, choose_name(CollectiveKind.BROADCAST, name), root_rank, process_set, tensor)[0]
 
 
 def alltoall(
-    tensor: Tensor, splits: Tensor | Sequence[int] | None, *, name: str, process_set: ProcessSet
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
     """Return a new tensor with the received rows, and the number received from each rank as int32 on the CPU."""
-    output, received = _apply(_Alltoall, name, splits, process_set, tensor)
+    output, received = _apply(_Alltoall, choose_name(CollectiveKind.ALLTOALL, name), splits, process_set, tensor)
     return output, received
 
 
@@ -124,11 +126,7 @@ class _Reducescatter(torch.autograd.Function):
         size = len(members_of(reduction.process_set)) if reduction.op is ReduceOp.SUM else 1
         factor = reduction.prescale_factor * reduction.postscale_factor * size
         scaled = [gradient * factor for gradient in gradients]
-        return (
-            None,
-            None,
-            *allgather(scaled, name=ctx.name, is_grouped=reduction.is_grouped, process_set=reduction.process_set),
-        )
+        return (None, None, *_apply(_Allgather, ctx.name, reduction.is_grouped, reduction.process_set, *scaled))
 
 
 class _Allgather(torch.autograd.Function):

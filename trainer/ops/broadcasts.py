@@ -24,9 +24,7 @@ def broadcast(
         name: name of the operation; see `datasvc.trainer.ops`.
         process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
-    return autograd.broadcast(
-        tensor, root_rank, name=choose_name(CollectiveKind.BROADCAST, name), process_set=process_set
-    )
+    return autograd.broadcast(tensor, root_rank, name, process_set)
 
 
 def broadcast_async(

@@ -1,4 +1,4 @@
-"""The reductions, under Horovod's names."""
+"""The reductions, under Horovod's names, and the choice between Horovod's arguments `op` and `average`."""
 
 from __future__ import annotations
 

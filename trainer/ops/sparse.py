@@ -1,4 +1,4 @@
-"""Allreduce of sparse tensors."""
+"""Allreduce of sparse tensors, whose indices differ between ranks: they are gathered, and added on every rank."""
 
 from __future__ import annotations
 

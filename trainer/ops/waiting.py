@@ -1,4 +1,4 @@
-"""Waiting for an asynchronous operation, at a barrier, or for ranks that have more data."""
+"""Waiting: for an asynchronous operation, at a barrier, or for the ranks that have more data (`join`)."""
 
 from __future__ import annotations
 
@@ -41,5 +41,6 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's signature
     """
     last = submit_join().wait()
     assert isinstance(last, int)
+    # Ranks that joined earlier have counted fewer unnamed operations than the others.
     restart_names()
     return last

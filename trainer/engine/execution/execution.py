@@ -46,9 +46,9 @@ class Executor:
         self._transport = transport
         self._finish = finish
         self._reductions = Reductions(
-            transport, streams=streams, completions=completions, buffers=buffers, finish=finish
+            transport=transport, streams=streams, completions=completions, buffers=buffers, finish=finish
         )
-        self._movements = Movements(transport, streams=streams, buffers=buffers, finish=finish)
+        self._movements = Movements(transport=transport, streams=streams, buffers=buffers, finish=finish)
         self._timeline = Timeline()
 
     def set_fusion(self, fusion_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,26 +25,23 @@ from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Re
 _SHORT_BYTES = 64 * 1024
 
 
+@dataclass(kw_only=True)
 class Reductions:
-    """The executor of allreduce and reducescatter; arguments as for `Executor`."""
+    """The executor of allreduce and reducescatter; other arguments as for `Executor`.
 
-    def __init__(
-        self,
-        transport: Transport,
-        *,
-        streams: EngineStreams,
-        completions: Completions,
-        buffers: FusionBuffers,
-        finish: Finish,
-    ) -> None:
-        self._transport = transport
-        self._streams = streams
-        self._completions = completions
-        self._buffers = buffers
-        self._finish = finish
-        self._has_node_sets = False
-        self.fusion_bytes = 0
-        self.timeline = Timeline()
+    Attributes:
+        fusion_bytes: maximum size of a fusion buffer, from the next operation on.
+        timeline: records later operations.
+    """
+
+    transport: Transport
+    streams: EngineStreams
+    completions: Completions
+    buffers: FusionBuffers
+    finish: Finish
+    fusion_bytes: int = 0
+    timeline: Timeline = field(default_factory=Timeline)
+    _has_node_sets: bool = False
 
     def allreduce(self, operations: Sequence[tuple[Ready, Submission]]) -> None:
         """Begin all allreduces, fused; each finishes when its last buffer is complete."""
@@ -67,9 +65,9 @@ class Reductions:
         for name, tensor, output in zip(
             submission.request.dtypes, submission.inputs, submission.outputs, strict=True
         ):
-            with self._streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor, output]):
+            with self.streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor, output]):
                 self._scatter(ready, wire_dtype(name), tensor, output)
-        self._finish(submission, submission.result)
+        self.finish(submission, submission.result)
 
     def _begin(
         self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], completed: Sequence[Submission]
@@ -81,7 +79,7 @@ class Reductions:
         keys = [submissions[operation].request.key for operation in buffer.operations]
         timeline = self.timeline
         timeline.begin(keys, request.kind.value.upper())
-        with self._streams.on_engine_stream(outputs[0].device, ready_events, inputs + outputs):
+        with self.streams.on_engine_stream(outputs[0].device, ready_events, inputs + outputs):
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
                 flat, scratch = self._pack(buffer, inputs, outputs)
@@ -94,7 +92,7 @@ class Reductions:
                 work = self._reduce(buffer, request, flat)
 
         def complete(work: CollectiveWork) -> None:
-            with self._streams.on_engine_stream(outputs[0].device, (), ()):
+            with self.streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()
                 timeline.activity(keys, "MEMCPY_OUT_FUSION_BUFFER")
@@ -103,23 +101,23 @@ class Reductions:
                     _scale(flat, factor=request.postscale_factor, divisor=divisor)
                     _unpack(buffer, flat, outputs)
             if scratch is not None:
-                self._buffers.give_back(scratch)
+                self.buffers.give_back(scratch)
             timeline.end(keys)
             for submission in completed:
-                self._finish(submission, submission.result)
+                self.finish(submission, submission.result)
 
         is_short = flat.numel() * flat.element_size() <= _SHORT_BYTES
-        self._completions.add(work, complete, is_short=is_short)
+        self.completions.add(work, complete, is_short=is_short)
 
     def _pack(
         self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """Return the flat tensor to send, and the fusion buffer to give back later, if one is used."""
-        dtype, device = wire_dtype(buffer.dtype), self._transport.wire_device(outputs[0].device)
+        dtype, device = wire_dtype(buffer.dtype), self.transport.wire_device(outputs[0].device)
         # A single tensor of the right form is reduced in place, without a fusion buffer.
         if len(outputs) == 1 and can_send_directly(outputs[0], dtype, device):
             return copy_into(inputs[0], outputs[0]).view(-1), None
-        flat = self._buffers.take(dtype, device, buffer.num_elements)
+        flat = self.buffers.take(dtype, device, buffer.num_elements)
         for slot, tensor in zip(buffer.slots, inputs, strict=True):
             flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)
         return flat, flat
@@ -138,10 +136,10 @@ class Reductions:
             return CompletedWork()
         if not flat.numel():
             return CompletedWork()
-        return self._transport.begin_allreduce(flat, request.reduce_op, request.process_set)
+        return self.transport.begin_allreduce(flat, request.reduce_op, request.process_set)
 
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
-        transport = self._transport
+        transport = self.transport
         # As in Horovod over NCCL: an average within each node, then Adasum between the nodes.
         ranks_per_place = transport.local_size if flat.is_cuda else 1
         if ranks_per_place > 1:
@@ -159,7 +157,7 @@ class Reductions:
         combine_over_tree(parts, flat, place=place, num_places=transport.size // ranks_per_place, swap=swap)
 
     def _make_node_sets(self) -> None:
-        transport = self._transport
+        transport = self.transport
         if self._has_node_sets:
             return
         self._has_node_sets = True
@@ -172,7 +170,7 @@ class Reductions:
         return -1 - node  # negative: the numbers of users' process sets are not
 
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
-        request, transport = ready.request, self._transport
+        request, transport = ready.request, self.transport
         wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
         _scale(wire, factor=request.prescale_factor)
         row = wire[:1].numel() if wire.shape[0] else 0
