@@ -1,8 +1,7 @@
 """Search for the fusion size and the cycle time with the highest throughput. Pure: the clock is an argument.
 
-The search is a hill climb on a grid. The score of a candidate is the median of a few samples, so that a pause of the
-job does not affect it; the first sample is ignored. Horovod fits a Gaussian process instead; on a grid of forty
-points a hill climb needs no more trials, and is simpler.
+The search is a hill climb on a grid. Horovod fits a Gaussian process instead; on a grid of forty points a hill climb
+needs no more trials, and is simpler.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ class Autotuner:
             self._since_s = now_s
             return False
         if not (num_bytes or self._num_bytes):
+            # A pause between two samples, such as an evaluation, belongs to neither.
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes
@@ -76,6 +76,7 @@ class Autotuner:
         self._num_bytes, self._since_s = 0, now_s
         if len(self._samples) < _NUM_WARMUPS + _NUM_SAMPLES:
             return False
+        # The first sample still has operations under the previous values; the median ignores a pause within a sample.
         self._score(median(self._samples[_NUM_WARMUPS:]))
         self._samples = []
         return True

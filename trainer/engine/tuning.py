@@ -42,6 +42,7 @@ class Tuner:
         )
         if not self._autotuner.observe(num_bytes, time.monotonic()):
             return
+        # The other ranks get the new values with the message of the next cycle.
         self._has_changed = True
         if self._autotuner.is_done:
             best = self._autotuner.tuning
@@ -61,5 +62,6 @@ class Tuner:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
             temporary.replace(self._log)
         except OSError as error:
+            # The job continues without the log; one warning is enough.
             logger.warning("the log of the autotuner cannot be written: %s", error)
             self._log = None

@@ -36,7 +36,7 @@ class _As16Bits(Compressor):
     def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
         """Convert a floating-point tensor to 16 bits; the context is its original dtype."""
         if not tensor.dtype.is_floating_point:
-            return tensor, None
+            return tensor, None  # integers would lose digits
         return tensor.to(cls.dtype), tensor.dtype
 
     @classmethod

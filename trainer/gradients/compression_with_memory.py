@@ -78,4 +78,5 @@ def with_residual(parameter: Tensor, memory: dict[str, Any]) -> Tensor:
     if parameter.grad is None:
         return parameter.new_zeros(parameter.shape) if residual is None else residual.clone()
     gradient = parameter.grad.detach()
+    # A new tensor in either case, because the caller changes it.
     return gradient.clone() if residual is None else gradient + residual

@@ -14,8 +14,10 @@ from datasvc.trainer.job.submit import submit_allgather
 
 def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Handle:
     """Start to gather a sparse COO tensor; `combine_gathered` returns the result."""
+    # Coalesced, so that an index that occurs twice on this rank is sent once.
     compact = tensor.detach().coalesce()
     return submit_allgather(
+        # Transposed: an allgather concatenates along the first dimension, which must be that of the values.
         [compact.indices().t().contiguous(), compact.values()],
         name=name,
         is_grouped=True,

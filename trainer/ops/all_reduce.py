@@ -170,6 +170,7 @@ def _allreduce(
     return submit_allreduce(
         inputs,
         outputs,
+        # The warning about `average` names the line that calls the public function.
         op=choose_op(average, op, stacklevel=4),
         name=choose_name(CollectiveKind.ALLREDUCE, name),
         prescale_factor=factors[0],

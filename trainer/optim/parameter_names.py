@@ -78,11 +78,13 @@ def place_groups(
         names: name of each parameter.
         process_set: ranks that take part.
     """
+    # By identity: `==` of tensors compares their values.
     positions = {id(parameter): position for position, parameter in enumerate(parameters)}
     if isinstance(groups, int):
         if groups == 0:
             return []
         by_name = {names[parameter]: position for position, parameter in enumerate(parameters)}
+        # Ranks may list their parameters in different orders; the groups are those of one rank.
         first_rank = (process_set.ranks or [0])[0]
         order = broadcast_object(list(by_name), first_rank, "optimizer.groups", process_set)
         return cut_evenly([by_name[name] for name in order if name in by_name], groups)

@@ -53,6 +53,7 @@ def commit(run: Run, *, due: bool = False) -> None:
         due: a periodic save: with `checkpoint_overlap="refuse"` it is refused while an earlier one is running.
             Otherwise this save waits for earlier ones.
     """
+    # Only a periodic save may be refused: the one after an evaluation or a signal has to be committed.
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()
@@ -81,6 +82,7 @@ def commit(run: Run, *, due: bool = False) -> None:
             metrics=run.metrics,
         )
     except BusyError:
+        # Expected with `checkpoint_overlap="refuse"`; the next periodic save has the newer state.
         if hvd.rank() == 0:
             run.events.report("refused", step=run.step, epoch=run.loader.epoch)
     else:
@@ -136,6 +138,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.version} has the {part} {saved!r}, this run {configured!r}; "
                 "use another --name, or --resume never"
             )
+    # The loader first: it refuses a checkpoint of other data before anything of this run has changed.
     run.loader.load_state_dict(state["loader"])
     try:
         run.model.load_state_dict(state["model"])
@@ -173,6 +176,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     Raises:
         ValueError: the state has other parameters or parameter groups.
     """
+    # `load_state_dict` also loads the settings of the groups, which the command line of this run decides.
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):

@@ -15,8 +15,8 @@ from datasvc.errors import ConfigError
 class WeightAverage:
     """Averages a model's weights: `average = decay * average + (1 - decay) * weights` after each step.
 
-    The decay is smaller at first, `min(decay, (1 + n) / (10 + n))`, so that the initial weights do not dominate the
-    average of a short run. Buffers, such as the statistics of batch normalisation, are not averaged.
+    After n updates the decay is `min(decay, (1 + n) / (10 + n))`. Buffers, such as the statistics of batch
+    normalisation, are not averaged.
 
     Args:
         model: its parameters are averaged; the average starts as a copy of them.
@@ -40,12 +40,14 @@ class WeightAverage:
     def update(self) -> None:
         """Add the present weights to the average; call it after each step."""
         self._num_updates += 1
+        # A smaller decay at first: the initial weights must not dominate the average of a short run.
         decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
         torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Exchange the weights for their average inside the context; do not train there."""
+        # Exchanged in place, not replaced: the optimizer and a compiled model refer to the tensors of the weights.
         self._swap()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Builds the optimizer of a run from its settings."""
+"""Builds the optimizer of a run from its settings, and sets its learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the state that an elastic job continues after a restart: from a surviving rank or the repository."""
+"""Chooses the state that an elastic job continues after a restart: that of a surviving rank, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
+    # One rank decides for all: a save that completes now could otherwise be found by some ranks only.
     stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)
     load(model.restore())
+    # `elastic.run` restores the last saved state after a failure, which must not be older than the checkpoint.
     state.save()
     return Newest("repository", state.step, time.perf_counter() - began_s)

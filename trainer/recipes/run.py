@@ -1,4 +1,4 @@
-"""The state of one rank's run: what the training loop changes and a checkpoint holds."""
+"""The state of one rank's run: the values that the training loop changes, and that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ class Run(Learner):
 
         Equal on all ranks, since position, step and metrics are.
         """
+        # Between its last batch and the end of its loop, an epoch is served but still the current one.
         epochs_left = self.config.epochs - self.loader.epoch
         is_served = epochs_left < 1 or (epochs_left == 1 and not self.loader.steps_left)
         return is_served or self.is_cut_short

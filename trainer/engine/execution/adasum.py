@@ -27,6 +27,7 @@ def combine_over_tree(
     distance = 1
     while distance < num_places:
         partner = place ^ distance
+        # The whole buffer in one message, although the parts are combined one by one.
         received = swap(flat, partner)
         offset = flat.storage_offset()
         received_parts = [received[p.storage_offset() - offset :][: p.numel()] for p in parts]
@@ -44,6 +45,7 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
         a: flat floating-point tensor.
         b: flat tensor of the same dtype and length.
     """
+    # A dot product sums over a whole tensor, which half precision would round away or overflow.
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     product, norm_a, norm_b = (
         float(torch.dot(x, y)) for x, y in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))

@@ -69,6 +69,7 @@ class Executor:
         Raises:
             RuntimeError: the group is broken; operations that are not finished by then never finish.
         """
+        # Allreduces first: they complete in another thread while this one runs the other operations.
         allreduces = [entry for entry in operations if entry[0].request.kind is CollectiveKind.ALLREDUCE]
         self._reductions.allreduce(
             [(ready, submission or self._neutral_submission(ready)) for ready, submission in allreduces]

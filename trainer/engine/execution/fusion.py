@@ -61,6 +61,7 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
     """
     open_buffers: dict[tuple[object, ...], list[FusionSlot]] = {}
     buffers: list[tuple[str, list[FusionSlot]]] = []
+    # One open buffer per key, so that requests of alternating dtypes still share buffers.
     for operation, request in enumerate(requests):
         for member, (dtype, shape) in enumerate(zip(request.dtypes, request.shapes, strict=True)):
             key, length = _fusion_key(request, operation, dtype), prod(shape)
@@ -77,6 +78,7 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
 def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, ...]:
     """Return the value that tensors must have in common to share a buffer."""
     if request.is_grouped:
+        # The number of the operation keeps every other request out of its buffers.
         return (operation, dtype)
     factors = (request.prescale_factor, request.postscale_factor)
     return (None, request.process_set, dtype, request.reduce_op, factors, request.device_type)

@@ -48,6 +48,7 @@ class Movements:
             if self.transport.rank == root_rank:
                 copy_into(tensor, output)
             if output.numel():
+                # A copy only if the output cannot be sent itself: strided, lazily negated, or on a GPU without NCCL.
                 wire = _materialized(output).to(self.transport.wire_device(output.device)).contiguous()
                 self.transport.broadcast(as_bytes(wire), root_rank, ready.request.process_set)
                 copy_into(wire, output)

@@ -83,6 +83,7 @@ class Reductions:
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
                 flat, scratch = self._pack(buffer, inputs, outputs)
+                # Usually all parts are scaled alike, in one pass over the buffer.
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
                     _scale(flat, factor=request.prescale_factor)
                 else:

@@ -42,6 +42,7 @@ class EngineStreams:
                 stream.wait_event(event)
         with torch.cuda.stream(stream):
             yield
+        # torch's allocator must not reuse this memory for the user's stream before the engine's stream has used it.
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(stream)

@@ -63,6 +63,7 @@ class TraceFile(Timeline):
         self._start_ns = time.monotonic_ns()
         self._lines: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        # Each operation has a row; Chrome's viewer shows the rows as processes.
         self._rows: dict[Key, int] = {}
         self._is_negotiating: set[Key] = set()
         self._has_activity: set[Key] = set()
@@ -151,6 +152,7 @@ class TraceFile(Timeline):
                 self._write_events()
         except OSError as error:
             logger.warning("cannot write the timeline %s any more: %s", self._file.name, error)
+            # Discard later events until `close`: a full disk must not end the job, nor fill the memory.
             while self._lines.get() is not None:
                 pass
 
@@ -160,6 +162,8 @@ class TraceFile(Timeline):
             for event in events:
                 self._file.write(("" if is_first else ",\n") + json.dumps(event))
                 is_first = False
+            # After a crash the file holds all events until the last pause, though not the closing bracket, which
+            # viewers do not need.
             if self._lines.empty():
                 self._file.flush()
         self._file.write("\n]\n")

@@ -1,6 +1,6 @@
 """The message that a rank sends to all others in one cycle, and its encoding.
 
-The encoding is JSON, not pickle. It is compact enough, because a known request is sent as its number in the request
+The encoding is JSON, not pickle. It is compact enough, because a cached request is sent as its number in the request
 cache, and an empty message has no bytes.
 """
 
@@ -39,6 +39,7 @@ class CycleMessage:
 
 def encode_message(message: CycleMessage) -> bytes:
     """Return the bytes of a message; no bytes for an empty message."""
+    # Most cycles of an idle job have nothing to send; no bytes need no JSON on any rank.
     if message == CycleMessage():
         return b""
     entries = [entry if isinstance(entry, int) else request_fields(entry) for entry in message.entries]

@@ -34,11 +34,13 @@ class RequestCache:
         if self._capacity == 0:
             return
         if key in self._numbers:
+            # A changed request, such as another shape, replaces the one of the same name.
             self._requests[self._numbers[key]] = request
         elif len(self._requests) < self._capacity:
             self._numbers[key] = len(self._requests)
             self._requests.append(request)
         else:
+            # The number of the evicted request is reused, so numbers stay below the capacity.
             _, number = self._numbers.popitem(last=False)
             self._numbers[key] = number
             self._requests[number] = request

@@ -39,6 +39,7 @@ class StallWatch:
             now_s: current time of a monotonic clock.
             missing: ranks that have not submitted an operation, for each pending operation.
         """
+        # Completed operations: a later one of the same name waits from its own submission on.
         for key in self._waiting_since.keys() - missing.keys():
             self.restart(key)
         warnings, failure = [], ""

@@ -50,6 +50,7 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
     """
     if num_classes < 1:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 1")
+    # Only options of the reference models are checked by type: those of a user's function may accept several types.
     is_reference = name in MODELS
     function = MODELS[name] if is_reference else _import_function(name)
     _check_accepts(name, function, {"num_classes": num_classes, **options})

@@ -60,6 +60,7 @@ class LARS(ForeachOptimizer):
             )
             torch._foreach_mul_(directions, ratios)
         if group["momentum"]:
+            # The averages do not contain the learning rate, so a change of the rate needs no correction.
             averages = self.averages_of(weights, "momentum")
             torch._foreach_mul_(averages, group["momentum"])
             torch._foreach_add_(averages, directions)

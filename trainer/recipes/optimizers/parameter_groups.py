@@ -33,6 +33,7 @@ def group_parameters(model: nn.Module, *, weight_decay: float, decayed: str = "w
         raise ConfigError(
             "the model has no parameters to train; expected at least one parameter with requires_grad=True"
         )
+    # Biases and the scales of normalisations have one dimension; weights of layers have two or more.
     exempt = [parameter for parameter in trained if decayed == "weights" and parameter.ndim <= 1]
     weights = [parameter for parameter in trained if decayed == "all" or parameter.ndim > 1]
     groups = [

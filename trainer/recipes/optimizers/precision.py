@@ -30,5 +30,6 @@ def make_loss_scale(precision: str, device: torch.device) -> torch.amp.GradScale
 
 def load_loss_scale(scale: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
     """Load the loss scale of a checkpoint. A checkpoint of another precision has none: the initial scale stays."""
+    # A disabled scale saves an empty state, which an enabled one cannot load.
     if state and scale.is_enabled():
         scale.load_state_dict(dict(state))

@@ -65,6 +65,7 @@ class ProgressLine:
             facts: of a `step` event: step, epoch, progress, loss, rate, step_s, wait_s, samples, unit.
         """
         if self._began is None:
+            # Measured from here, not from the start of the program: a resumed run begins at some progress.
             self._began = (self._now(), facts["progress"])
             self._step_s, self._wait_s = facts["step_s"], facts["wait_s"]
         self._step_s = _KEPT * self._step_s + (1 - _KEPT) * facts["step_s"]

@@ -1,4 +1,4 @@
-"""Measures the duration of steps, and how much of it is waiting for data."""
+"""Measures the duration of steps, and the part of it that is spent waiting for data."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepClock:
 
     def take(self) -> tuple[float, float]:
         """Return the mean duration of a step since the last call, and its mean wait for data, in seconds."""
-        num_steps = max(self._num_steps, 1)
+        num_steps = max(self._num_steps, 1)  # a call before the first step returns zeros
         means = self._took_s / num_steps, self._waited_s / num_steps
         self._took_s = self._waited_s = 0.0
         self._num_steps = 0

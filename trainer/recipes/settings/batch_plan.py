@@ -33,11 +33,13 @@ def plan_batches(config: TrainConfig, world_size: int) -> BatchPlan:
     """
     batch_size = config.batch_size
     if config.global_batch is not None:
-        batch_size, rest = divmod(config.global_batch, world_size)
-        if rest or not batch_size:
+        batch_size, remainder = divmod(config.global_batch, world_size)
+        if remainder or not batch_size:
             raise ConfigError(
                 f"a global batch of {config.global_batch} samples cannot be dealt evenly to {world_size} ranks; "
                 "use a multiple, or set --batch-size, the samples of one rank"
             )
     micro_batch = min(config.micro_batch or batch_size, batch_size)
-    return BatchPlan(batch_size * world_size, batch_size, -(-batch_size // micro_batch), micro_batch)
+    # Rounded up: the last pass takes the remaining samples.
+    num_passes = -(-batch_size // micro_batch)
+    return BatchPlan(batch_size * world_size, batch_size, num_passes, micro_batch)

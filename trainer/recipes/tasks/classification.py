@@ -99,6 +99,7 @@ class Classification:
 
     def count(self, model: nn.Module, examples: Examples) -> Tensor:
         """Return the numbers of top-1 hits and top-5 hits, the sum of cross entropies, and the number of samples."""
+        # In float32, also under autocast: 16 bits are too few for sums of logarithms.
         logits = model(examples.inputs).float()
         losses = F.cross_entropy(logits, examples.targets, reduction="none")
         best = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
@@ -124,6 +125,7 @@ def count_classes(split: Split) -> int:
         raise ConfigError(f"{split!r} has no labels to train on: none of its columns is called {LABEL!r}")
     num_classes = len(split.classes)
     if not num_classes:
+        # Over all splits, so that a label that occurs only in `val` has a logit too.
         tables = [other.table for other in open_dataset(split.repository, split.dataset).values()]
         num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
     if num_classes > MAX_CLASSES:

@@ -73,6 +73,7 @@ class LanguageModelling:
             ConfigError: a token is outside the vocabulary.
         """
         assert batch.labels is not None
+        # An embedding would fail on a GPU with an error that names no token.
         largest = int(batch.tokens.max())
         if largest >= self._vocabulary:
             raise ConfigError(

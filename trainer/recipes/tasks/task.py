@@ -1,4 +1,4 @@
-"""The interface of a task: everything that differs between classification and language modelling."""
+"""The interface of a task: loaders, model, loss and metrics, which differ between images and text."""
 
 from __future__ import annotations
 

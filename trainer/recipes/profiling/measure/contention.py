@@ -44,6 +44,7 @@ def contention_of(alone: float, beside: float, num_beside: int) -> float:
         beside: q; values above p are noise.
         num_beside: m.
     """
+    # A share of 0, or one that grows with the load, is noise of short measurements.
     alone = max(_MIN_SHARE, alone)
     beside = min(alone, max(_MIN_SHARE, beside))
     return (1 - beside / alone) / (num_beside * beside)

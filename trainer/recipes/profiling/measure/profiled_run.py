@@ -96,6 +96,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
             stack.callback(nodes.close)
 
         def open_loader(prefetch: int) -> Loader[Any]:
+            # A task of its own, because the loader takes its settings from the configuration of the task.
             loader_task = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
             return loader_task.open_loader(
                 split, training=True, batch_size=batches.batch_size, cache=cache, place=place
@@ -104,6 +105,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         loaders = LoadersInTurn(open_loader(0), open_loader(max(1, config.prefetch)))
         stack.callback(loaders.close)
         learner = build_learner(config, task, batches, place)
+        # Steps compute all that training computes, and leave the weights as they are.
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.0
         yield ProfiledRun(**vars(learner), loaders=loaders, num_threads=place.num_threads)

@@ -54,6 +54,7 @@ class StepMode(StrEnum):
 def step_time(costs: StepCosts, mode: StepMode) -> float:
     """Return the mean duration of a step in seconds, by the equations of the module."""
     if mode is StepMode.SERIAL:
+        # Nothing runs concurrently, so no time is lost to other threads (t_k).
         return costs.io_s + _passes_s(costs) + costs.reduce_s
     return max(costs.ahead_s, training_side_s(costs, mode))
 
