@@ -43,11 +43,7 @@ class CompressionWithMemory(ABC):
         """Return a bucket that sends compressed gradients and stores its state in `memory`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - as `Compressor`
-        """Reject the use without a memory.
-
-        Raises:
-            ValueError: always.
-        """
+        """Reject the use without a memory. Raises ValueError: always."""
         raise ValueError(f"{self} stores the unsent part of gradients, so only DistributedOptimizer can use it")
 
     def check(self, op: ReduceOp) -> None:

@@ -37,11 +37,7 @@ class EarlyStop:
         return self._patience is not None and self._num_without >= self._patience
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Count an evaluation. NaN is never a new best.
-
-        Raises:
-            ConfigError: the evaluation has no such metric.
-        """
+        """Count an evaluation. NaN is never a new best. Raises ConfigError: the evaluation has no such metric."""
         if self._patience is None:
             return
         if self._metric not in metrics:

@@ -219,11 +219,7 @@ class TrainConfig:
             check_log(target)
 
     def parse_milestones(self) -> tuple[tuple[float, float], ...]:
-        """Return `(epoch, factor)` of each milestone.
-
-        Raises:
-            ConfigError: a milestone has another form.
-        """
+        """Return `(epoch, factor)` of each milestone. Raises ConfigError: a milestone has another form."""
         pairs = [milestone.partition(":") for milestone in self.milestones]
         try:
             return tuple((float(epoch), float(factor)) for epoch, _, factor in pairs)

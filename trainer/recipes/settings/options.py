@@ -54,11 +54,7 @@ class Options:
         return [_option(name) for name, setting in self.settings.items() if setting.value is _REQUIRED]
 
     def config(self) -> TrainConfig:
-        """Return the settings of the run.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
+        """Return the settings of the run. Raises ConfigError: a value is out of range."""
         return TrainConfig(**{name: setting.value for name, setting in self.settings.items()})
 
     def describe(self) -> str:

@@ -154,11 +154,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
 
 
 def find_preset(name: str) -> Preset:
-    """Return the preset `name`.
-
-    Raises:
-        ConfigError: there is no such preset.
-    """
+    """Return the preset `name`. Raises ConfigError: there is no such preset."""
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; expected one of {', '.join(PRESETS)}")
     return PRESETS[name]
