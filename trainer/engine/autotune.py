@@ -29,11 +29,7 @@ class Trial:
 
 
 class Autotuner:
-    """A hill climb over candidates, until no neighbour of the best one is better.
-
-    Args:
-        start: initial values; the search begins at the nearest point of the grid.
-    """
+    """A hill climb from the grid point nearest to `start`, until no neighbour of the best point is better."""
 
     def __init__(self, start: Tuning) -> None:
         self.trials: list[Trial] = []
@@ -54,12 +50,7 @@ class Autotuner:
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Record reduced bytes, and return whether `tuning` has changed.
-
-        Args:
-            num_bytes: number of bytes reduced since the last call.
-            now_s: current time of a monotonic clock.
-        """
+        """Record the bytes reduced since the last call, and return whether `tuning` has changed."""
         if self.is_done:
             return False
         if self._since_s is None:

@@ -108,6 +108,7 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
+            # Remembered for a later join, when this rank has no tensor that shows the device.
             if submission.inputs and submission.inputs[0].is_cuda:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
@@ -123,11 +124,12 @@ class Engine:
         with self._changed:
             self._is_leaving = True
             self._changed.notify()
+        # The thread sends one more message, from which the other ranks learn that this one leaves.
         self._thread.join()
         self._timeline.close()
 
     def _run(self) -> None:
-        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(False)  # a setting per thread; nothing here is differentiated
         try:
             reason = self._serve()
         except Exception as cause:
@@ -148,6 +150,7 @@ class Engine:
     def _serve(self) -> str:
         while True:
             messages = self._cycle()
+            # A failure first: that other ranks leave in the same cycle may be its consequence.
             failures = [message.failure for message in messages if message.failure]
             if failures:
                 return failures[0]
@@ -187,6 +190,7 @@ class Engine:
         with self._changed:
             if not self._queue and not self._is_leaving and self._reduction_failure is None:
                 self._changed.wait(self._idle_wait_s())
+            # Also without submissions this rank takes part in the exchange: the other ranks cannot run it alone.
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
@@ -200,7 +204,7 @@ class Engine:
 
     def _idle_wait_s(self) -> float | None:
         if self._transport.size == 1:
-            return None
+            return None  # only a submission or `close` can end the pause
         awaits_others, is_awaited = self._negotiation.waiting(self._transport.rank)
         if awaits_others and not is_awaited:
             # This rank must be in the exchange when the others submit: a pause would delay the operation.
@@ -248,6 +252,7 @@ class Engine:
                 del self._in_flight[key]
         if kind in (CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET):
             self.process_sets = self._negotiation.process_sets
+        # A barrier, for example, has no tensors.
         device = submission.inputs[0].device if submission.inputs else torch.device("cpu")
         submission.handle.succeed(result, self._streams.record_end(device))
 
@@ -274,6 +279,7 @@ class Engine:
 
     def _end(self, reason: str) -> None:
         with self._changed:
+            # Set under the lock: from here on `submit` raises, so that no submission is left behind.
             self._end_reason = reason
             abandoned = list(self._in_flight.values())
         for submission in abandoned:

@@ -61,14 +61,8 @@ def plan_groups(
 ) -> list[list[int]]:
     """Make each group of parameters a bucket, or one bucket per kind, and group the other parameters by size.
 
-    Args:
-        sizes_bytes: see `plan_buckets`.
-        kinds: see `plan_buckets`.
-        groups: positions of parameters, each in at most one group.
-        bucket_bytes: see `plan_buckets`; it does not limit groups.
-
-    Returns:
-        Positions of parameters by bucket, each exactly once; the buckets of the groups come first, in their order.
+    Arguments and result as of `plan_buckets`. `groups` has positions of parameters, each in at most one group. The
+    buckets of the groups come first, in their order; `bucket_bytes` does not limit them.
     """
     buckets: list[list[int]] = []
     for group in groups:

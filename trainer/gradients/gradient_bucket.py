@@ -80,6 +80,7 @@ class Bucket(ABC):
 
     def launch(self) -> None:
         """Send the bucket, with zeros for missing gradients."""
+        # A parameter that this rank did not use in the step; other ranks expect the whole bucket.
         for position in self.parameters.keys() - self._filled:
             self._take(position)
         self.is_launched = True
@@ -121,11 +122,7 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """A bucket with one flat tensor, allocated once; gradients are views of it from the first step on.
 
-    Args:
-        name: see `Bucket`.
-        parameters: parameters of one dtype and device.
-        reduction: see `Bucket`.
-        dtype: dtype of the flat tensor; None for that of the parameters.
+    The parameters have one dtype and device. The flat tensor has the dtype `dtype`; None for that of the parameters.
     """
 
     def __init__(
@@ -169,6 +166,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self._allocate()
         if not self._filled:
+            # Once per step: the number of ranks can change between the steps of an elastic job.
             self._factors = self.reduction.factors()
         parameter, view, factor = self.parameters[position], self._views[position], self._factors[0]
         gradient = parameter.grad
@@ -191,6 +189,7 @@ class DenseBucket(Bucket):
             [self._flat],
             name=self.name,
             op=self.reduction.op_on_wire,
+            # Applied by `_take` already; it is sent so that a disagreement of the ranks is an error.
             prescale_factor=self._factors[0],
             postscale_factor=self._factors[1],
             is_prescaled=True,

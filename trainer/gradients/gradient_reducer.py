@@ -81,6 +81,7 @@ class GradientReducer:
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
         trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
+        # A parameter whose gradient was sparse before gets a bucket of its own, unless it is sent as a dense tensor.
         gathered = frozenset() if exchange.sparse_as_dense else exchange.sparse
         self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
@@ -102,12 +103,14 @@ class GradientReducer:
         """
         try:
             self._launch_remaining()
+            # All second messages are sent before the first result is awaited, so that they are in flight together.
             for bucket in self._buckets:
                 bucket.send_second()
             for bucket in self._buckets:
                 bucket.collect()
             self._make_sparse_again()
         finally:
+            # Also after an error, so that nothing of this step enters the next one.
             self.reset()
 
     def reset(self) -> None:

@@ -158,12 +158,14 @@ class _PowerSGDBucket(Bucket):
         matrix = gradient.reshape(gradient.shape[0], -1)
         if matrix.dtype not in (torch.float32, torch.float64):
             matrix = matrix.float()
+        # Warm start: the right factor of the last step approximates the row space of this gradient too.
         right = self._basis(position, matrix)
         _orthonormalize(right)
         return _Factors(matrix, matrix @ right, right)
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
         """Return the basis of the last step; a random one in the first step, or if the last one is zero."""
+        # Equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
         fresh = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)

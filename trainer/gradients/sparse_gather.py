@@ -26,13 +26,7 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
 
 
 def combine_gathered(handle: Handle, shape: torch.Size, reduction: GradientReduction) -> Tensor:
-    """Wait for the operation, and return the combined tensor, coalesced.
-
-    Args:
-        handle: handle from `gather_sparse`.
-        shape: shape of the tensor, the same on every rank.
-        reduction: reduction, Average or Sum.
-    """
+    """Wait for a `gather_sparse`, and return the tensor of `shape`, combined by Average or Sum and coalesced."""
     gathered = handle.wait()
     assert isinstance(gathered, list)
     indices, values = gathered

@@ -100,6 +100,7 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
         handle = submit_allreduce(tensors, outputs, name=name, **vars(reduction))
+        # The handle has the name with its number, if the user gave none; the backward pass needs the same one.
         ctx.arguments = (f"{handle.name}.gradient", reduction)
         handle.wait()
         return tuple(outputs)

@@ -91,6 +91,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, then replace its change of the parameters by the combined change of all ranks."""
+        # Read in each step: parameters may be frozen or added between steps.
         parameters = [parameter for parameter in parameters_of(self) if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         loss = super().step(closure) if closure is not None else super().step()

@@ -160,6 +160,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the combined gradients and make a step; with a closure, combine them after each call of it."""
+        # A closure computes the gradients inside of `step`, possibly several times, as for LBFGS.
         if closure is not None and self._reducer is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))
         if self._should_synchronize:
@@ -173,6 +174,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 )
             self.synchronize()
         self._is_synchronized = False
+        # Not step(None): the step of some optimizers takes no argument.
         return super().step(closure) if closure is not None else super().step()
 
     # torch wraps a step() without this mark in profiling and user hooks; the step() of the base class is wrapped
@@ -207,11 +209,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         them if its rank has changed. Other ranks ignore them.
         """
         if self._reducer is not None:
-            self._reducer.reset()
+            self._reducer.reset()  # gradients of before the load must not enter the next step
         self._is_synchronized = False
         super().load_state_dict(*args, **kwargs)
         state: Mapping[str, Any] = args[0] if args else kwargs["state_dict"]
         if isinstance(self._exchange.compression, CompressionWithMemory):
+            # The state of a plain optimizer has no memory.
             saved = state.get("compression", {"rank": None, "memory": {}})
             self._exchange.memory.clear()
             is_mine = saved["rank"] == runtime.rank() or saved.get("process") == _name_process()

@@ -17,11 +17,8 @@ T = TypeVar("T")
 def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     """Call `function` on rank 0 and return its result on every rank, or raise its error on every rank.
 
-    A collective: every rank calls this in the same order. No rank hangs when rank 0 fails.
-
-    Args:
-        function: called on rank 0 only; its result is pickled.
-        name: of the broadcast.
+    A collective: every rank calls this in the same order. No rank hangs when rank 0 fails. The result is sent as a
+    pickle, in a broadcast called `name`.
 
     Raises:
         DatasvcError: raised by `function`, or one that describes another exception of it.

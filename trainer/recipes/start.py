@@ -45,10 +45,12 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
+    # Resolved once: `latest` may move while the ranks start.
     data, version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
+    # The checkpoints store the name of the model, also if it was chosen by the data.
     config = dataclasses.replace(config, model=config.model or task.default_model)
     batches = plan_batches(config, hvd.size())
     schedule = build_schedule(config, batches.global_batch)
@@ -58,6 +60,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     # Opened before the first step, so that its errors appear now. Without a `val` split nothing is evaluated.
     val_loader = None
     if "val" in dataset:
+        # A batch is one forward pass, so it is as large as those of training.
         val_loader = task.open_loader(
             dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
         )

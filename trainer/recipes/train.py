@@ -68,6 +68,7 @@ def go_through_epochs(run: Run) -> None:
                 report_step(run, clock, epoch=batch.epoch, loss=shown_loss, rate=rate)
             report_commits(run)
             if run.checkpoints.should_save(run.step) and not run.is_over:
+                # The metrics of an earlier evaluation do not describe this state.
                 run.metrics = {}
                 commit(run, due=run.checkpoints.stop_signal is None)
                 if run.checkpoints.stop_signal is not None:
@@ -77,6 +78,7 @@ def go_through_epochs(run: Run) -> None:
                 break
         if run.config.profile is not None:
             report_profile(run, run.config.profile)
+        # The state after the last epoch is evaluated and committed in any case.
         if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
             run.metrics = evaluate_run(run)
             run.stop.update(run.metrics)
@@ -111,7 +113,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
 
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
     """Report from rank 0: its loss, the rate, and the mean times of the steps since the last report."""
-    step_s, wait_s = clock.take()
+    step_s, wait_s = clock.take()  # on every rank, because it restarts the means
     if hvd.rank() != 0:
         return
     samples = run.batches.global_batch

@@ -48,12 +48,8 @@ class Learner:
 def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
     """Take one optimizer step with the batches of all ranks; return the mean loss of this rank's batch, detached.
 
-    Every rank calls this.
-
-    Args:
-        run: of this rank.
-        batch: from its loader.
-        mark: called at the end of each part: "transfer", "targets", "forward", "backward", "all-reduce", "update".
+    Every rank calls this with a batch of its loader. `mark` is called at the end of each part: "transfer", "targets",
+    "forward", "backward", "all-reduce", "update".
     """
     run.optimizer.zero_grad()
     mark("update")

@@ -39,12 +39,7 @@ def combine_over_tree(
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)`; with a zero vector, the other vector.
-
-    Args:
-        a: flat floating-point tensor.
-        b: flat tensor of the same dtype and length.
-    """
+    """Return `a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)` of two flat tensors; with a zero vector, the other one."""
     # A dot product sums over a whole tensor, which half precision would round away or overflow.
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     product, norm_a, norm_b = (

@@ -172,6 +172,7 @@ class GroupTransport(Transport):
         self._slots = bytearray(_SLOT_BYTES * self.size)
         self._slot_tensor = torch.frombuffer(self._slots, dtype=torch.uint8)
         self._rounds = plan_exchange(self.rank, self.size)
+        # gloo also on GPUs: requests are bytes in host memory.
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
         facts = [json.loads(data) for data in self.exchange(local_facts)]
@@ -182,6 +183,7 @@ class GroupTransport(Transport):
                 "variables on all ranks",
                 self.rank,
             )
+        # Every rank computes this from the same facts, so all ranks choose the same backend.
         self._uses_nccl = len({gpu_name for gpu_name, _, _ in facts if gpu_name}) == self.size
         self.is_homogeneous = all(num_local_ranks == local_size for _, num_local_ranks, _ in facts)
         self.local_size = local_size if self.is_homogeneous else 1
@@ -202,6 +204,7 @@ class GroupTransport(Transport):
             sending.wait()
         starts = [(rank - self.rank) % self.size * _SLOT_BYTES for rank in range(self.size)]
         lengths = [int.from_bytes(slots[start : start + _LENGTH_BYTES], "little") for start in starts]
+        # All ranks know all lengths now, so either all of them or none run the second collective.
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
             return self._exchange_long(data, lengths)
         return [
@@ -216,6 +219,7 @@ class GroupTransport(Transport):
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
         """See `Transport`."""
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
+        # torch requires the call on all ranks; ranks outside the set have no use for the result.
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         if self.rank in ranks:
             self._groups[process_set] = group
@@ -279,6 +283,7 @@ class GroupTransport(Transport):
         return self._slot_tensor[start * _SLOT_BYTES : (start + count) * _SLOT_BYTES]
 
     def _exchange_long(self, data: bytes, lengths: list[int]) -> list[bytes]:
+        # An allgather needs equal lengths.
         max_length = max(lengths)
         padded = torch.frombuffer(bytearray(data.ljust(max_length, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty(max_length, dtype=torch.uint8) for _ in lengths]

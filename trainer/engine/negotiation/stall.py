@@ -33,11 +33,8 @@ class StallWatch:
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[str], str]:
         """Return the warnings that are due, and the reason why the job ends; an empty reason if it continues.
 
-        Warnings about one operation are `warning_s` apart.
-
-        Args:
-            now_s: current time of a monotonic clock.
-            missing: ranks that have not submitted an operation, for each pending operation.
+        Warnings about one operation are `warning_s` apart. `missing` has, for each pending operation, the ranks that
+        have not submitted it.
         """
         # Completed operations: a later one of the same name waits from its own submission on.
         for key in self._waiting_since.keys() - missing.keys():

@@ -46,7 +46,7 @@ class AlexNet(nn.Module):
             *convolution(256, 256, 3, padding=1),
             nn.MaxPool2d(3, stride=2),
         )
-        self.pool = nn.AdaptiveAvgPool2d(6)
+        self.pool = nn.AdaptiveAvgPool2d(6)  # the identity for images of 224x224
         self.classifier = nn.Sequential(
             nn.Dropout(dropout),
             nn.Linear(256 * 6 * 6, hidden),

@@ -34,12 +34,7 @@ def main_logits(output: torch.Tensor | LogitsWithAuxiliary) -> torch.Tensor:
 def combine_losses(
     output: torch.Tensor | LogitsWithAuxiliary, loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return the main loss plus the weighted auxiliary losses.
-
-    Args:
-        output: output of the model.
-        loss: returns the loss for logits `[batch, classes]`; it holds the targets itself.
-    """
+    """Return the main loss plus the weighted auxiliary losses; `loss` gets logits, `[batch, classes]`."""
     total = loss(main_logits(output))
     if isinstance(output, LogitsWithAuxiliary):
         for logits in output.auxiliary:

@@ -29,12 +29,10 @@ def initialise(model: nn.Module) -> None:
 
 
 def require_image_size(images: torch.Tensor, minimum: int, model: str) -> None:
-    """Check that images are large enough for every pooling of a model, which itself fails without naming the size.
+    """Check that images `[batch, channels, height, width]` are large enough for every pooling of a model.
 
-    Args:
-        images: `[batch, channels, height, width]`.
-        minimum: smallest height and width, pixels.
-        model: name of the model for the message.
+    A layer inside the model would fail with an error that does not name the size. `minimum` is in pixels; `model` is
+    the name in the message.
 
     Raises:
         ConfigError: the images are smaller, or have not four dimensions.

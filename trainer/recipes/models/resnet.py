@@ -109,6 +109,7 @@ class ResNet(nn.Module):
         for index, (width, depth) in enumerate(zip(_WIDTHS, depths, strict=True)):
             blocks = []
             for position in range(depth):
+                # The first block of each stage but the first halves the resolution.
                 blocks.append(block(channels, width, stride=2 if index and not position else 1))
                 channels = width * block.expansion
             stages.append(nn.Sequential(*blocks))

@@ -39,7 +39,7 @@ class VGG16(nn.Module):
                 channels = width
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
-        self.pool = nn.AdaptiveAvgPool2d(7)
+        self.pool = nn.AdaptiveAvgPool2d(7)  # the identity for images of 224x224
         self.classifier = nn.Sequential(
             nn.Linear(channels * 7 * 7, hidden),
             nn.ReLU(inplace=True),

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.write(f"{options.describe()}\n")
         return
     config = options.config()
+    # All options are checked before the ranks connect and data are opened.
     _check(chosen, config)
     clusters = parse_clusters(chosen)
     hvd.init()

@@ -47,11 +47,7 @@ class TerminalEvents:
 
 
 class ProgressLine:
-    """Smooths rate and data stall over the steps, and estimates the time left.
-
-    Args:
-        now: monotonic clock, in seconds.
-    """
+    """Smooths rate and data stall over the steps, and estimates the time left."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -59,11 +55,7 @@ class ProgressLine:
         self._step_s = self._wait_s = 0.0
 
     def update(self, facts: Mapping[str, Any]) -> str:
-        """Return the line after a step.
-
-        Args:
-            facts: of a `step` event: step, epoch, progress, loss, rate, step_s, wait_s, samples, unit.
-        """
+        """Return the line after a step, from the facts of its `step` event (`train.report_step`)."""
         if self._began is None:
             # Measured from here, not from the start of the program: a resumed run begins at some progress.
             self._began = (self._now(), facts["progress"])

@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 
 class StepClock:
-    """Sums durations over the steps between two reports. Work between steps, such as a commit, does not count.
-
-    Args:
-        now: monotonic clock, in seconds.
-    """
+    """Sums durations over the steps between two reports. Work between steps, such as a commit, does not count."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now

@@ -207,6 +207,7 @@ class TrainConfig:
     profile: str | None = None
 
     def __post_init__(self) -> None:
+        # All that can be checked without the data is checked here, before ranks wait for each other.
         check_name(self.name, "model")
         self._check_ranges()
         self._check_together()

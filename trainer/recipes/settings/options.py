@@ -84,6 +84,7 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
     """
     parser = _make_parser(prog)
     given = vars(parser.parse_args(arguments))
+    # Options that are not given are absent (SUPPRESS), so that a preset can set them.
     preset_name, show_config = given.pop("preset", None), given.pop("show_config", False)
     choices = {} if preset_name is None else find_preset(preset_name).choices
     settings = {}
@@ -101,6 +102,7 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
         # The global batch of a preset would override the --batch-size of the user.
         settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
     options = Options(settings, preset_name, show_config)
+    # `--show-config` shows them as "?".
     if options.missing and not show_config:
         parser.error(f"the following arguments are required: {', '.join(options.missing)}")
     return options
@@ -138,6 +140,7 @@ def _read_helps() -> dict[str, str]:
     """Return the help text of each option, from the docstring of `TrainConfig`."""
     docstring = inspect.getdoc(TrainConfig) or ""
     attributes = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
+    # A field name, and its text with continuation lines, which are indented further.
     entries = re.findall(r"^    (\w+): (.*(?:\n      .*)*)", attributes, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
 

@@ -25,6 +25,7 @@ def averaged_batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
     The model keeps its own statistics, since the time of a save must not change the training.
     """
+    # Copies, because the all-reduce writes in place.
     statistics = {name: statistic.clone() for name, statistic in batch_statistics(model).items()}
     if statistics and hvd.size() > 1:
         hvd.grouped_allreduce_(list(statistics.values()), name="batch_statistics", op=hvd.Average)

@@ -35,10 +35,6 @@ _TOP = 5
 class Classification:
     """Learns the class of an image by cross entropy, with optional label smoothing (Szegedy et al. 2016).
 
-    Args:
-        config: of the run.
-        split: to train on.
-
     Raises:
         ConfigError: the split has no labels, or labels that are not class numbers.
     """

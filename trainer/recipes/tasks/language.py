@@ -26,10 +26,6 @@ _MAX_EXPONENT: Final = 700.0  # exp of more overflows a float64
 class LanguageModelling:
     """Learns the next token by cross entropy over all tokens that have one.
 
-    Args:
-        config: of the run.
-        split: to train on.
-
     Raises:
         ConfigError: `config.vocabulary` is not set.
     """

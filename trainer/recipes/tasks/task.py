@@ -40,14 +40,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class DataPlacement:
-    """The data rank and the device of this process.
-
-    Attributes:
-        rank: of this process.
-        world_size: number of ranks.
-        device: of the batches.
-        num_threads: for decoding.
-    """
+    """The data rank of this process, the device of its batches, and its number of decoding threads."""
 
     rank: int
     world_size: int

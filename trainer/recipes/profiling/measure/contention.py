@@ -38,11 +38,7 @@ def contention_of(alone: float, beside: float, num_beside: int) -> float:
     Each thread of the pool gets a share p of a processor alone, and a share q, as do the others, beside m threads.
     These do w seconds of work in w / (m q) seconds. The pool does in that time what took q / p of it alone, so it
     loses w (1 - q / p) / (m q): 0 with idle processors, up to 1 / (processors of the pool) if all are busy.
-
-    Args:
-        alone: p, above 0.
-        beside: q; values above p are noise.
-        num_beside: m.
+    `alone` is p, `beside` is q, `num_beside` is m.
     """
     # A share of 0, or one that grows with the load, is noise of short measurements.
     alone = max(_MIN_SHARE, alone)

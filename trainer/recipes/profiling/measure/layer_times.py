@@ -56,14 +56,7 @@ def choose_clock(device: torch.device) -> HostClock:
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A time span of one layer.
-
-    Attributes:
-        name: of the module, or `BETWEEN` or `LOSS`.
-        is_backward: whether it is of the backward pass.
-        start_s: since the start of the forward pass.
-        duration_s: of the span.
-    """
+    """A time span of the module `name`, or of `BETWEEN` or `LOSS`; it starts `start_s` after the forward pass."""
 
     name: str
     is_backward: bool
@@ -77,8 +70,8 @@ class LayerTimes:
 
     Attributes:
         spans: in the order of execution.
-        forward_s: of the whole forward pass.
-        backward_s: of the whole backward pass.
+        forward_s: of the forward pass.
+        backward_s: of the backward pass.
         ready_s: for each parameter with a gradient: when it was ready, since the start of the backward pass.
     """
 
@@ -147,7 +140,7 @@ class LayerTimer:
 
     def end(self) -> LayerTimes:
         """Mark the end of the backward pass; return the times since `begin_forward`."""
-        self._stamp("", is_backward=True)
+        self._stamp("", is_backward=True)  # ends the last span, and begins none
         stamps = self._stamps
         moments_s = self._clock.seconds(stamps.moments)
         spans = [
@@ -199,6 +192,7 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
     """
     sizes_bytes: dict[str, int] = {}
     seen: set[nn.Parameter] = set()
+    # Modules with children are included, because they can have parameters of their own.
     for name, module in model.named_modules():
         own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad} - seen
         seen |= own

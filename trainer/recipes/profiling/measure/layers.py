@@ -26,14 +26,7 @@ _WARM_UP_STEPS: Final = 2
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a module without children, or of operations between modules.
-
-    Attributes:
-        name: in the model.
-        forward_s: t_f of this layer.
-        backward_s: t_b of this layer.
-        gradient_bytes: of its parameters.
-    """
+    """The cost of a module without children, or of operations between modules."""
 
     name: str
     forward_s: float
@@ -64,6 +57,7 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
     run.reduce_during_backward(overlapped=False)
     timer = LayerTimer(run.model, choose_clock(run.device))
     plain, hooked = [], []
+    # In turn, so that other load on the machine slows both kinds of steps alike.
     for _ in range(_WARM_UP_STEPS + num_steps):
         plain.append(_plain_step(run, batch))
         hooked.append(time_pass(run, batch, timer))

@@ -33,9 +33,6 @@ _CLOCK_S: Final = 1e-9  # resolution of the clocks of processor time
 class Bench:
     """Runs blocks of steps of a run, and times them.
 
-    Args:
-        run: of this rank.
-
     Attributes:
         spans: parts of the last step that `measure_round` ran.
     """
@@ -49,9 +46,8 @@ class Bench:
     def measure_round(self, traffic: StepTraffic, num_steps: int) -> MeasuredRound:
         """Return the costs of the parts of a step: means over the steps of a serial run and over the ranks.
 
-        Args:
-            traffic: messages over which the time of the all-reduces is divided.
-            num_steps: steps of that run, and batches of the prefetching loader.
+        The time of the all-reduces is divided over the messages of `traffic`. `num_steps` is the number of steps, and
+        of batches of the prefetching loader.
         """
         run = self._run
         ahead_s, caller_s = self._run_loader(num_steps)
@@ -82,6 +78,7 @@ class Bench:
             skew_s=skew_s + targets_skew_s,
             update_s=float(means[_UPDATE, WALL]),
             io_beside_s=float(means[_IO, BESIDE]),
+            # A single rank sends nothing: its threads do other work in this part.
             reduce_beside_s=float(means[_REDUCE, BESIDE]) if hvd.size() > 1 else 0.0,
             contention=self._contention(means),
             targets_s=targets_s,
@@ -110,7 +107,7 @@ class Bench:
         loaders.turn_to(ahead=True)
         for _ in range(self._warm_up_steps):
             next(loaders)
-        hvd.barrier()
+        hvd.barrier()  # ranks of a node share its processors and disk, so all begin at the same time
         loaders.current.restart_report()
         began = time.perf_counter()
         for _ in range(num_steps):

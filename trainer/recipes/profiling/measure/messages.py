@@ -44,24 +44,16 @@ class TimedBucket:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The messages of a step in this job.
-
-    Attributes:
-        buckets: of gradients.
-        message_s: time of an all-reduce of one number: the fixed cost of a message.
-    """
+    """The messages of a step; `message_s`, the all-reduce time of one number, is the fixed cost of each message."""
 
     buckets: tuple[TimedBucket, ...]
     message_s: float
 
 
 def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffic:
-    """Return the messages of a step and when they are ready, with the model compiled if training compiles it.
+    """Return the messages of a step and when they are ready: means over `num_passes` passes with one batch.
 
-    Args:
-        run: of this rank.
-        batch: input of the passes.
-        num_passes: passes over which ready times are averaged.
+    If training compiles the model, it must be compiled before this call.
     """
     timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
     passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
@@ -86,6 +78,7 @@ def _measure_buckets(parameters: Sequence[Tensor], ready_share: Mapping[Tensor, 
     plan = plan_buckets(
         sizes_bytes,
         [(parameter.dtype, parameter.device) for parameter in parameters],
+        # As `GradientReducer` does.
         bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
     )
     buckets = [

@@ -20,9 +20,6 @@ _THREAD: Final = 1
 class StepPartTimer:
     """Records the time at the end of each part, after the device has completed it. Starts when constructed.
 
-    Args:
-        device: of the model.
-
     Attributes:
         table: `float64[part, 3]`: seconds of each part, processor time of this thread without waiting for the device,
             and processor time of all other threads.

@@ -75,13 +75,7 @@ class Cluster:
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[int], default_help: str) -> None:
-    """Add the options of clusters to a parser.
-
-    Args:
-        parser: of a command.
-        num_nodes: default numbers of nodes.
-        default_help: description of this default in the help.
-    """
+    """Add the options of clusters to a parser; the help describes the default numbers of nodes as `default_help`."""
     add = parser.add_argument
     add("--nodes", type=int, nargs="+", default=list(num_nodes), help=f"numbers of nodes [{default_help}]")
     add("--ranks-per-node", type=int, default=1, help="of each [%(default)s]")
@@ -92,11 +86,7 @@ def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[
 
 
 def parse_clusters(chosen: argparse.Namespace) -> list[Cluster]:
-    """Return a cluster for each number of nodes.
-
-    Raises:
-        ConfigError: an option is not valid, or options contradict each other.
-    """
+    """Return a cluster for each number of nodes. Raises ConfigError: an option is not valid, or has no effect."""
     network = Link(parse_bandwidth(chosen.bandwidth), parse_duration(chosen.latency))
     inside = None
     if chosen.inside_bandwidth is not None:

@@ -15,14 +15,9 @@ _TARGETS_BYTES: Final = 8  # an int64
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted steps on a cluster.
+    """Predicted steps on a cluster, by mode.
 
-    Attributes:
-        cluster: of the prediction.
-        world_size: its number of ranks.
-        step_s: by mode.
-        samples_per_s: by mode, over all ranks.
-        efficiency: by mode: time of a step on one rank divided by its time here.
+    `samples_per_s` is over all ranks. `efficiency` is the time of a step on one rank divided by its time here.
     """
 
     cluster: Cluster
