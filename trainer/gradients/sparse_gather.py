@@ -1,4 +1,4 @@
-"""Reduction of sparse tensors by gathering the indices and values of all ranks."""
+"""Reduction of sparse tensors, for gradients and `sparse_allreduce_async`: indices and values are gathered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights of a run, which is saved with them and evaluated beside them."""
+"""Exponential moving average of the weights of a run; checkpoints contain both, and both are evaluated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execution of agreed operations on the data groups. Invariant: every rank runs the same list in the same order."""
+"""Runs the operations that the negotiation has agreed on. Invariant: all ranks run one list, in the same order."""
 
 from __future__ import annotations
 

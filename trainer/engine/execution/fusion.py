@@ -1,4 +1,4 @@
-"""Plan of the fusion buffers for ready allreduces. Pure.
+"""Plan of the fusion buffers: which ready allreduces are packed together and reduced as one. Pure.
 
 Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
 depends on the position in the buffer, so only a fixed packing gives the same bits in every run. Single requests are

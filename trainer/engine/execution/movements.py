@@ -1,4 +1,4 @@
-"""Execution of the operations that move values without changing them: allgather, broadcast, alltoall.
+"""Runs the agreed operations that move values without changing them: allgather, broadcast, alltoall.
 
 Values are sent as bytes, so every dtype is supported.
 """

@@ -1,4 +1,4 @@
-"""Execution of agreed reductions on the data groups: fused allreduce, and reducescatter."""
+"""Runs the reductions that the negotiation has agreed on: fused allreduces, and reducescatters."""
 
 from __future__ import annotations
 

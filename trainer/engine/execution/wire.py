@@ -1,4 +1,4 @@
-"""The dtypes and the memory layout in which tensors are sent."""
+"""How tensors are sent: the dtypes and the memory layout that gloo and NCCL accept."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run reports: events, metrics, progress, traces."""
+"""Reports of a run: events, progress, metrics for experiment trackers, durations of steps."""

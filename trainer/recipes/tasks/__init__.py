@@ -1,1 +1,1 @@
-"""What a run learns: classification of images or the next token; and its evaluation."""
+"""The tasks of the training program, classification of images and language modelling, and their evaluation."""

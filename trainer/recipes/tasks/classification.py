@@ -1,4 +1,4 @@
-"""Classification of images."""
+"""The task of classifying images: its loaders, model, loss and metrics."""
 
 from __future__ import annotations
 

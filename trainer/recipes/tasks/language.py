@@ -1,4 +1,4 @@
-"""Language modelling: prediction of the next token."""
+"""The task of language modelling, the prediction of the next token: its loaders, model, loss and metrics."""
 
 from __future__ import annotations
 

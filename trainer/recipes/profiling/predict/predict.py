@@ -1,4 +1,4 @@
-"""Predicts the time of a measured step on another number of nodes: the all-reduces are replaced by those there."""
+"""Predicts the time of a measured step on another number of nodes: with the all-reduces of that cluster."""
 
 from __future__ import annotations
 
