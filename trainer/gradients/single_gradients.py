@@ -24,7 +24,7 @@ class SparseGradient(Bucket):
         self._assign(position, combine_gathered(self._handle, parameter.shape, self.reduction))
 
     def _take(self, position: int) -> None:
-        pass
+        pass  # `_send` reads the gradient itself
 
     def _send(self) -> Handle:
         (parameter,) = self.parameters.values()
@@ -63,6 +63,7 @@ class CompressedBucket(Bucket):
 
     def _send(self) -> Handle:
         before, after = self.reduction.factors()
+        # In the order of the bucket, which is equal on all ranks; the order of arrival is not.
         wires = [self._compressed[position][0] for position in self.parameters]
         return submit_allreduce(
             wires,

@@ -37,6 +37,7 @@ def alltoall(
             rows; without `splits`, the number of rows is not divisible by the number of ranks.
     """
     output, received = autograd.alltoall(tensor, splits, name, process_set)
+    # As in Horovod: the numbers of received rows are returned only to a caller that gave splits.
     if splits is None:
         return output
     return output, received.to(splits.device) if isinstance(splits, Tensor) else received
@@ -51,6 +52,7 @@ def alltoall_async(
     """Start an `alltoall`; do not change the tensor before `synchronize`. Not differentiable."""
     handle = submit_alltoall(tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set)
     if splits is not None:
+        # Converted by `synchronize`: the received splits are not known yet.
         handle.present = lambda result: _with_splits(result, handle.received_splits, splits)
     return handle
 

@@ -43,6 +43,7 @@ class Run(Learner):
     events: EventSink
     logs: list[MetricLog] = field(default_factory=list)
     nodes: RankNodes | None = None
+    # Set by `start` after construction, because a restore changes the other attributes first.
     checkpoints: CheckpointManager = field(init=False)
     reading: ConsumptionTracker = field(init=False)
     step: int = 0

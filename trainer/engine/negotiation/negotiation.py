@@ -141,6 +141,7 @@ class Negotiation:
 
     def _join(self, rank: int, request: Request) -> list[Outcome]:
         self._joined[rank] = request
+        # This rank may be the last one that pending operations have waited for.
         outcomes = [outcome for key in list(self._pending) for outcome in self._settle(key)]
         if len(self._joined) == self._num_ranks:
             joined, self._joined = self._joined, {}
@@ -150,6 +151,7 @@ class Negotiation:
     def _settle(self, key: Key) -> list[Outcome]:
         if key not in self._pending or self._missing(key):
             return []
+        # In rank order, so that every rank has the same first request and the same error message.
         requests = dict(sorted(self._pending.pop(key).items()))
         members = self._sets[key.process_set]
         reason = self._find_objection(requests, members)
@@ -187,6 +189,7 @@ class Negotiation:
         number = next((number for number, members in self._sets.items() if members == ranks), None)
         if number is None:
             return [Refused(ready.key, f"there is no process set of the ranks {ranks}", ready.requests)]
+        # Pending operations of the set can no longer complete: they fail instead of waiting.
         del self._sets[number]
         refusals = [
             Refused(key, f"{key.describe()}: the process set was removed", self._pending.pop(key))

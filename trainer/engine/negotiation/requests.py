@@ -47,6 +47,7 @@ class Key(NamedTuple):
 
     def describe(self) -> str:
         """Return the key as text, for messages."""
+        # Most jobs have one process set, which the messages do not mention.
         return f"'{self.name}'" + (f" of process set {self.process_set}" if self.process_set else "")
 
 

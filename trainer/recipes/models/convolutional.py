@@ -23,7 +23,7 @@ def initialise(model: nn.Module) -> None:
         elif isinstance(module, nn.BatchNorm2d):
             nn.init.ones_(module.weight)
         else:
-            continue
+            continue  # torch's own initialisation stays
         if module.bias is not None:
             nn.init.zeros_(module.bias)
 

@@ -39,6 +39,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            # A weight without a gradient did not take part in the step, as in torch's optimizers.
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if weights:
                 self.step_group(group, weights, [weight.grad for weight in weights])
@@ -50,6 +51,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     def averages_of(self, weights: list[Tensor], name: str) -> list[Tensor]:
         """Return the running averages stored as `name` for each weight; they start at zero."""
+        # Created at the first gradient: a frozen weight needs no memory for averages.
         for weight in weights:
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.zeros_like(weight, memory_format=torch.preserve_format)

@@ -213,6 +213,7 @@ class TrainConfig:
         self._check_together()
         parse_policy(self.checkpoint_every, self.max_stall)
         parse_duration(self.grace)
+        # The augmentation checks its own ranges.
         AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
         self.parse_milestones()
         self.parse_model_options()
@@ -255,6 +256,7 @@ class TrainConfig:
                 raise ConfigError(f"{name} is {value}; expected at least 1")
         for name in _NOT_NEGATIVE:
             value = getattr(self, name)
+            # Written with `not`, so that NaN is refused too.
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"{name} is {value}; expected a finite number, not below 0")
         for name, value in (("label_smoothing", self.label_smoothing), ("ema_decay", self.ema_decay or 0.0)):
@@ -269,6 +271,7 @@ class TrainConfig:
     def _check_together(self) -> None:
         if self.peers is not None and self.cache is None:
             raise ConfigError("peers need a node cache: set its folder with --cache")
+        # The trace is written at the end of an epoch, which may be hours away.
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
             raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")
         if self.resume not in ("auto", "never") and "@" not in self.resume:
@@ -282,4 +285,5 @@ class TrainConfig:
         if self.patience is not None and self.evaluate_every is None:
             raise ConfigError("patience counts evaluations: set their period with --evaluate-every")
         if self.patience is not None:
+            # Raises if the name does not imply the mode, before the first evaluation needs it.
             choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

@@ -80,6 +80,7 @@ class Profile:
         """Notes on the validity of the numbers."""
         notes = []
         slower = [measured.ahead_over_io for measured in self.rounds if measured.ahead_over_io > _NOISE]
+        # A few slow rounds are noise that the medians remove.
         if 2 * len(slower) > len(self.rounds):
             notes.append(
                 f"note: a prefetched batch took {statistics.median(slower):.2f} times as long as one without "
@@ -187,6 +188,7 @@ class Profile:
         lines = [f"{'mode':<14}{'predicted ms':>14}{self.unit + '/s':>12}{'measured ms':>14}{'ratio':>18}"]
         for mode in StepMode:
             predicted_s = step_time(costs, mode)
+            # All ranks take equally many samples in a step.
             line = f"{mode:<14}{predicted_s * 1e3:>14.2f}{costs.samples * self.world_size / predicted_s:>12,.0f}"
             if mode in self.rounds[0].measured_s:
                 measured_s = statistics.median(measured.measured_s[mode] for measured in self.rounds)
@@ -227,6 +229,7 @@ def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
         )
         for repeats in zip(*(measured.messages for measured in costs), strict=True)
     )
+    # For the same reason these are limited to the median of t_io.
     for name in ("ahead_s", "caller_s"):
         numbers[name] = min(numbers[name], numbers["io_s"])
     return StepCosts(**numbers, messages=messages, samples=costs[0].samples)

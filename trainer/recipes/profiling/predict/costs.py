@@ -78,6 +78,7 @@ class StepCosts:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            # Written with `not`, so that NaN is refused too.
             if field.name != "messages" and not 0 <= value < math.inf:
                 raise ConfigError(f"{field.name} is {value}; expected a finite number, not below 0")
         if not self.compute_s:

@@ -68,6 +68,7 @@ def find_limit(costs: StepCosts) -> StepLimit:
     exposed = _format_sum(**targets, **{"t_c^no": exposed_reduce_s(costs)}, t_w=costs.skew_s, t_k=lost_s)
     training = f"{device} + {exposed} = {training_s * 1e3:.2f} ms"
     ahead, reduce = _format_sum(t_a=costs.ahead_s), _format_sum(t_c=costs.reduce_s)
+    # Data first: as long as training waits for batches, nothing else limits it.
     if costs.ahead_s > training_s:
         advice = "run the training with --profile to find the slow stage of the loader"
         return StepLimit(Bound.DATA, f"{ahead} > {training}", advice)

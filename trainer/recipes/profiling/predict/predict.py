@@ -51,6 +51,7 @@ def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
     messages = tuple(
         dataclasses.replace(message, reduce_s=all_reduce_s(message.size_bytes, cluster)) for message in costs.messages
     )
+    # The targets are summed only if the numbers of the ranks differ, which does not depend on the cluster.
     targets_s = all_reduce_s(_TARGETS_BYTES, cluster) if costs.targets_s else 0.0
     return dataclasses.replace(costs, messages=messages, targets_s=targets_s)
 

@@ -92,6 +92,7 @@ def exposed_reduce_s(costs: StepCosts) -> float:
 def last_reduced_s(messages: Iterable[Message]) -> float:
     """Return e_N: seconds from the start of the forward pass to the end of the last all-reduce."""
     end_s = 0.0
+    # One all-reduce runs at a time, in the order in which the gradients become ready.
     for message in sorted(messages, key=lambda message: message.ready_s):
         end_s = max(message.ready_s, end_s) + message.reduce_s
     return end_s
