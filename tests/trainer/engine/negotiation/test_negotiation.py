@@ -256,7 +256,7 @@ def test_uneven_epochs_end_with_every_step_of_the_longest_rank_once_and_then_the
             submitted.append([each for each, at in zip(said, when, strict=True) if at == cycle])
         outcomes += negotiation.advance(submitted)
     longest = max(steps for steps, _ in plan)
-    assert [outcome.name for outcome in outcomes] == [*map(str, range(longest)), "join"]
+    assert [outcome.key.name for outcome in outcomes] == [*map(str, range(longest)), "join"]
     assert negotiation.missing_ranks() == {}
     for step, outcome in enumerate(outcomes[:-1]):
         assert set(outcome.requests) >= {rank for rank, (steps, _) in enumerate(plan) if steps > step}
