@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_json
 from datasvc.progress import byte_progress
+from datasvc.sizes import format_size
 
-
-class DatasetFormat(StrEnum):
-    """Values of --format."""
-
-    webdataset = "webdataset"
-    parquet = "parquet"
-    mds = "mds"
-    lmdb = "lmdb"
-    folder = "folder"
-    tfrecord = "tfrecord"
+# The keys of `datasvc.shards.export.FORMATS`, whose import is too slow for `--help`.
+DatasetFormat = Literal["webdataset", "parquet", "mds", "lmdb", "folder", "tfrecord"]
 
 
 def export(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")],
+    ref: RefArgument,
     destination: Annotated[str, typer.Argument(metavar="DEST", help="New or empty folder, local or any fsspec URL.")],
     repo: RepoOption,
     export_format: Annotated[DatasetFormat, typer.Option("--format", help="Format to write.")],
-    split: Annotated[str | None, typer.Option(help="Only this split; default: all splits.")] = None,
+    split: SplitOption = None,
     workers: Annotated[int, typer.Option(min=1, help="Writer processes; default: one per CPU, at most 8.")] = min(
         8, os.cpu_count() or 1
     ),
@@ -43,7 +35,6 @@ def export(
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.export import export as run_export
-    from datasvc.sizes import format_size
 
     repository = Repository.open(repo)
     dataset = open_dataset(repository, ref)
@@ -52,7 +43,7 @@ def export(
             repository,
             str(dataset.resolved),
             destination,
-            export_format.value,
+            export_format,
             split=split,
             workers=workers,
             progress=progress,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from datasvc.cli.datasets.key_file import read_lines
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json_line
+from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_facts, print_json_line
 from datasvc.cli.terminal.values import text_value
 from datasvc.progress import Progress, byte_progress
+from datasvc.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from datasvc.shards.ingestion.dry_run import DryRun
@@ -29,43 +29,12 @@ _MAX_SHOWN = 20
 _MAX_OVERLAPS_IN_JSON = 1000
 
 
-class OnBad(StrEnum):
-    """Values of --on-bad: treatment of samples that do not decode."""
-
-    fail = "fail"
-    skip = "skip"
-
-
-class Duplicates(StrEnum):
-    """Values of --duplicates: treatment of samples whose content equals that of another sample."""
-
-    keep = "keep"
-    drop = "drop"
-    fail = "fail"
-
-
-class OnCommonAtAppend(StrEnum):
-    """Values of --on-common for --append: treatment of keys that exist in the newest version."""
-
-    fail = "fail"
-    drop = "drop"
-    keep = "keep"
-    replace_ = "replace"
-
-
-class OnSplitOverlap(StrEnum):
-    """Values of --on-split-overlap: treatment of samples that are in two splits."""
-
-    fail = "fail"
-    drop = "drop"
-    keep = "keep"
-
-
-class EngineChoice(StrEnum):
-    """Values of --engine: where shards are built."""
-
-    local = "local"
-    ray = "ray"
+SplitOverlapOption = Annotated[
+    Literal["fail", "drop", "keep"],
+    typer.Option(
+        help="If two splits share keys or equal images: commit nothing, drop them from training, or keep both."
+    ),
+]
 
 
 def ingest(
@@ -109,32 +78,28 @@ def ingest(
         int | None, typer.Option(help="Number of samples to read of each split, bad ones included.")
     ] = None,
     on_bad: Annotated[
-        OnBad, typer.Option(help="If samples do not decode: commit nothing, or skip them.")
-    ] = OnBad.fail,
+        Literal["fail", "skip"], typer.Option(help="If samples do not decode: commit nothing, or skip them.")
+    ] = "fail",
     decode_check: Annotated[bool, typer.Option(help="Decode every image completely.")] = False,
     duplicates: Annotated[
-        Duplicates, typer.Option(help="If samples have equal content: keep and list them, drop them, or fail.")
-    ] = Duplicates.keep,
+        Literal["keep", "drop", "fail"],
+        typer.Option(help="If samples have equal content: keep and list them, drop them, or fail."),
+    ] = "keep",
     append: Annotated[bool, typer.Option(help="Add the samples to those of the newest version.")] = False,
     on_common: Annotated[
-        OnCommonAtAppend,
+        Literal["fail", "drop", "keep", "replace"],
         typer.Option(
             help="With --append, if a key exists: fail, drop the new sample if it is equal, keep the old sample, or "
             "replace it."
         ),
-    ] = OnCommonAtAppend.fail,
-    on_split_overlap: Annotated[
-        OnSplitOverlap,
-        typer.Option(
-            help="If two splits share keys or equal images: commit nothing, drop them from training, or keep both."
-        ),
-    ] = OnSplitOverlap.fail,
+    ] = "fail",
+    on_split_overlap: SplitOverlapOption = "fail",
     workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one per core.")] = None,
     engine: Annotated[
-        EngineChoice, typer.Option(help="Where shards are built: on this machine, or on a Ray cluster.")
-    ] = EngineChoice.local,
+        Literal["local", "ray"], typer.Option(help="Where shards are built: on this machine, or on a Ray cluster.")
+    ] = "local",
     dry_run: Annotated[bool, typer.Option(help="Print what would be created, and create nothing.")] = False,
-    message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
+    message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Ingest SOURCE as the next version of data set NAME.
@@ -151,7 +116,6 @@ def ingest(
     from datasvc.shards.ingestion.ingest import ingest as run_ingest
     from datasvc.shards.sources import SourceOptions
     from datasvc.shards.sources.choose import open_source
-    from datasvc.sizes import parse_size
 
     check_name(name, "data set")
     shard_bytes = parse_size(shard_size)
@@ -185,9 +149,9 @@ def ingest(
             source_options=options,
             classes=None if classes is None else read_lines(classes, "class names"),
             shard_bytes=shard_bytes,
-            on_bad=on_bad.value,
+            on_bad=on_bad,
             decode_check=decode_check,
-            duplicates=duplicates.value,
+            duplicates=duplicates,
             max_side=max_side,
             quality=quality,
             keep_order=keep_order,
@@ -195,9 +159,9 @@ def ingest(
             limit=limit,
             seed=seed,
             append=append,
-            on_common=on_common.value,
-            on_split_overlap=on_split_overlap.value,
-            engine=engine.value,
+            on_common=on_common,
+            on_split_overlap=on_split_overlap,
+            engine=engine,
             workers=workers,
             message=message,
             progress=progress,
@@ -222,7 +186,7 @@ def _show_progress(name: str, source: Source, *, as_json: bool) -> Iterator[Prog
 
 
 class _EventPrinter(Progress):
-    """Printer of progress events: one per second, and one per finished shard."""
+    """Printer of progress as JSON lines: one per second, and one per finished shard."""
 
     def __init__(self) -> None:
         self._started = self._printed = time.monotonic()
@@ -240,16 +204,9 @@ class _EventPrinter(Progress):
 
 
 def _print_dry_run(plan: DryRun, *, as_json: bool) -> None:
-    from datasvc.sizes import format_size
-
     columns = {field.name: str(field.type) for field in plan.schema}
     if as_json:
-        facts = {
-            **asdict(plan),
-            "schema": columns,
-            "bad": [asdict(sample) for sample in plan.bad],
-        }
-        print_json_line({"event": "planned", **facts})
+        print_json_line({"event": "planned", **asdict(plan), "schema": columns})
         return
     about = "about " if plan.is_estimate else ""
     samples = {
@@ -302,16 +259,14 @@ def overlap_facts(overlap: Overlap) -> dict[str, Any]:
 
 
 def _print_report(report: IngestReport) -> None:
-    from datasvc.sizes import format_size
-
     num_shards = sum(report.num_shards.values())
     typer.echo(
-        f"committed {report.version}: {_format_counts(report.num_samples)} samples, {num_shards} shards, "
+        f"committed {report.version}: {format_counts(report.num_samples)} samples, {num_shards} shards, "
         f"{format_size(report.size_bytes)}"
     )
     if report.num_left_out:
         typer.echo(
-            f"added {_format_counts(report.num_added)} samples; left out {_format_counts(report.num_left_out)} "
+            f"added {format_counts(report.num_added)} samples; left out {format_counts(report.num_left_out)} "
             "samples of earlier versions, which were replaced or are in another split"
         )
     if report.num_resumed:
@@ -336,5 +291,6 @@ def _print_report(report: IngestReport) -> None:
         typer.echo(f"ignored: {dict(report.ignored)}", err=True)
 
 
-def _format_counts(counts: dict[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return the number of samples of each split as text: `7 train, 2 val`."""
     return ", ".join(f"{count} {split}" for split, count in counts.items())

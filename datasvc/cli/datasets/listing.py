@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_table
+from datasvc.sizes import format_size
 
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
 
 
@@ -80,7 +80,5 @@ def tag(
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    from datasvc.sizes import format_size
-
     tags = ", ".join(f"{tag}={version}" for tag, version in row["tags"].items()) or "-"
     return row["name"], row["version"], row["samples"], format_size(row["bytes"]), tags

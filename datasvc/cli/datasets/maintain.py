@@ -9,12 +9,11 @@ from typing import Annotated, Final
 import typer
 
 from datasvc.cli.datasets.ingest import overlap_facts
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json
 from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
-
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
+from datasvc.sizes import format_size
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
@@ -39,7 +38,6 @@ def verify(
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.verify import verify as run_verify
-    from datasvc.sizes import format_size
 
     with byte_progress(f"verifying {ref}") as progress:
         result = run_verify(Repository.open(repo), ref, deep=deep, progress=progress)
@@ -85,7 +83,6 @@ def gc(
     """
     from datasvc.gc import gc as run_gc
     from datasvc.repository import Repository
-    from datasvc.sizes import format_size
 
     grace_s = parse_duration(grace)
     report = run_gc(Repository.open(repo), grace_s=grace_s, dry_run=not yes, no_writers=no_writers)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_facts, print_json
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.cli.terminal.values import json_value, text_value
 from datasvc.errors import BadSampleError
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from datasvc.shards.query.preview import Preview
-
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 
 _MAX_CLASSES = 20
 _MAX_BAR_CHARACTERS = 40
@@ -50,7 +48,7 @@ def head(
     ref: RefArgument,
     repo: RepoOption,
     num: Annotated[int, typer.Option("-n", min=0, help="Number of samples per split.")] = 10,
-    split: Annotated[str | None, typer.Option(help="Only this split; default: all splits.")] = None,
+    split: SplitOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a contact sheet to this HTML file instead.")
     ] = None,

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from datasvc.cli.datasets.ingest import OnSplitOverlap, overlap_facts
+from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    MessageOption,
+    RefArgument,
+    RepoOption,
+    print_facts,
+    print_json,
+)
 from datasvc.cli.terminal.values import text_value
+from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     from datasvc.shards.versions.diff import SplitDifference
 
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
-MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
-
 _MAX_KEYS = 10
-
-
-class OnCommonAtMerge(StrEnum):
-    """Values of --on-common: treatment of keys that are in several versions."""
-
-    fail = "fail"
-    drop = "drop"
-    first = "first"
-    last = "last"
 
 
 def delete(
@@ -75,7 +70,7 @@ def delete(
     if not report.num_deleted:
         typer.echo(f"nothing to delete: {report.version} stays the newest version")
         return
-    typer.echo(f"committed {report.version}: deleted {_format_counts(report.deleted)} samples")
+    typer.echo(f"committed {report.version}: deleted {format_counts(report.deleted)} samples")
 
 
 def classes(
@@ -140,14 +135,10 @@ def merge(
     refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two or more versions.")],
     repo: RepoOption,
     on_common: Annotated[
-        OnCommonAtMerge, typer.Option(help="If several versions have the same key: the choices are described above.")
-    ] = OnCommonAtMerge.fail,
-    on_split_overlap: Annotated[
-        OnSplitOverlap,
-        typer.Option(
-            help="If two splits share keys or equal images: commit nothing, drop them from training, or keep both."
-        ),
-    ] = OnSplitOverlap.fail,
+        Literal["fail", "drop", "first", "last"],
+        typer.Option(help="If several versions have the same key: the choices are described above."),
+    ] = "fail",
+    on_split_overlap: SplitOverlapOption = "fail",
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -160,14 +151,13 @@ def merge(
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.merge import merge as run_merge
-    from datasvc.sizes import format_size
 
     report = run_merge(
         Repository.open(repo),
         refs,
         name,
-        on_common=on_common.value,
-        on_split_overlap=on_split_overlap.value,
+        on_common=on_common,
+        on_split_overlap=on_split_overlap,
         message=message,
     )
     merged = [str(version) for version in report.merged]
@@ -184,7 +174,7 @@ def merge(
         )
         return
     typer.echo(
-        f"committed {report.version} from {', '.join(merged)}: {_format_counts(report.num_samples)} samples, "
+        f"committed {report.version} from {', '.join(merged)}: {format_counts(report.num_samples)} samples, "
         f"{sum(report.num_shards.values())} shards, {format_size(report.size_bytes)}"
     )
     for overlap in report.overlaps:
@@ -216,10 +206,6 @@ def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
     lines["unchanged"] = facts["unchanged"]
     schema_changes = {name: value for name, value in facts.items() if name not in lines and value}
     return lines | {name.replace("_", " "): value for name, value in schema_changes.items()}
-
-
-def _format_counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {split}" for split, count in counts.items())
 
 
 def _first_keys(keys: Iterable[str]) -> str:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from datasvc.cli.nodes.cache_plan import plan
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    RefArgument,
+    RepoOption,
+    SplitOption,
+    print_facts,
+    print_json,
+    print_table,
+)
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.progress import byte_progress
+from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     from datasvc.cache import Cache, StageReport
@@ -36,8 +46,6 @@ PeersOption = Annotated[
         "token is read from DATASVC_TOKEN.",
     ),
 ]
-SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
 
 
 def stage(
@@ -62,8 +70,6 @@ def stage(
 
     Example: datasvc stage s3://bucket/model.bin --cache /nvme/cache
     """
-    from datasvc.errors import ConfigError
-
     are_urls = {"://" in argument for argument in refs_or_urls}
     if are_urls == {True, False}:
         raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
@@ -75,7 +81,7 @@ def stage(
     if repo is None:
         raise ConfigError("no repository is given for the data set; use --repo or DATASVC_REPO")
     title = ", ".join(refs_or_urls)
-    splits = [chosen for ref in refs_or_urls for chosen in _splits(repo, ref, split)]
+    splits = [chosen for ref in refs_or_urls for chosen in _open_splits(repo, ref, split)[1]]
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
         report = _stage_splits(node, splits, title)
     _print_staged(title, report, as_json=as_json)
@@ -87,8 +93,6 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
 
     Example: datasvc cache status --cache /nvme/cache
     """
-    from datasvc.sizes import format_size
-
     with open_existing_cache(cache) as node:
         state = node.status()
     if as_json:
@@ -133,15 +137,11 @@ def pin(
 
     Example: datasvc cache pin pets@1 --repo s3://bucket/repo --cache /nvme/cache
     """
-    from datasvc.repository import Repository
-    from datasvc.shards import open_dataset
-    from datasvc.shards.versions.dataset import choose_split
-
-    dataset = open_dataset(Repository.open(repo), ref)
-    ref = str(dataset.resolved)
-    name = ref if split is None else f"{ref}/{split}"
+    version, splits = _open_splits(repo, ref, split)
+    # The pin has the name of the version: a tag may move, but `datasvc cache unpin` must still find the pin.
+    name = version if split is None else f"{version}/{split}"
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
-        report = _stage_splits(node, choose_split(dataset, split), name, pinned=True)
+        report = _stage_splits(node, splits, name, pinned=True)
     _print_staged(name, report, as_json=as_json, verb="pinned")
 
 
@@ -155,8 +155,6 @@ def unpin(
 
     Example: datasvc cache unpin pets@1 --cache /nvme/cache
     """
-    from datasvc.sizes import format_size
-
     with open_existing_cache(cache) as node:
         pinned = node.unpin(name)
     if as_json:
@@ -173,9 +171,6 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
 
     Example: datasvc cache scrub --cache /nvme/cache
     """
-    from datasvc.errors import CorruptDataError
-    from datasvc.sizes import format_size
-
     with open_existing_cache(cache) as node, byte_progress("scrubbing") as progress:
         result = node.scrub(progress)
         folder = node.folder
@@ -210,7 +205,6 @@ def quota(
     Example: datasvc cache quota vision --guaranteed 100GB --maximum 200GB --cache /nvme/cache
     """
     from datasvc.cache import Quota, parse_budget
-    from datasvc.sizes import format_size
 
     with open_existing_cache(cache) as node:
         guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
@@ -238,8 +232,6 @@ def open_existing_cache(cache: Path) -> Cache:
     Raises:
         NotFoundError: the folder is not a cache.
     """
-    from datasvc.errors import NotFoundError
-
     # `Cache` creates a missing folder, which a command that only reads must not do.
     if not (cache / "catalogue").is_dir():
         raise NotFoundError(
@@ -248,12 +240,14 @@ def open_existing_cache(cache: Path) -> Cache:
     return _open(cache, budget=None, tenant="default")
 
 
-def _splits(repo: str, ref: str, split: str | None) -> list[Split]:
+def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Split]]:
+    """Return the version that `ref` resolves to, and the requested split or all splits of it."""
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.versions.dataset import choose_split
 
-    return choose_split(open_dataset(Repository.open(repo), ref), split)
+    dataset = open_dataset(Repository.open(repo), ref)
+    return str(dataset.resolved), choose_split(dataset, split)
 
 
 def _stage_splits(node: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
@@ -276,15 +270,9 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
 
 def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = "staged") -> None:
-    from datasvc.sizes import format_size
-
     if as_json:
-        facts: dict[str, Any] = {
-            **asdict(report),
-            "num_fetched": report.num_fetched,
-            "fetched_bytes": report.fetched_bytes,
-        }
-        print_json(facts)
+        fetched = {"num_fetched": report.num_fetched, "fetched_bytes": report.fetched_bytes}
+        print_json({**asdict(report), **fetched})
         return
     peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
     typer.echo(
@@ -294,6 +282,4 @@ def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = 
 
 
 def _maximum(maximum_bytes: int | None) -> str:
-    from datasvc.sizes import format_size
-
     return "the whole budget" if maximum_bytes is None else format_size(maximum_bytes)

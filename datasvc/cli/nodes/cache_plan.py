@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_facts, print_json
+from datasvc.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from datasvc.cache.forecast.forecast import EpochForecast, Forecast
     from datasvc.cache.forecast.workload import Workload
 
 
-class ShuffleName(StrEnum):
-    """Values of --shuffle."""
-
-    GLOBAL = "global"
-    WINDOWED = "windowed"
-    NONE = "none"
-
-
-_SHUFFLES: Final[dict[ShuffleName, Literal["global", "windowed"] | None]] = {
-    ShuffleName.GLOBAL: "global",
-    ShuffleName.WINDOWED: "windowed",
-    ShuffleName.NONE: None,
-}
-
-
 def plan(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")],
+    ref: RefArgument,
     repo: RepoOption,
     budget: Annotated[
         str, typer.Option(help="Size of each node's cache, such as 50GB, or 10% of the size of this machine's disk.")
     ],
     nodes: Annotated[int, typer.Option(help="Number of training nodes, each with its own cache.")] = 1,
     split: Annotated[str, typer.Option(help="Split to train on.")] = "train",
-    shuffle: Annotated[ShuffleName, typer.Option(help="Shuffle of the loader.")] = ShuffleName.GLOBAL,
+    shuffle: Annotated[Literal["global", "windowed", "none"], typer.Option(help="Shuffle of the loader.")] = "global",
     lanes: Annotated[int, typer.Option(help="With windowed: parts of the data set that are read in parallel.")] = 1,
     block: Annotated[int | None, typer.Option(help="With windowed: samples permuted together within a lane.")] = None,
     sticky: Annotated[
@@ -74,11 +59,10 @@ def plan(
     from datasvc.order import OrderConfig
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
-    from datasvc.sizes import parse_size
 
-    order = OrderConfig(seed=seed, shuffle=_SHUFFLES[shuffle], lanes=lanes, block=block, sticky=sticky)
+    order_shuffle = None if shuffle == "none" else shuffle
     workload = Workload(
-        order,
+        OrderConfig(seed=seed, shuffle=order_shuffle, lanes=lanes, block=block, sticky=sticky),
         batch_size,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -99,8 +83,6 @@ def plan(
 
 
 def _print_forecast(result: Forecast, workload: Workload, images_s: float | None) -> None:
-    from datasvc.sizes import format_size
-
     print_facts(
         {
             "data": f"{result.num_samples} samples in {result.num_shards} shards, {format_size(result.data_bytes)}",
@@ -116,8 +98,6 @@ def _print_forecast(result: Forecast, workload: Workload, images_s: float | None
 
 
 def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_s: float | None) -> dict[str, str]:
-    from datasvc.sizes import format_size
-
     facts = {
         "from the caches": f"{format_size(epoch.hit_bytes)} of {format_size(epoch.used_bytes)} that the nodes read",
         "from the origin": f"{format_size(epoch.origin_bytes)}, {epoch.origin_bytes / data_bytes:.2f} x the data",

@@ -13,6 +13,8 @@ import typer
 
 from datasvc.cli.nodes.cache import BudgetOption, CacheOption, open_existing_cache
 from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line
+from datasvc.errors import ConfigError
+from datasvc.sizes import parse_size
 
 TokenOption = Annotated[
     Path | None, typer.Option(help="File with the access token; default: the environment variable DATASVC_TOKEN.")
@@ -69,7 +71,6 @@ def serve(
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
     from datasvc.node.server import serve as run_server
     from datasvc.node.settings import NodeSettings
-    from datasvc.sizes import parse_size
 
     settings = NodeSettings(
         folder=cache,
@@ -122,7 +123,6 @@ def top(
     Prints the status once if the output is not a terminal.
     """
     from datasvc.cli.nodes.top_view import status_text, watch
-    from datasvc.errors import ConfigError
 
     if not interval > 0:
         raise ConfigError(f"--interval {interval} is out of range; expected more than 0 seconds")
@@ -139,8 +139,6 @@ def _status_reader(
     node: str | None, cache: Path | None, token_file: Path | None, ca: Path | None
 ) -> Callable[[], dict[str, Any]]:
     """Return a function that reads the status of a node, or of a local cache if no node is given."""
-    from datasvc.errors import ConfigError
-
     if node is not None:
         from datasvc.node.client import NodeClient
         from datasvc.node.http.auth import TOKEN_VARIABLE, load_token

@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, JSON for programs."""
+"""Arguments that many commands have, and their output: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from datasvc.cli.terminal.values import text_value
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
+RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
+SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
+MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -33,6 +36,7 @@ def print_json_line(value: Any) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table; without a header and with tabs between values if the output is not a terminal."""
     if not sys.stdout.isatty():
+        # One line per row, for programs such as cut and awk.
         for row in rows:
             sys.stdout.write("\t".join(text_value(str(value)) for value in row) + "\n")
         return
