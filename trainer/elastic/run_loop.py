@@ -53,7 +53,7 @@ def run(
         loop = _Loop(state, rendezvous, reset)
         if rendezvous is None:
             return loop.run(lambda: func(state, *args, **kwargs))
-        with rendezvous.notifying(state):
+        with rendezvous.notifying(state.on_hosts_updated):
             rendezvous.begin_training()
             result = loop.run(lambda: func(state, *args, **kwargs))
             rendezvous.end_training()

@@ -1,13 +1,13 @@
-"""Placement of a rank, engine settings and logging, from the variables of Horovod and of launchers."""
+"""Reads environment variables of launchers and of Horovod: the placement of a rank, engine settings, logging."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.foreign_launchers import translate
+from datasvc.trainer.env.foreign_launchers import parse_whole, translate
 
 _LOG_LEVELS = {
     "TRACE": logging.DEBUG,
@@ -47,30 +47,23 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
         raise ValueError(
             f"the environment has {', '.join(present)} but lacks {', '.join(missing)}; set all of them, or none"
         )
-    rank, size, local_rank, local_size = (_whole(environ, name) for name in WORLD_VARIABLES)
+    rank, size, local_rank, local_size = (parse_whole(environ[name], name) for name in WORLD_VARIABLES)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise ValueError(
             f"invalid placement: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
             "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
+    # Without variables for the nodes, every node is taken to have as many ranks as this one.
     cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
     return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
 def placement_variables(placement: RankPlacement) -> dict[str, str]:
     """Return the environment variables for a placement: torchrun's, and Horovod's."""
-    return {
-        "RANK": str(placement.rank),
-        "WORLD_SIZE": str(placement.size),
-        "LOCAL_RANK": str(placement.local_rank),
-        "LOCAL_WORLD_SIZE": str(placement.local_size),
-        "HOROVOD_RANK": str(placement.rank),
-        "HOROVOD_SIZE": str(placement.size),
-        "HOROVOD_LOCAL_RANK": str(placement.local_rank),
-        "HOROVOD_LOCAL_SIZE": str(placement.local_size),
-        "HOROVOD_CROSS_RANK": str(placement.cross_rank),
-        "HOROVOD_CROSS_SIZE": str(placement.cross_size),
-    }
+    numbers = {name: str(number) for name, number in asdict(placement).items()}
+    torchrun = dict(zip(WORLD_VARIABLES, numbers.values(), strict=False))
+    # Horovod's variables are the names of the fields: HOROVOD_RANK to HOROVOD_CROSS_SIZE.
+    return torchrun | {f"HOROVOD_{name.upper()}": number for name, number in numbers.items()}
 
 
 def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
@@ -111,7 +104,7 @@ def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
     # Not computed if given: nodes may have different numbers of ranks.
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
         if all(name in environ for name in names):
-            cross_rank, cross_size = (_whole(environ, name) for name in names)
+            cross_rank, cross_size = (parse_whole(environ[name], name) for name in names)
             if not 0 <= cross_rank < cross_size:
                 raise ValueError(f"invalid placement: node {cross_rank} of {cross_size}; check {' and '.join(names)}")
             return cross_rank, cross_size
@@ -152,13 +145,6 @@ def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
 
 def _is_set(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
-
-
-def _whole(environ: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ValueError(f"{name} must be a whole number, not {environ[name]!r}") from None
 
 
 def _number(environ: Mapping[str, str], name: str, default: float) -> float:

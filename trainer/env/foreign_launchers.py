@@ -1,15 +1,13 @@
 """Translation of the environment variables of srun and mpirun to those of torchrun. Pure.
 
-The address of the store is derived from the job, so that it is the same on every rank:
+The ranks must agree on the address of the store before they can communicate, so each rank derives it from the job:
 
-- `MASTER_ADDR`: the first host in the node list of the Slurm step or job, which has rank 0; this machine, if it has
-all
-  ranks.
-- `MASTER_PORT`: 20000 to 31999, from the numbers of the job and the step. If two jobs on one node get the same port,
-set
-  MASTER_PORT.
+- `MASTER_ADDR` is the loopback address if all ranks are on one node. Otherwise it is the first host in the node list
+  of the Slurm step or job, which has rank 0.
+- `MASTER_PORT` is between 20000 and 31999, a hash of the numbers of the job and the step. Two jobs on one node may
+  get the same port; then set MASTER_PORT.
 
-Variables that are set already are kept, so both can be set with `srun --export` or `mpirun -x`.
+Both keep a value that is set already, for example by `srun --export` or `mpirun -x`.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from collections.abc import Mapping
 
 from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_task
 
+# These ports are below the ephemeral range of Linux, which begins at 32768 and is in use by any process.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -48,13 +47,13 @@ def translate(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
     size = environ.get("SLURM_STEP_NUM_TASKS") or _required(environ, "SLURM_NTASKS", "srun")
-    node = _number(environ.get("SLURM_NODEID", "0"), "SLURM_NODEID")
+    node = parse_whole(environ.get("SLURM_NODEID", "0"), "SLURM_NODEID")
     num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None:
         local_size = size if num_nodes == "1" else _required(environ, "SLURM_NTASKS_PER_NODE", "srun")
     else:
-        per_node = expand_task_counts(counts, _number(num_nodes, "SLURM_NNODES"))
+        per_node = expand_task_counts(counts, parse_whole(num_nodes, "SLURM_NNODES"))
         if node >= len(per_node):
             raise ValueError(
                 f"SLURM_NODEID is {node}, but SLURM_TASKS_PER_NODE ({counts}) counts {len(per_node)} nodes"
@@ -101,7 +100,12 @@ def _required(environ: Mapping[str, str], name: str, launcher: str) -> str:
     return environ[name]
 
 
-def _number(text: str, name: str) -> int:
+def parse_whole(text: str, name: str) -> int:
+    """Return the value of a variable as an integer.
+
+    Raises:
+        ValueError: `text` is not a whole number; the message has the `name` of the variable.
+    """
     try:
         return int(text)
     except ValueError:

@@ -11,12 +11,11 @@ from datasvc.trainer.env.environment import RankPlacement
 def find_gpu_uuid(placement: RankPlacement) -> str:
     """Return the UUID of the GPU for this rank; empty without GPUs or NCCL.
 
-    Two ranks with the same UUID share a GPU. Launchers either expose all GPUs of a node to each rank, which selects
-    one by its local rank, or expose one GPU to each rank.
+    Two ranks with the same UUID share a GPU.
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return ""
-    number = (
-        placement.local_rank if torch.cuda.device_count() >= placement.local_size else torch.cuda.current_device()
-    )
+    # A launcher either exposes all GPUs of a node to each rank, or one GPU to each rank.
+    has_all = torch.cuda.device_count() >= placement.local_size
+    number = placement.local_rank if has_all else torch.cuda.current_device()
     return str(torch.cuda.get_device_properties(number).uuid)

@@ -1,4 +1,4 @@
-"""Slurm's environment variables: the nodes of an allocation, and the tasks on each. Pure."""
+"""Parses Slurm's environment variables: the nodes of an allocation, and the tasks on each. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
+# A short text can name billions of nodes; this limit ends the expansion before the memory is full.
 _MAX_NUM_NODES = 1 << 20
 # A name consists of text and ranges in brackets; commas outside brackets separate names.
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")

@@ -1,1 +1,1 @@
-"""This process as a rank of a job: init and shutdown, process sets, submission of operations."""
+"""The job of this process: init and shutdown, process sets, submission of operations to the engine."""

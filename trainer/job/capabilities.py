@@ -1,4 +1,4 @@
-"""Horovod's queries of built-in features, answered from torch.distributed."""
+"""Horovod's queries of the features that a build contains, such as `nccl_built`, for torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ import torch
 import torch.distributed as dist
 
 
-def mpi_threads_supported() -> bool:
-    """Return False: the trainer does not use MPI."""
-    return False
-
-
-def mpi_enabled() -> bool:
-    """Return False: the trainer does not use MPI."""
-    return False
-
-
 def mpi_built() -> bool:
-    """Return False: the trainer does not use MPI."""
+    """Return False: the trainer uses neither MPI nor IBM's DDL nor Intel's oneCCL."""
     return False
+
+
+mpi_threads_supported = mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_enabled() -> bool:
@@ -26,9 +19,7 @@ def gloo_enabled() -> bool:
     return dist.is_available() and dist.is_gloo_available()
 
 
-def gloo_built() -> bool:
-    """Return the same as `gloo_enabled`."""
-    return gloo_enabled()
+gloo_built = gloo_enabled
 
 
 def nccl_built() -> int:
@@ -37,16 +28,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]  # untyped in torch
     return int(major) * 10_000 + int(minor) * 100 + int(patch)
-
-
-def ddl_built() -> bool:
-    """Return False: the trainer does not use IBM's DDL."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: the trainer does not use Intel's oneCCL."""
-    return False
 
 
 def cuda_built() -> bool:

@@ -152,16 +152,15 @@ def members_of(process_set: ProcessSet) -> tuple[int, ...]:
     Raises:
         ValueError: the set is not added.
     """
-    members = runtime.current_job().engine.process_sets.get(
-        -1 if process_set.process_set_id is None else process_set.process_set_id
-    )
+    number = process_set.process_set_id
+    members = None if number is None else runtime.current_job().engine.process_sets.get(number)
     if members is None:
         raise ValueError(f"{process_set} is not added: every rank must call hvd.add_process_set() with it first")
     return members
 
 
 def clear_numbers() -> None:
-    """Remove the numbers of all process sets when the job ends; they are valid in that job only."""
+    """Remove the numbers of all process sets when the job ends, because the next job numbers its sets anew."""
     for process_set in _added.values():
         process_set.process_set_id = None
     _added.clear()

@@ -124,6 +124,7 @@ def shutdown() -> None:
     with _lock:
         if _job is None:
             return
+        # The threads of the engine use the group, so they end before the group is destroyed.
         _job.engine.close()
         clear_numbers()
         if _job.owns_default_group and dist.is_initialized():

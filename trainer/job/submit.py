@@ -1,6 +1,7 @@
-"""Conversion of calls on tensors into requests to the engine, without gradients; for these see `ops.autograd`.
+"""Conversion of calls on tensors into requests to the engine; `ops.autograd` adds the gradients.
 
-Errors of the calling rank alone are raised here as `ValueError`, before anything is sent to the other ranks.
+Invariant: an invalid argument raises `ValueError` here, before the engine sends a request to the other ranks, so the
+operations of the other ranks do not fail because of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ def submit_allreduce(
     """Reduce `inputs` over the ranks into `outputs`.
 
     Args:
-        inputs: tensors of any shapes.
+        inputs: tensors of any shapes, at least one.
         outputs: tensors of the same shapes and dtypes that get the results; may be the inputs.
         name: name of the operation on all ranks.
         op: reduction.
@@ -78,13 +80,11 @@ def submit_allreduce(
     _check_outputs(name, outputs)
     if op is ReduceOp.ADASUM:
         _check_adasum(name, inputs, process_set)
-    request = Request(
-        name=name,
-        kind=CollectiveKind.ALLREDUCE,
-        process_set=_number_of(process_set),
-        dtypes=tuple(_dtype_name(tensor) for tensor in inputs),
-        shapes=tuple(tuple(tensor.shape) for tensor in inputs),
-        device_type=_common_device(name, inputs).type,
+    request = _describe_request(
+        CollectiveKind.ALLREDUCE,
+        name,
+        inputs,
+        process_set,
         reduce_op=op,
         prescale_factor=float(prescale_factor),
         postscale_factor=float(postscale_factor),
@@ -117,8 +117,17 @@ def submit_reducescatter(
     for tensor in tensors:
         if tensor.ndim == 0:
             raise ValueError(f"'{name}': reducescatter needs tensors with at least one dimension, not a scalar")
-    device = _common_device(name, tensors)
-    number, members = _number_of(process_set), members_of(process_set)
+    request = _describe_request(
+        CollectiveKind.REDUCESCATTER,
+        name,
+        tensors,
+        process_set,
+        reduce_op=op,
+        prescale_factor=float(prescale_factor),
+        postscale_factor=float(postscale_factor),
+        is_grouped=is_grouped,
+    )
+    members = members_of(process_set)
     rank_in_set = members.index(runtime.rank())
     local_rows = [split_rows(tensor.shape[0], len(members))[rank_in_set] for tensor in tensors]
     # The thread of the engine writes the outputs outside inference mode.
@@ -127,18 +136,6 @@ def submit_reducescatter(
             torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
             for rows, tensor in zip(local_rows, tensors, strict=True)
         ]
-    request = Request(
-        name=name,
-        kind=CollectiveKind.REDUCESCATTER,
-        process_set=number,
-        dtypes=tuple(_dtype_name(tensor) for tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        device_type=device.type,
-        reduce_op=op,
-        prescale_factor=float(prescale_factor),
-        postscale_factor=float(postscale_factor),
-        is_grouped=is_grouped,
-    )
     return _submit(request, tensors, outputs, outputs if is_grouped else outputs[0])
 
 
@@ -151,15 +148,7 @@ def submit_allgather(
         ValueError: there is no tensor, a sparse tensor, or tensors on different devices; this rank is not in the set.
     """
     _check_any(name, tensors)
-    request = Request(
-        name=name,
-        kind=CollectiveKind.ALLGATHER,
-        process_set=_number_of(process_set),
-        dtypes=tuple(_dtype_name(tensor) for tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        device_type=_common_device(name, tensors).type,
-        is_grouped=is_grouped,
-    )
+    request = _describe_request(CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped)
     return _submit(request, tensors, [], None)
 
 
@@ -179,18 +168,11 @@ def submit_alltoall(
             sum than there are rows; the rows cannot be divided equally; the tensor is sparse; this rank is not in the
             set.
     """
-    number, num_ranks = _number_of(process_set), len(members_of(process_set))
     if tensor.ndim == 0:
         raise ValueError(f"'{name}': alltoall needs a tensor with at least one dimension, not a scalar")
-    request = Request(
-        name=name,
-        kind=CollectiveKind.ALLTOALL,
-        process_set=number,
-        dtypes=(_dtype_name(tensor),),
-        shapes=(tuple(tensor.shape),),
-        device_type=_common_device(name, [tensor]).type,
-        splits=_choose_splits(name, tensor.shape[0], splits, num_ranks),
-    )
+    request = _describe_request(CollectiveKind.ALLTOALL, name, [tensor], process_set)
+    chosen_splits = _choose_splits(name, tensor.shape[0], splits, len(members_of(process_set)))
+    request = dataclasses.replace(request, splits=chosen_splits)
     return _submit(request, [tensor], [], None)
 
 
@@ -209,20 +191,12 @@ def submit_broadcast(
     Raises:
         ValueError: the root or this rank is not in the set, or the tensor is sparse.
     """
-    number, members = _number_of(process_set), members_of(process_set)
     root_rank = operator.index(root_rank)
+    request = _describe_request(CollectiveKind.BROADCAST, name, [tensor], process_set, root_rank=root_rank)
     _check_outputs(name, [output])
-    if root_rank not in members:
-        raise ValueError(f"'{name}': no root rank {root_rank} in the process set of the ranks {list(members)}")
-    request = Request(
-        name=name,
-        kind=CollectiveKind.BROADCAST,
-        process_set=number,
-        dtypes=(_dtype_name(tensor),),
-        shapes=(tuple(tensor.shape),),
-        device_type=_common_device(name, [tensor]).type,
-        root_rank=root_rank,
-    )
+    if root_rank not in members_of(process_set):
+        ranks = list(members_of(process_set))
+        raise ValueError(f"'{name}': no root rank {root_rank} in the process set of the ranks {ranks}")
     return _submit(request, [tensor], [output], output)
 
 
@@ -269,6 +243,21 @@ def restart_names() -> None:
     counts.counters.clear()
 
 
+def _describe_request(
+    kind: CollectiveKind, name: str, tensors: Sequence[Tensor], process_set: ProcessSet, **options: Any
+) -> Request:
+    """Return the request for an operation on tensors; `options` are the fields of `Request` for this kind."""
+    return Request(
+        name=name,
+        kind=kind,
+        process_set=_number_of(process_set),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        device_type=_common_device(name, tensors).type,
+        **options,
+    )
+
+
 def _submit(
     request: Request,
     inputs: Sequence[Tensor],
@@ -278,11 +267,10 @@ def _submit(
     is_prescaled: bool = False,
 ) -> Handle:
     if request.name.endswith(_UNNAMED):
-        # Only valid calls are counted, per process set; the counts agree if all ranks make their calls in one order.
+        # Count only here, after all checks: a call that fails on one rank must not shift its later names.
         counts = _current_counts()
         count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
-        # The name includes the number of joins, because an operation from before the last join may still be in
-        # flight.
+        # An operation from before the last join may still be in flight under the same count.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
     # Detached tensors hide the engine's writes from autograd. One entry per tensor keeps in-place operations
@@ -302,7 +290,7 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    # The first operation or join after an `init` resets the counts: a rank may join before it submits anything else.
+    # Reset by the first operation or join after an `init`: a rank may join before it submits anything else.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():
         _counts = _Counts(num_inits=runtime.num_inits())
@@ -371,10 +359,6 @@ def _choose_splits(
     if min(chosen) < 0 or sum(chosen) > num_rows:
         raise ValueError(f"'{name}': splits {list(chosen)} cannot be taken from {num_rows} rows")
     return chosen
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _common_device(name: str, tensors: Sequence[Tensor]) -> torch.device:

@@ -1,7 +1,7 @@
-"""Messages between the workers and the driver of an elastic job, which are exchanged through the job's store.
+"""Messages between the workers and the driver of an elastic job, and their keys in the store of the job.
 
-Workers push messages onto one queue; the driver answers under a key that depends on the worker and the request. The
-driver pushes changes of hosts onto one queue per worker, which a thread of the worker reads.
+All workers push their messages onto one queue. The driver answers a request under a key of its own. It pushes changes
+of hosts onto one queue per worker, which a thread of the worker reads.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import get_args
 
 from datasvc.trainer.env.environment import RankPlacement
 
 MESSAGE_QUEUE = "elastic/words"
-# Ends the thread that reads a queue.
+# The message after which the thread that reads a queue ends.
 END_OF_QUEUE = b""
 
 
@@ -111,41 +112,21 @@ class Notice:
     result: int = 0
 
 
-WorkerMessage = RankRequest | ScriptError
-Answer = RankAssignment | Leave
+Message = RankRequest | ScriptError | RankAssignment | Leave | Notice
 
-_KINDS = {kind.__name__: kind for kind in (RankRequest, ScriptError, RankAssignment, Leave, Notice)}
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
-def encode(message: WorkerMessage | Answer | Notice) -> str:
+def encode(message: Message) -> str:
     """Return the message as JSON."""
     return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)})
 
 
-def decode_worker_message(data: bytes) -> WorkerMessage:
-    """Decode a message of a worker."""
-    message = _decode(data)
-    assert isinstance(message, RankRequest | ScriptError)
-    return message
-
-
-def decode_answer(data: bytes) -> Answer:
-    """Decode an answer of the driver."""
-    message = _decode(data)
-    assert isinstance(message, RankAssignment | Leave)
-    return message
-
-
-def decode_notice(data: bytes) -> Notice:
-    """Decode a notice of the driver."""
-    message = _decode(data)
-    assert isinstance(message, Notice)
-    return message
-
-
-def _decode(data: bytes) -> object:
+def decode(data: bytes) -> Message:
+    """Return the message that `encode` has encoded."""
     fields = json.loads(data)
     kind = _KINDS[fields.pop("kind")]
     if kind is RankAssignment:
         fields["placement"] = RankPlacement(**fields["placement"])
-    return kind(**fields)
+    message: Message = kind(**fields)
+    return message

@@ -13,9 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 from torch.distributed.distributed_c10d import Store
@@ -32,8 +31,7 @@ from datasvc.trainer.rendezvous.messages import (
     ScriptError,
     answer_key,
     broken_key,
-    decode_answer,
-    decode_notice,
+    decode,
     encode,
     notice_queue,
     training_key,
@@ -49,14 +47,9 @@ _CONNECT_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 10.0
 
 
-class Listener(Protocol):
-    """A receiver of changes of hosts, such as an elastic state."""
-
-    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Handle a change of hosts; see `State`.
-
-        It must not block: the thread that calls it also receives later notices, or begins the next round.
-        """
+# Called with the number of a change of hosts and its `HostUpdateResult`; see `State.on_hosts_updated`. It must not
+# block: the thread that calls it also receives later notices, or begins the next round.
+Listener = Callable[[float, int], None]
 
 
 class Rendezvous:
@@ -89,7 +82,7 @@ class Rendezvous:
             RuntimeError: the driver cannot be reached.
         """
         self._num_requests += 1
-        # While this key exists, the driver counts an exit with status 0 as a failure. `end_training` deletes it.
+        # While this key exists, the driver warns of an exit with status 0. `end_training` deletes it.
         if self._num_requests == 1:
             self._store.set(training_key(self._worker), "")
         self._send(RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
@@ -99,18 +92,19 @@ class Rendezvous:
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
-        answer = decode_answer(self._store.get(key))
+        answer = decode(self._store.get(key))
         if isinstance(answer, Leave):
             sys.stderr.write(f"this worker leaves the job: {answer.reason}\n")
             raise LeaveJob
+        assert isinstance(answer, RankAssignment)
         with self._lock:
             self.assignment = answer
         return answer
 
     def round_store(self, assignment: RankAssignment, *, timeout_s: float) -> Store:
         """Return the store through which the members of a round connect; `timeout_s` limits each wait in it."""
-        # Kept alive here: torch holds a reference to the C++ object only, and later groups need the Python object
-        # too.
+        # The attribute keeps the Python object alive: torch refers to the C++ object only, but later groups of the
+        # round call methods of the Python object.
         self._round_store = RoundStore(
             self._store,
             prefix=f"trainer/{assignment.round_number}",
@@ -121,7 +115,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def notifying(self, listener: Listener) -> Iterator[None]:
-        """Notify a listener of each change of hosts inside the block."""
+        """Notify a listener of each change of hosts inside the block, and of one that was announced before."""
         with self._lock:
             self._listeners.append(listener)
         try:
@@ -132,8 +126,19 @@ class Rendezvous:
                 self._listeners.remove(listener)
 
     def repeat_notice(self) -> None:
-        """Notify the listeners again of the newest change of hosts, unless this round includes it."""
-        self._notify()
+        """Notify the listeners of the newest change of hosts, unless this round includes it."""
+        with self._lock:
+            # A notice may arrive after the round that already includes its change began; it must not end that round.
+            if self.assignment is None or self._notice.number <= self.assignment.notice:
+                return
+            notice, listeners = self._notice, tuple(self._listeners)
+        # Called without the lock: an override that waits would block the thread that joins the next round.
+        for listener in listeners:
+            try:
+                listener(notice.number, notice.result)
+            except Exception:
+                # An override may raise; the thread must survive it, to report later changes.
+                logger.exception("on_hosts_updated has failed")
 
     def receive_notices(self, store: Store) -> None:
         """Notify the listeners of changes of hosts until the queue or the driver ends.
@@ -144,9 +149,11 @@ class Rendezvous:
         # The loss of the driver is not reported here: the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
             while (data := store.queue_pop(notice_queue(self._worker))) != END_OF_QUEUE:
+                notice = decode(data)
+                assert isinstance(notice, Notice)
                 with self._lock:
-                    self._notice = decode_notice(data)
-                self._notify()
+                    self._notice = notice
+                self.repeat_notice()
 
     def end_notices(self) -> None:
         """Make `receive_notices` return."""
@@ -178,20 +185,6 @@ class Rendezvous:
         """Report to the driver that a program without a training function has finished."""
         if not self._is_training:
             self.end_training()
-
-    def _notify(self) -> None:
-        with self._lock:
-            # A notice may arrive after the round that already includes its change began; it must not end that round.
-            if self.assignment is None or self._notice.number <= self.assignment.notice:
-                return
-            notice, listeners = self._notice, tuple(self._listeners)
-        # Called without the lock: an override that waits would block the thread that joins the next round.
-        for listener in listeners:
-            try:
-                listener.on_hosts_updated(notice.number, notice.result)
-            except Exception:
-                # An override may raise; the thread must survive it, to report later changes.
-                logger.exception("on_hosts_updated has failed")
 
     def _send(self, message: RankRequest | ScriptError) -> None:
         self._store.queue_push(MESSAGE_QUEUE, encode(message))

@@ -22,7 +22,7 @@ from datasvc.trainer.rendezvous.messages import (
     ScriptError,
     answer_key,
     broken_key,
-    decode_worker_message,
+    decode,
     encode,
     notice_queue,
     training_key,
@@ -50,7 +50,7 @@ def test_a_worker_asks_and_gets_the_answer_to_its_own_question(store):
     assert rendezvous.join_round() == SEAT
     store.set(answer_key(WORKER, 2), encode(SEAT))
     rendezvous.join_round()
-    asks = [decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) for _ in range(2)]
+    asks = [decode(store.queue_pop(MESSAGE_QUEUE)) for _ in range(2)]
     assert asks == [RankRequest(WORKER, 1, 5, wants_sync=False), RankRequest(WORKER, 2, 5, wants_sync=False)]
 
 
@@ -98,7 +98,7 @@ def end(rendezvous):
 
 def test_a_change_of_hosts_reaches_the_states_at_once_and_without_a_commit(store, seated):
     states = [Notified(fails=True), Notified()]
-    with seated.notifying(states[0]), seated.notifying(states[1]):
+    with seated.notifying(states[0].on_hosts_updated), seated.notifying(states[1].on_hosts_updated):
         for notice in (Notice(5, 1), Notice(6, 2)):
             store.queue_push(notice_queue(WORKER), encode(notice))
             assert [state.told.get(timeout=20) for state in states] == [(notice.number, notice.result)] * 2
@@ -118,7 +118,7 @@ def test_a_state_that_waits_when_it_is_told_does_not_keep_the_worker_from_the_ne
     state = Waiting()
     store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.placement, needs_sync=True, notice=5)))
     joining = threading.Thread(target=seated.join_round, daemon=True)
-    with seated.notifying(state):
+    with seated.notifying(state.on_hosts_updated):
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
         assert state.is_called.wait(20)
         joining.start()
@@ -144,7 +144,7 @@ def test_a_child_that_was_forked_does_not_end_the_notices_of_the_rank(store, mon
 
 def test_changes_that_the_round_has_in_it_are_no_news(store, seated):
     state = Notified()
-    with seated.notifying(state):
+    with seated.notifying(state.on_hosts_updated):
         store.queue_push(notice_queue(WORKER), encode(Notice(4, 2)))
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
         assert state.told.get(timeout=20) == (5, 1)
@@ -153,10 +153,10 @@ def test_changes_that_the_round_has_in_it_are_no_news(store, seated):
 
 def test_a_state_that_comes_late_or_was_reset_is_told_of_what_came_before(store, seated):
     early, late = Notified(), Notified()
-    with seated.notifying(early):
+    with seated.notifying(early.on_hosts_updated):
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
         assert early.told.get(timeout=20) == (5, 1)
-    with seated.notifying(late):
+    with seated.notifying(late.on_hosts_updated):
         assert late.told.get_nowait() == (5, 1)
         seated.repeat_notice()
         assert late.told.get_nowait() == (5, 1)
@@ -170,7 +170,7 @@ def test_a_programs_error_is_reported_with_its_kind(store):
     rendezvous = Rendezvous(WORKER, store)
     rendezvous.report_error(KeyError("x"))
     rendezvous.report_error(HorovodInternalError("no"), ends_job=True)
-    words = [decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) for _ in range(2)]
+    words = [decode(store.queue_pop(MESSAGE_QUEUE)) for _ in range(2)]
     assert words[0] == ScriptError(WORKER, "KeyError: 'x'")
     assert words[1] == ScriptError(WORKER, "HorovodInternalError: no", ends_job=True)
 
@@ -183,7 +183,7 @@ def test_an_error_outside_the_training_function_is_reported_and_still_shown(stor
     for error in errors:
         sys.excepthook(type(error), error, None)
     assert shown == errors
-    assert decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) == ScriptError(WORKER, "KeyError: 'lr'")
+    assert decode(store.queue_pop(MESSAGE_QUEUE)) == ScriptError(WORKER, "KeyError: 'lr'")
 
 
 def test_the_driver_can_see_whether_the_training_function_of_a_worker_has_returned(store, seated):

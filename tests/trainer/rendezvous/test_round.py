@@ -15,7 +15,7 @@ from datasvc.trainer.rendezvous.messages import (
     RankRequest,
     ScriptError,
     answer_key,
-    decode_worker_message,
+    decode,
     encode,
 )
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous
@@ -36,7 +36,7 @@ def test_a_worker_that_can_never_connect_gives_up_after_some_rounds_and_says_why
         store.set(answer_key(WORKER, number), encode(seat))
     with pytest.raises(HorovodInternalError, match=r"5 consecutive rounds.*no-such-card"):
         join_round(Rendezvous(WORKER, store.clone()), EngineSettings())
-    words = [decode_worker_message(store.queue_pop(MESSAGE_QUEUE)) for _ in range(6)]
+    words = [decode(store.queue_pop(MESSAGE_QUEUE)) for _ in range(6)]
     assert [type(word) for word in words] == [RankRequest] * 5 + [ScriptError]
     assert "no-such-card" in words[-1].text
     assert words[-1].ends_job

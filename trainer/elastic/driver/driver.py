@@ -43,9 +43,10 @@ from datasvc.trainer.rendezvous.messages import (
     MESSAGE_QUEUE,
     Leave,
     RankRequest,
+    ScriptError,
     answer_key,
     broken_key,
-    decode_worker_message,
+    decode,
     encode,
     notice_queue,
     training_key,
@@ -298,9 +299,10 @@ class _Driver:
             self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # see above
 
     def _handle_message(self, data: bytes) -> list[Action]:
-        message = decode_worker_message(data)
+        message = decode(data)
         if isinstance(message, RankRequest):
             return self._membership.rank_requested(message, time.monotonic())
+        assert isinstance(message, ScriptError)
         return self._membership.script_failed(message, time.monotonic())
 
     def _describe(self, finish: Finish) -> ElasticFailure | None:
