@@ -45,7 +45,7 @@ def test_a_file_on_a_full_disk_harms_no_rank_and_hides_no_failure(capfd, fifo, t
     lines = "for i in 1 2 3; do echo $i; done; echo alive >&2; "
     script = f"if [ $RANK = 0 ]; then {lines} echo go >{fifo}; exec sleep 1000; fi; read go <{fifo}; exit 9"
     failure = run(script, output_folder=tmp_path / "out")
-    assert (failure.rank, failure.returncode) == (1, 9)
+    assert (failure.rank, failure.exit_status) == (1, 9)
     output, errors = capfd.readouterr()
     assert output == "[0] 1\n[0] 2\n[0] 3\n"
     assert "[0] alive" in errors
@@ -216,7 +216,7 @@ def test_ranks_that_failed_together_are_not_waited_for_one_after_the_other(fifo)
         failure = run(script, num_ranks=20, grace_s=0.1)
     finally:
         os.close(os.open(fifo, os.O_RDWR))
-    assert failure.returncode == 1
+    assert failure.exit_status == 1
 
 
 def test_no_signal_is_sent_once_a_rank_is_gone_whose_number_may_be_anothers(monkeypatch):

@@ -16,7 +16,7 @@ from datasvc.trainer.function.call_server import CallServer
 from datasvc.trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
 from datasvc.trainer.function.worker import KEY, PORT
 from datasvc.trainer.launch.command_line import run_job
-from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts
+from datasvc.trainer.launch.ranks.hosts import parse_hosts, read_host_file
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.remote_shell import is_local
 
@@ -215,10 +215,7 @@ def _read_hosts(hosts: str | None, hostfile: str | os.PathLike[str] | None, slot
     if hosts is not None:
         return parse_hosts(hosts, default_slots=slots)
     if hostfile is not None:
-        try:
-            return parse_host_file(Path(hostfile).read_text(encoding="utf-8"), default_slots=slots)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot use the host file {hostfile}: {error}") from None
+        return read_host_file(Path(hostfile), default_slots=slots)
     return ()
 
 

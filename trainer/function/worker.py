@@ -9,13 +9,14 @@ import sys
 from datasvc.trainer.function.call_server import fetch_call, send_answer
 from datasvc.trainer.function.pickling import call_pickled, pickle_error, pickle_result
 from datasvc.trainer.rendezvous.host_update import LeaveJob
+from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE
 
 PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
 
 def main() -> None:
     """Run the call; exit with status 1 after an exception. In an elastic job, `sys.exit` keeps its status."""
-    worker = os.environ.get("TRAINER_ELASTIC_WORKER")
+    worker = os.environ.get(WORKER_VARIABLE)
     address = (os.environ["MASTER_ADDR"], int(os.environ.pop(PORT)))
     # Removed from the environment, so that processes that the function starts do not inherit the key.
     key = bytes.fromhex(os.environ.pop(KEY))

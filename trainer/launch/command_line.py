@@ -16,8 +16,9 @@ from pathlib import Path
 
 from datasvc.trainer.launch.config_file import read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
-from datasvc.trainer.launch.ranks.hosts import parse_host_file, parse_hosts, read_allocation
+from datasvc.trainer.launch.ranks.hosts import parse_hosts, read_allocation, read_host_file
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
+from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import StartError
 from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.static_job import run_static_job
@@ -29,17 +30,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         failure = run_job(job, elastic, os.environ)
     except ValueError as error:
-        _print_message(str(error))
+        print_message(str(error))
         return 2
     except StartError as error:
-        _print_message(str(error))
+        print_message(str(error))
         return 127 if isinstance(error.__cause__, FileNotFoundError) else 126
     except OSError as error:
-        _print_message(f"the launcher has failed: {error}")
+        print_message(f"the launcher has failed: {error}")
         return 1
     if failure is None:
         return 0
-    _print_message(failure.describe())
+    print_message(failure.describe())
     return failure.exit_status
 
 
@@ -94,7 +95,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
     num_ranks = _count_ranks(options, hosts)
     for flag in list_ignored(options):
         note = ": the ranks communicate over gloo, and over NCCL on GPUs" if flag in CONTROLLERS else ""
-        _print_message(f"{flag} has no effect on torch.distributed and is ignored{note}")
+        print_message(f"{flag} has no effect on torch.distributed and is ignored{note}")
     variables = read_engine_flags(options)
     assignments = [text.partition("=") for text in options.x]
     variables.update({name: value for name, equals, value in assignments if equals})
@@ -131,11 +132,7 @@ def _read_hosts(
     if options.hosts is not None:
         return parse_hosts(options.hosts, default_slots=default_slots), options.remote_shell or "ssh"
     if options.hostfile is not None:
-        try:
-            text = options.hostfile.read_text(encoding="utf-8")
-            return parse_host_file(text, default_slots=default_slots), options.remote_shell or "ssh"
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot use the host file {options.hostfile}: {error}") from None
+        return read_host_file(options.hostfile, default_slots=default_slots), options.remote_shell or "ssh"
     if is_elastic and options.host_discovery_script is not None:
         return (), options.remote_shell or "ssh"
     hosts = read_allocation(environ, slots_per_host=options.slots_per_host)
@@ -283,7 +280,3 @@ def _version() -> str:
         return version("datasvc")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _print_message(text: str) -> None:
-    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - output of the command

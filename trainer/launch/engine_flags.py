@@ -1,19 +1,19 @@
 """horovodrun's flags that set an environment variable for the engine of every rank, and flags that have no effect.
 
-A variable is set only if its flag is on the command line or in the configuration file; otherwise the value from the
-environment stays.
+A variable is set only if its flag is on the command line or in the configuration file. Otherwise the ranks inherit
+the value of the launcher's environment.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineFlag:
     """A flag with a value, and its variable, which is set to the value times `scale`."""
 
@@ -21,12 +21,13 @@ class EngineFlag:
     variable: str
     help: str
     value_type: type[int | float | str] = str
+    _: KW_ONLY
     scale: int = 1
     choices: tuple[str, ...] | None = None
     minimum: float = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class EngineSwitch:
     """A flag without a value, the opposite flag, and the variable of both."""
 
@@ -38,121 +39,97 @@ class EngineSwitch:
 
 VALUES = (
     EngineFlag(
-        flag="--fusion-threshold-mb",
-        variable="HOROVOD_FUSION_THRESHOLD",
-        value_type=float,
+        "--fusion-threshold-mb",
+        "HOROVOD_FUSION_THRESHOLD",
+        "size of a fusion buffer in MiB; 0 to reduce each tensor separately",
+        float,
         scale=1 << 20,
-        help="size of a fusion buffer in MiB; 0 to reduce each tensor separately",
+    ),
+    EngineFlag("--cycle-time-ms", "HOROVOD_CYCLE_TIME", "milliseconds between negotiations", float),
+    EngineFlag(
+        "--cache-capacity",
+        "HOROVOD_CACHE_CAPACITY",
+        "maximum number of operations whose negotiation is cached",
+        int,
+    ),
+    EngineFlag("--timeline-filename", "HOROVOD_TIMELINE", "write a Chrome trace of all operations to this file"),
+    EngineFlag(
+        "--stall-check-warning-time-seconds",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        "warn when a rank has waited this long for others",
+        int,
     ),
     EngineFlag(
-        flag="--cycle-time-ms",
-        variable="HOROVOD_CYCLE_TIME",
-        value_type=float,
-        help="milliseconds between negotiations",
+        "--stall-check-shutdown-time-seconds",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        "end the job when a rank has waited this long; 0 for never",
+        int,
+    ),
+    EngineFlag("--autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "CSV file for the samples of autotune"),
+    EngineFlag(
+        "--autotune-warmup-samples",
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+        "number of first samples that autotune ignores",
+        int,
     ),
     EngineFlag(
-        flag="--cache-capacity",
-        variable="HOROVOD_CACHE_CAPACITY",
-        value_type=int,
-        help="maximum number of operations whose negotiation is cached",
-    ),
-    EngineFlag(
-        flag="--timeline-filename",
-        variable="HOROVOD_TIMELINE",
-        help="write a Chrome trace of all operations to this file",
-    ),
-    EngineFlag(
-        flag="--stall-check-warning-time-seconds",
-        variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
-        value_type=int,
-        help="warn when a rank has waited this long for others",
-    ),
-    EngineFlag(
-        flag="--stall-check-shutdown-time-seconds",
-        variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        value_type=int,
-        help="end the job when a rank has waited this long; 0 for never",
-    ),
-    EngineFlag(
-        flag="--autotune-log-file", variable="HOROVOD_AUTOTUNE_LOG", help="CSV file for the samples of autotune"
-    ),
-    EngineFlag(
-        flag="--autotune-warmup-samples",
-        variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
-        value_type=int,
-        help="number of first samples that autotune ignores",
-    ),
-    EngineFlag(
-        flag="--autotune-steps-per-sample",
-        variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
-        value_type=int,
+        "--autotune-steps-per-sample",
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+        "number of steps per sample of autotune",
+        int,
         minimum=1,
-        help="number of steps per sample of autotune",
     ),
     EngineFlag(
-        flag="--autotune-bayes-opt-max-samples",
-        variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
-        value_type=int,
+        "--autotune-bayes-opt-max-samples",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        "number of samples after which autotune stops",
+        int,
         minimum=1,
-        help="number of samples after which autotune stops",
     ),
     EngineFlag(
-        flag="--autotune-gaussian-process-noise",
-        variable="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-        value_type=float,
-        help="expected noise of autotune's samples",
+        "--autotune-gaussian-process-noise",
+        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        "expected noise of autotune's samples",
+        float,
     ),
     EngineFlag(
-        flag="--gloo-timeout-seconds",
-        variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
-        value_type=int,
+        "--gloo-timeout-seconds",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS",
+        "time after which a collective that waits for a rank fails",
+        int,
         minimum=1,
-        help="time after which a collective that waits for a rank fails",
     ),
-    EngineFlag(
-        flag="--log-level", variable="HOROVOD_LOG_LEVEL", choices=_LOG_LEVELS, help="minimum level of log messages"
-    ),
+    EngineFlag("--log-level", "HOROVOD_LOG_LEVEL", "minimum level of log messages", choices=_LOG_LEVELS),
 )
 SWITCHES = (
     EngineSwitch(
-        flag="--timeline-mark-cycles",
-        opposite="--no-timeline-mark-cycles",
-        variable="HOROVOD_TIMELINE_MARK_CYCLES",
-        help="mark negotiations in the timeline",
+        "--timeline-mark-cycles",
+        "--no-timeline-mark-cycles",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        "mark negotiations in the timeline",
     ),
     EngineSwitch(
-        flag="--no-stall-check",
-        opposite="--stall-check",
-        variable="HOROVOD_STALL_CHECK_DISABLE",
-        help="do not warn when ranks wait for others",
+        "--no-stall-check", "--stall-check", "HOROVOD_STALL_CHECK_DISABLE", "do not warn when ranks wait for others"
     ),
     EngineSwitch(
-        flag="--autotune",
-        opposite="--no-autotune",
-        variable="HOROVOD_AUTOTUNE",
-        help="search for the best fusion threshold and cycle time",
+        "--autotune", "--no-autotune", "HOROVOD_AUTOTUNE", "search for the best fusion threshold and cycle time"
     ),
     EngineSwitch(
-        flag="--log-hide-timestamp",
-        opposite="--no-log-hide-timestamp",
-        variable="HOROVOD_LOG_HIDE_TIME",
-        help="omit the time in log lines",
+        "--log-hide-timestamp", "--no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", "omit the time in log lines"
     ),
     EngineSwitch(
-        flag="--log-without-timestamp",
-        opposite="--log-with-timestamp",
-        variable="HOROVOD_LOG_HIDE_TIME",
-        help="same as --log-hide-timestamp",
+        "--log-without-timestamp",
+        "--log-with-timestamp",
+        "HOROVOD_LOG_HIDE_TIME",
+        "same as --log-hide-timestamp",
     ),
 )
 # Accepted so that command lines for Horovod work; True for flags that take a value.
 WITHOUT_MEANING = {
     "--hierarchical-allreduce": False,
-    "--no-hierarchical-allreduce": False,
     "--hierarchical-allgather": False,
     "--no-hierarchical-allgather": False,
     "--torus-allreduce": False,
-    "--no-torus-allreduce": False,
     "--mpi-threads-disable": False,
     "--no-mpi-threads-disable": False,
     "--mpi-args": True,
@@ -167,12 +144,7 @@ WITHOUT_MEANING = {
 # Those of them that choose the controller, which would run the job in Horovod.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
 # Also without effect, but the requested behavior is the default: no note is printed.
-ALREADY_SO = (
-    "--gloo",
-    "--disable-cache",
-    "--no-hierarchical-allreduce",
-    "--no-torus-allreduce",
-)
+ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -196,8 +168,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action = "store" if takes_value else "store_true"
         parser.add_argument(name, action=action, dest=f"ignored {name}", help=argparse.SUPPRESS)
     for name in ALREADY_SO:
-        if name not in WITHOUT_MEANING:
-            parser.add_argument(name, action="store_true", dest=f"accepted {name}", help=argparse.SUPPRESS)
+        parser.add_argument(name, action="store_true", dest=f"accepted {name}", help=argparse.SUPPRESS)
 
 
 def read_engine_flags(options: argparse.Namespace) -> dict[str, str]:
@@ -213,7 +184,7 @@ def read_engine_flags(options: argparse.Namespace) -> dict[str, str]:
 def list_ignored(options: argparse.Namespace) -> list[str]:
     """Return the given flags that have no effect on torch.distributed."""
     values = vars(options)
-    return [name for name in WITHOUT_MEANING if values.get(f"ignored {name}") and name not in ALREADY_SO]
+    return [name for name in WITHOUT_MEANING if values[f"ignored {name}"]]
 
 
 def _number(flag: EngineFlag) -> Callable[[str], str]:

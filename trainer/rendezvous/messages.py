@@ -13,6 +13,8 @@ from typing import get_args
 
 from datasvc.trainer.env.environment import RankPlacement
 
+# The environment variable with the name of a worker. The driver sets it for each process that it starts.
+WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
 MESSAGE_QUEUE = "elastic/words"
 # The message after which the thread that reads a queue ends.
 END_OF_QUEUE = b""

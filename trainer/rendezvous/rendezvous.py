@@ -24,6 +24,7 @@ from datasvc.trainer.rendezvous.host_update import LeaveJob
 from datasvc.trainer.rendezvous.messages import (
     END_OF_QUEUE,
     MESSAGE_QUEUE,
+    WORKER_VARIABLE,
     Leave,
     Notice,
     RankAssignment,
@@ -40,7 +41,6 @@ from datasvc.trainer.rendezvous.round_store import RoundStore
 
 logger = logging.getLogger(__name__)
 
-WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
 _FIRST_PAUSE_S = 0.002
 _MAX_PAUSE_S = 0.1
 _CONNECT_TIMEOUT_S = 60.0

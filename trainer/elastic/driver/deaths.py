@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from datasvc.trainer.elastic.driver.actions import Finish
 from datasvc.trainer.elastic.driver.workers import Worker
-from datasvc.trainer.launch.ranks.job import describe_end
+from datasvc.trainer.launch.ranks.job import describe_end, exit_status_of
 from datasvc.trainer.rendezvous.messages import ScriptError
 
 # The exit status of ssh if it cannot reach the host.
@@ -81,7 +81,7 @@ class Deaths:
 
     def finish(self, cause: Death, why: str = "") -> Finish:
         """Return the action that ends the job because of a death, with the other deaths of this round."""
-        status = cause.returncode if cause.returncode > 0 else 128 - cause.returncode
+        status = exit_status_of(cause.returncode)
         return Finish(status, self.describe(cause) + why, cause.worker.name, self.list_others(cause))
 
     def list_others(self, cause: Death | None = None) -> tuple[str, ...]:

@@ -11,11 +11,9 @@ import datetime as dt
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from datasvc.trainer.elastic.driver.actions import (
@@ -35,8 +33,10 @@ from datasvc.trainer.elastic.driver.membership import JobMembership
 from datasvc.trainer.elastic.driver.worker_start import plan_worker_start
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
+from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess
 from datasvc.trainer.launch.ranks.remote_shell import is_local
+from datasvc.trainer.launch.ranks.signals import handling_signals
 from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_store
 from datasvc.trainer.rendezvous.messages import (
     END_OF_QUEUE,
@@ -60,27 +60,6 @@ _JOIN_TIMEOUT_S = 30.0
 Event = Callable[[], list[Action]]
 
 
-@dataclass(frozen=True)
-class ElasticFailure:
-    """The failure of an elastic job."""
-
-    exit_status: int
-    reason: str
-    worker: str | None = None
-    rank: int | None = None
-    last_lines: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
-
-    def describe(self) -> str:
-        """Describe the first failure, the failures of other workers, and the end of the worker's output."""
-        others = [f"  {other}" for other in self.others]
-        if self.worker is None:
-            return "\n".join([self.reason, *others])
-        name = f"worker {self.worker}" if self.rank is None else f"rank {self.rank} (worker {self.worker})"
-        text = f"{name} was the first to fail: it {self.reason}"
-        return "\n".join([text, *others, *(f"  [{self.worker}] {line}" for line in self.last_lines)])
-
-
 def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
     """Run an elastic job to its end. A signal to the launcher ends the job.
 
@@ -100,7 +79,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
         membership = JobMembership(limits, now_s=time.monotonic())
         driver = _Driver(job, environ, membership, group, listener, is_here=is_here)
-        stack.enter_context(_interrupted_by_signals(driver))
+        stack.enter_context(handling_signals(driver.interrupt))
         if options.discovery_script is None:
             driver.find_hosts(hosts)
         else:
@@ -159,7 +138,7 @@ class _Driver:
         self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
         self._group.forward_signal(number)
 
-    def run(self) -> ElasticFailure | None:
+    def run(self) -> JobFailure | None:
         """Process events until the job ends."""
         threading.Thread(target=self._receive_ends, name="elastic-ends", daemon=True).start()
         while self._finish is None:
@@ -200,7 +179,7 @@ class _Driver:
                 for worker in workers:
                     self._store.queue_push(notice_queue(worker), encode(notice))
             case PrintMessage(text):
-                print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher
+                print_message(text)
             case Finish():
                 self._finish = self._finish or action
 
@@ -305,30 +284,18 @@ class _Driver:
         assert isinstance(message, ScriptError)
         return self._membership.script_failed(message, time.monotonic())
 
-    def _describe(self, finish: Finish) -> ElasticFailure | None:
+    def _describe(self, finish: Finish) -> JobFailure | None:
         if not finish.exit_status:
             return None
-        worker = finish.worker
-        return ElasticFailure(
-            finish.exit_status,
-            finish.reason,
-            worker,
-            None if worker is None else self._ranks.get(worker),
-            () if worker is None else self._last_lines.get(worker, ()),
-            finish.others,
+        text, worker = finish.reason, finish.worker
+        rank = None if worker is None else self._ranks.get(worker)
+        if worker is not None:
+            name = f"worker {worker}" if rank is None else f"rank {rank} (worker {worker})"
+            text = f"{name} was the first to fail: it {finish.reason}"
+        return JobFailure(
+            exit_status=finish.exit_status,
+            text="\n".join([text, *(f"  {other}" for other in finish.others)]),
+            rank=rank,
+            worker=worker,
+            last_lines=() if worker is None else self._last_lines.get(worker, ()),
         )
-
-
-@contextlib.contextmanager
-def _interrupted_by_signals(driver: _Driver) -> Iterator[None]:
-    """Make SIGINT and SIGTERM end the job inside the block; has no effect outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    old = {number: signal.signal(number, lambda number, _: driver.interrupt(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -62,11 +62,8 @@ class JobMembership:
         self._is_over = False
 
     def hosts_found(self, hosts: Sequence[Host], now_s: float) -> list[Action]:
-        """Handle a new list of all hosts; a host that is listed twice has the slots of both entries."""
-        slots: dict[str, int] = {}
-        for host in hosts:
-            slots[host.name] = slots.get(host.name, 0) + host.num_slots
-        self._hosts = tuple(Host(name, num_slots) for name, num_slots in slots.items())
+        """Handle a new list of all hosts, each listed once."""
+        self._hosts = tuple(hosts)
         return self._advance(now_s)
 
     def rank_requested(self, request: RankRequest, now_s: float) -> list[Action]:

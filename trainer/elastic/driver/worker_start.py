@@ -1,4 +1,4 @@
-"""Start plan for the process of a worker: command, environment and output on its host."""
+"""The start of the process of a worker: the variables and addresses that only an elastic job needs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from datasvc.trainer.elastic.driver.actions import Start
 from datasvc.trainer.launch.ranks.job import LaunchJob
-from datasvc.trainer.launch.ranks.placement import plan_environment, plan_threads
+from datasvc.trainer.launch.ranks.placement import HostedRank, plan_rank_start
 from datasvc.trainer.launch.ranks.rank_process import RankStart
-from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
-from datasvc.trainer.launch.ranks.store import list_addresses, plan_interfaces
+from datasvc.trainer.launch.ranks.remote_shell import is_local
+from datasvc.trainer.launch.ranks.store import list_addresses
+from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE
 
 # Set by an outer launcher, such as torchrun, for its own nodes; they do not describe the nodes of this job.
 _NOT_INHERITED = frozenset({"GROUP_RANK", "GROUP_WORLD_SIZE"})
@@ -25,10 +26,10 @@ def plan_worker_start(
     num_neighbours: int,
     other_hosts: Sequence[str] | None,
 ) -> RankStart:
-    """Return what to start for a worker.
+    """Return the description of the process of a worker.
 
     Args:
-        start: action that names the worker, its host and its expected placement.
+        start: worker, its host and its expected placement.
         job: job with the command and the settings of remote hosts.
         environ: environment of the launcher.
         listener: listening socket of the job's store.
@@ -39,33 +40,21 @@ def plan_worker_start(
         ValueError: a network interface does not exist.
     """
     inherited = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
-    rank_variables = {
-        **plan_environment(start.placement, start.host, listener.getsockname()[1]),
-        "TRAINER_ELASTIC_WORKER": start.worker,
-        "HOROVOD_ELASTIC": "1",
-    }
-    slot, _, incarnation = start.worker.removeprefix(f"{start.host}:").partition(":")
-    is_here = is_local(start.host, environ)
-    if is_here:
-        addresses = () if other_hosts is None else list_addresses(other_hosts[:1], job.remote.network_interfaces)
-        rank_variables |= plan_threads(num_neighbours, inherited)
-        rank_variables |= plan_interfaces(job.remote, addresses, inherited)
-        variables = {**inherited, **rank_variables}
-    else:
-        # The guard on that host determines the interface and the number of processors.
+    addresses: Sequence[str] = ()
+    if not is_local(start.host, environ):
         addresses = list_addresses([start.host], job.remote.network_interfaces)
-        rank_variables |= plan_interfaces(job.remote, (), inherited)
-        variables = {**choose_passed(inherited, [*job.passed_names, *job.variables]), **rank_variables}
-    folder = job.output_folder
-    return RankStart(
+    elif other_hosts is not None:
+        # One other host is enough to find the interface that leads to all of them.
+        addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
+    slot, _, incarnation = start.worker.removeprefix(f"{start.host}:").partition(":")
+    return plan_rank_start(
+        job,
+        HostedRank(start.host, start.placement),
+        inherited | {WORKER_VARIABLE: start.worker, "HOROVOD_ELASTIC": "1"},
         worker_id=start.worker,
-        command=job.command,
-        environ=variables,
-        host=start.host,
-        remote_command=None if is_here else plan_remote_command(start.host, job.remote),
-        master_addresses=() if is_here else addresses,
+        label=f"{start.host}:{slot}",
+        folder_name=f"worker.{start.host}.{slot}.{incarnation}",
         num_neighbours=num_neighbours,
-        label=f"{start.host}:{slot}" if job.prefixes_lines else "",
-        stamps_lines=job.stamps_lines,
-        output_folder=folder and folder / f"worker.{start.host}.{slot}.{incarnation}",
+        port=listener.getsockname()[1],
+        addresses=addresses,
     )

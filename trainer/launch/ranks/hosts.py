@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import starmap
+from pathlib import Path
 
 from datasvc.trainer.env.slurm import read_nodes
 from datasvc.trainer.launch.ranks.job import Host
@@ -40,6 +43,18 @@ def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
     if not hosts:
         raise ValueError("it contains no hosts")
     return _merged(hosts)
+
+
+def read_host_file(path: Path, *, default_slots: int = 1) -> tuple[Host, ...]:
+    """Read a host file; see `parse_host_file`.
+
+    Raises:
+        ValueError: the file cannot be read, or is not a host file; the message has its path.
+    """
+    try:
+        return parse_host_file(path.read_text(encoding="utf-8"), default_slots=default_slots)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot use the host file {path}: {error}") from None
 
 
 def read_allocation(environ: Mapping[str, str], *, slots_per_host: int | None = None) -> tuple[Host, ...]:
@@ -89,7 +104,7 @@ def _host(name: str, num_slots: int) -> Host:
 
 
 def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    slots: dict[str, int] = {}
+    slots: Counter[str] = Counter()
     for host in hosts:
-        slots[host.name] = slots.get(host.name, 0) + host.num_slots
-    return tuple(Host(name, num_slots) for name, num_slots in slots.items())
+        slots[host.name] += host.num_slots
+    return tuple(starmap(Host, slots.items()))

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -91,49 +90,33 @@ class ElasticOptions:
     cooldown_range_s: tuple[float, float] | None = None
 
 
-class JobFailure(Protocol):
-    """The failure of a job."""
+@dataclass(frozen=True, kw_only=True)
+class JobFailure:
+    """The failure of a job.
 
-    @property
-    def rank(self) -> int | None:
-        """The rank that failed first; None if the cause was not a rank."""
-
-    @property
-    def worker(self) -> str | None:
-        """The name of its worker in an elastic job, else None."""
-
-    @property
-    def exit_status(self) -> int:
-        """The exit status of the launcher."""
-
-    def describe(self) -> str:
-        """Return a message for standard error."""
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """The first rank that failed.
-
-    `returncode` is negative for a signal. `reason` replaces the description of the return code.
+    Args:
+        exit_status: exit status of the launcher.
+        text: description of the first failure, followed by those of other workers.
+        rank: rank that failed first; None if the cause was not a rank.
+        worker: name of its worker in an elastic job, else None.
+        last_lines: end of the output of this rank.
     """
 
-    rank: int
-    returncode: int
-    last_lines: tuple[str, ...]
-    host: str | None = None
-    reason: str | None = None
-    worker: None = None
-
-    @property
-    def exit_status(self) -> int:
-        """The exit status that a shell would report."""
-        return self.returncode if self.returncode > 0 else 128 - self.returncode
+    exit_status: int
+    text: str
+    rank: int | None = None
+    worker: str | None = None
+    last_lines: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """Return a message with the rank, its host if the job names hosts, the reason, and the end of its output."""
-        where = f" on {self.host}" if self.host is not None else ""
-        text = f"rank {self.rank}{where} was the first to fail: it {self.reason or describe_end(self.returncode)}"
-        return "\n".join([text, *(f"  [{self.rank}] {line}" for line in self.last_lines)])
+        """Return a message for standard error: the failure, and the end of the output of the rank."""
+        label = self.rank if self.worker is None else self.worker
+        return "\n".join([self.text, *(f"  [{label}] {line}" for line in self.last_lines)])
+
+
+def exit_status_of(returncode: int) -> int:
+    """Return the exit status that a shell reports for a return code: 128 + N for signal N, which is -N here."""
+    return returncode if returncode > 0 else 128 - returncode
 
 
 def describe_end(returncode: int) -> str:

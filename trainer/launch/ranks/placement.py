@@ -1,4 +1,4 @@
-"""Placement of the ranks on the hosts, and the environment variables that describe it. Pure."""
+"""Placement of the ranks on the hosts, and the start of each rank: its environment and its command."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from datasvc.trainer.env.environment import RankPlacement, placement_variables
-from datasvc.trainer.launch.ranks.job import Host
-from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK
+from datasvc.trainer.launch.ranks.job import Host, LaunchJob
+from datasvc.trainer.launch.ranks.rank_process import RankStart
+from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
+from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK, plan_interfaces
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,55 @@ def plan_environment(placement: RankPlacement, host: str, port: int) -> dict[str
     }
 
 
-def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+def plan_rank_start(
+    job: LaunchJob,
+    rank: HostedRank,
+    environ: Mapping[str, str],
+    *,
+    worker_id: str,
+    label: str,
+    folder_name: str,
+    num_neighbours: int,
+    port: int,
+    addresses: Sequence[str],
+) -> RankStart:
+    """Return the description of a process for a rank.
+
+    Args:
+        job: job with the command and the settings.
+        rank: host and placement of the rank.
+        environ: environment of the launcher, with the variables of the job.
+        worker_id: see `RankStart`.
+        label: prefix of lines of output, if the job has prefixes.
+        folder_name: name of the folder for output files, if the job has an output folder.
+        num_neighbours: number of ranks, this one included, that share the processors of the host.
+        port: port of the store.
+        addresses: addresses of this machine that other hosts may reach; empty if the job has no other hosts.
+    """
+    is_here = is_local(rank.host, environ)
+    variables = plan_environment(rank.placement, rank.host, port)
+    if is_here:
+        variables |= _plan_threads(num_neighbours, environ) | plan_interfaces(job.remote, addresses, environ)
+        variables = {**environ, **variables}
+    else:
+        # The guard on that host determines the interface and the number of processors.
+        variables |= plan_interfaces(job.remote, (), environ)
+        variables = {**choose_passed(environ, [*job.passed_names, *job.variables]), **variables}
+    return RankStart(
+        worker_id=worker_id,
+        command=job.command,
+        environ=variables,
+        host=rank.host,
+        remote_command=None if is_here else plan_remote_command(rank.host, job.remote),
+        master_addresses=() if is_here else addresses,
+        num_neighbours=num_neighbours,
+        label=label if job.prefixes_lines else "",
+        stamps_lines=job.stamps_lines,
+        output_folder=None if job.output_folder is None else job.output_folder / folder_name,
+    )
+
+
+def _plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the number of threads of each rank on this machine: the user's, or an equal part of the processors."""
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
     return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(num_threads))}

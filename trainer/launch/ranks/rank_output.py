@@ -8,7 +8,7 @@ import datetime as dt
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol
+from typing import IO
 
 _NUM_LAST_LINES = 20
 _MAX_LAST_LINE_BYTES = 2000
@@ -17,25 +17,15 @@ _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 
 
-class LineTarget(Protocol):
-    """A binary file, or an object with the same methods, that receives lines."""
-
-    def write(self, line: bytes, /) -> object:
-        """Write one line."""
-
-    def flush(self) -> object:
-        """Flush the written lines."""
-
-
 class LinePump:
     """A thread that copies one output stream of one rank until its end.
 
-    A line ends with a newline, or with the carriage return of a progress bar. After a write error, the target is
-    dropped with one message, because a failing target must neither block nor end the rank.
+    A line ends with a newline, or with the carriage return of a progress bar. After a write error, the screen or the
+    file gets no more lines, and one message is printed, because a full disk must neither block nor end the rank.
 
     Args:
         source: read end of the stream, closed at the end.
-        screen: target that gets every line at once, with the prefix.
+        write_line: function that prints a line with its prefix, such as `screen_writer("stdout")`.
         files: files that get the output byte for byte; closed at the end.
         prefix: prefix of each line on the screen.
         read_clock: function that returns the time to print before the prefix; None for no time.
@@ -46,7 +36,7 @@ class LinePump:
     def __init__(
         self,
         source: IO[bytes],
-        screen: LineTarget,
+        write_line: Callable[[bytes], object],
         files: Sequence[IO[bytes]] = (),
         *,
         prefix: bytes,
@@ -55,7 +45,7 @@ class LinePump:
         on_report: Callable[[str], None] | None = None,
     ) -> None:
         self._source = source
-        self._screen: LineTarget | None = screen
+        self._write_line: Callable[[bytes], object] | None = write_line
         self._files = list(files)
         self._prefix = prefix
         self._read_clock = read_clock
@@ -110,20 +100,22 @@ class LinePump:
         if not line:
             return
         self._remember(line)
-        if self._screen is not None:
+        if self._write_line is not None:
             try:
-                _write(self._screen, self._line_prefix() + (line if line.endswith((b"\n", b"\r")) else line + b"\n"))
+                self._write_line(self._line_prefix() + (line if line.endswith((b"\n", b"\r")) else line + b"\n"))
             except (OSError, ValueError) as error:
-                self._screen = None
+                self._write_line = None
                 # A reader that closed the pipe (`| head`) does not need a message.
                 if not isinstance(error, BrokenPipeError):
-                    _print_message(f"cannot print the output of a rank any more: {error}")
+                    print_message(f"cannot print the output of a rank any more: {error}")
         for file in tuple(self._files):
             try:
-                _write(file, line)
+                file.write(line)
+                # A reader of the file, such as `tail -f`, sees each line at once.
+                file.flush()
             except OSError as error:
                 self._files.remove(file)
-                _print_message(f"cannot write {file.name} any more: {error}")
+                print_message(f"cannot write {file.name} any more: {error}")
                 with contextlib.suppress(OSError):
                     file.close()
 
@@ -143,36 +135,25 @@ class LinePump:
         try:
             file.close()
         except OSError as error:
-            _print_message(f"cannot write the end of {file.name}: {error}")
+            print_message(f"cannot write the end of {file.name}: {error}")
 
 
-class TextTarget:
-    """A target for a text stream without a binary buffer, as in a notebook."""
+def screen_writer(name: str) -> Callable[[bytes], None]:
+    """Return a function that prints a line on the current `stdout` or `stderr` of this process, and flushes it."""
+    stream = getattr(sys, name)
+    # The streams of a notebook have no binary buffer.
+    is_text = not hasattr(stream, "buffer")
+    target = stream if is_text else stream.buffer
 
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
+    def write_line(line: bytes) -> None:
+        target.write(line.decode(errors="replace") if is_text else line)
+        target.flush()
 
-    def write(self, line: bytes, /) -> None:
-        """Write one line."""
-        self._stream.write(line.decode(errors="replace"))
-
-    def flush(self) -> None:
-        """Flush the written lines."""
-        self._stream.flush()
-
-
-def screen(name: str) -> LineTarget:
-    """Return the current `stdout` or `stderr` of this process as a target."""
-    stream: IO[str] = getattr(sys, name)
-    return getattr(stream, "buffer", None) or TextTarget(stream)
+    return write_line
 
 
-def _write(target: LineTarget, line: bytes) -> None:
-    target.write(line)
-    target.flush()
-
-
-def _print_message(text: str) -> None:
-    # Standard error itself may be the target that failed.
+def print_message(text: str) -> None:
+    """Print a message of the launcher on standard error."""
+    # Standard error itself may be closed, or may be the screen that failed.
     with contextlib.suppress(OSError, ValueError):
         print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard
-from datasvc.trainer.launch.ranks.rank_output import LinePump, screen
+from datasvc.trainer.launch.ranks.rank_output import LinePump, screen_writer
+from datasvc.trainer.launch.ranks.remote_guard import wait_for_end
 
 DRAIN_TIMEOUT_S = 2.0
 # More lines would hide the traceback that follows them.
@@ -205,11 +206,15 @@ class RankProcess:
         prefix = f"[{self._start.label}] ".encode() if self._start.label else b""
         read_clock = dt.datetime.now if self._start.stamps_lines else None
         self._output = LinePump(
-            self._process.stdout, screen("stdout"), self._files["stdout"], prefix=prefix, read_clock=read_clock
+            self._process.stdout,
+            screen_writer("stdout"),
+            self._files["stdout"],
+            prefix=prefix,
+            read_clock=read_clock,
         )
         self._errors = LinePump(
             self._process.stderr,
-            screen("stderr"),
+            screen_writer("stderr"),
             self._files["stderr"],
             prefix=prefix,
             read_clock=read_clock,
@@ -223,10 +228,3 @@ class RankProcess:
             return []
         folder.mkdir(parents=True, exist_ok=True)
         return [files.enter_context((folder / stream).open("wb"))]
-
-
-def wait_for_end(pid: int) -> int:
-    """Wait for the end of a child without reaping it, and return its return code."""
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert end is not None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

@@ -112,10 +112,16 @@ def address_of_interface(name: str, probe: socket.socket) -> str:
 
 def watch(pid: int, report: Callable[[str], None], has_ended: threading.Event) -> None:
     """Report the end of the command without reaping it, so that its group keeps its number."""
+    returncode = wait_for_end(pid)
+    has_ended.set()
+    report(f"ended {returncode}")
+
+
+def wait_for_end(pid: int) -> int:
+    """Wait for the end of a child without reaping it, and return its return code; negative for a signal."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert end is not None
-    has_ended.set()
-    report(f"ended {end.si_status if end.si_code == os.CLD_EXITED else -end.si_status}")
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
 
 def follow_orders(pid: int, grace_s: float) -> float:

@@ -21,7 +21,8 @@ from pathlib import Path
 from datasvc.trainer.launch.ranks import remote_guard
 from datasvc.trainer.launch.ranks.job import describe_end
 from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard, release_in_forked_children
-from datasvc.trainer.launch.ranks.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart, wait_for_end
+from datasvc.trainer.launch.ranks.rank_process import DRAIN_TIMEOUT_S, RankEnd, RankProcess, RankStart
+from datasvc.trainer.launch.ranks.remote_guard import wait_for_end
 
 # Reads the length and the source of the guard from standard input. Contains no character that is special to a shell.
 BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(i.read(int(i.readline())))"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from datasvc.trainer.launch.ranks.job import RemoteSettings
 from datasvc.trainer.launch.ranks.remote_process import BOOTSTRAP
@@ -80,8 +80,3 @@ def choose_passed(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict
     """Return the variables for a rank on another host: the usual ones, and those that the user names."""
     chosen = _PASSED_NAMES | set(names)
     return {name: value for name, value in environ.items() if name in chosen or name.startswith(_PASSED_PREFIXES)}
-
-
-def describe_command(command: Sequence[str]) -> str:
-    """Return a command as a line for a shell."""
-    return shlex.join(command)

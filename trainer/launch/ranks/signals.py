@@ -1,31 +1,24 @@
-"""Forwarding of the launcher's signals to its ranks."""
+"""Handling of the signals that end the launcher, so that its ranks get them too."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
-
-from datasvc.trainer.launch.ranks.rank_group import RankGroup
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def forwarding_signals(group: RankGroup) -> Iterator[None]:
-    """Forward SIGINT and SIGTERM to the ranks inside the block; their end then ends the job.
+def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of each SIGINT and SIGTERM inside the block; they do not end this process.
 
     Has no effect outside the main thread, which alone can set signal handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def forward_signal(number: int, _: object) -> None:
-        group.forward_signal(number)
-
-    old = {number: signal.signal(number, forward_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    previous = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in old.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

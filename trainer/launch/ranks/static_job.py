@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from datasvc.trainer.launch.ranks.job import Host, LaunchJob, RankFailure
-from datasvc.trainer.launch.ranks.placement import HostedRank, place_ranks, plan_environment, plan_threads
+from datasvc.trainer.launch.ranks.job import Host, JobFailure, LaunchJob, describe_end, exit_status_of
+from datasvc.trainer.launch.ranks.placement import HostedRank, place_ranks, plan_rank_start
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
+from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
-from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
-from datasvc.trainer.launch.ranks.signals import forwarding_signals
-from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, plan_interfaces, serve_store
-from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, LateRanks, arrival_key
+from datasvc.trainer.launch.ranks.remote_shell import is_local
+from datasvc.trainer.launch.ranks.signals import handling_signals
+from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, serve_store
+from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, arrival_key
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
@@ -31,7 +31,7 @@ _LOSS = "HorovodInternalError"
 _CAUSE_WAIT_S = 2.0
 
 
-def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | None:
+def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | None:
     """Run all ranks to their end, and forward SIGINT and SIGTERM to them.
 
     Call it from the main thread, because it sets signal handlers; in other threads, signals are not forwarded.
@@ -51,7 +51,7 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | 
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(others)))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
-        stack.enter_context(forwarding_signals(group))
+        stack.enter_context(handling_signals(group.forward_signal))
         for hosted in ranks:
             group.start(_plan_start(job, hosted, environ, listener.getsockname()[1], addresses))
         # Ranks may connect before this line; the kernel queues them. The launcher serves the store, not rank 0, so
@@ -65,32 +65,20 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> RankFailure | 
 def _plan_start(
     job: LaunchJob, hosted: HostedRank, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
 ) -> RankStart:
-    is_local_rank = is_local(hosted.host, environ)
-    inherited = {**environ, **job.variables}
-    rank_variables = plan_environment(hosted.placement, hosted.host, port)
-    if is_local_rank:
-        rank_variables |= plan_threads(hosted.placement.local_size, inherited)
-        rank_variables |= plan_interfaces(job.remote, addresses, inherited)
-        variables = {**inherited, **rank_variables}
-    else:
-        # The guard on that host determines the interface and the number of processors.
-        rank_variables |= plan_interfaces(job.remote, (), inherited)
-        variables = {**choose_passed(inherited, [*job.passed_names, *job.variables]), **rank_variables}
     rank = hosted.placement.rank
     if job.is_verbose:
-        shell = "" if is_local_rank else f" by {job.remote.shell}"
-        _print_message(f"rank {rank} on {hosted.host}{shell}: {shlex.join(job.command)}")
-    return RankStart(
+        shell = "" if is_local(hosted.host, environ) else f" by {job.remote.shell}"
+        print_message(f"rank {rank} on {hosted.host}{shell}: {shlex.join(job.command)}")
+    return plan_rank_start(
+        job,
+        hosted,
+        {**environ, **job.variables},
         worker_id=str(rank),
-        command=job.command,
-        environ=variables,
-        host=hosted.host,
-        remote_command=None if is_local_rank else plan_remote_command(hosted.host, job.remote),
-        master_addresses=() if is_local_rank else addresses,
+        label=str(rank),
+        folder_name=f"rank.{rank}",
         num_neighbours=hosted.placement.local_size,
-        label=str(rank) if job.prefixes_lines else "",
-        stamps_lines=job.stamps_lines,
-        output_folder=None if job.output_folder is None else job.output_folder / f"rank.{rank}",
+        port=port,
+        addresses=addresses,
     )
 
 
@@ -108,7 +96,7 @@ class _RankMonitor:
             job.num_ranks, limit_s=job.start_timeout_s or DEFAULT_LIMIT_S, now_s=time.monotonic()
         )
 
-    def run(self) -> RankFailure | None:
+    def run(self) -> JobFailure | None:
         """Wait until all ranks have succeeded, or one has failed and the others are terminated."""
         while self._running:
             end = self._group.next_end(None if self._arrivals.is_over else _POLL_PERIOD_S)
@@ -143,11 +131,11 @@ class _RankMonitor:
         last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
         return end.returncode == 1 and any(_LOSS in line for line in last_lines)
 
-    def _describe_end(self, end: RankEnd) -> RankFailure:
-        trouble = self._group.processes[end.worker_id].trouble
-        return self._failure(int(end.worker_id), end.returncode, trouble)
+    def _describe_end(self, end: RankEnd) -> JobFailure:
+        reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)
+        return self._failure(int(end.worker_id), end.returncode, reason)
 
-    def _find_late_rank(self) -> RankFailure | None:
+    def _find_late_rank(self) -> JobFailure | None:
         processes = self._group.processes
         started = {rank for rank in range(self._job.num_ranks) if processes[str(rank)].startup_done.is_set()}
         ended = set(range(self._job.num_ranks)) - self._running
@@ -158,24 +146,23 @@ class _RankMonitor:
         if late is None:
             return None
         if self._job.start_timeout_s is None:
-            _print_message(
-                f"still waiting: {self._describe(late)} did not {late.missing_step} within {DEFAULT_LIMIT_S:g} s"
-            )
+            names = self._describe(late.ranks)
+            print_message(f"still waiting: {names} did not {late.missing_step} within {DEFAULT_LIMIT_S:g} s")
             return None
         reason = f"did not {late.missing_step} within {self._job.start_timeout_s:g} s"
         if len(late.ranks) > 1:
-            reason += f", like {self._describe(LateRanks(late.ranks[1:], late.missing_step))}"
+            reason += f", like {self._describe(late.ranks[1:])}"
         return self._failure(late.ranks[0], 1, reason)
 
-    def _failure(self, rank: int, returncode: int, reason: str | None) -> RankFailure:
-        host = self._ranks[rank].host if self._job.hosts else None
-        return RankFailure(rank, returncode, self._group.processes[str(rank)].last_lines(), host, reason)
+    def _failure(self, rank: int, returncode: int, reason: str) -> JobFailure:
+        return JobFailure(
+            exit_status=exit_status_of(returncode),
+            text=f"{self._describe([rank])} was the first to fail: it {reason}",
+            rank=rank,
+            last_lines=self._group.processes[str(rank)].last_lines(),
+        )
 
-    def _describe(self, late: LateRanks) -> str:
+    def _describe(self, ranks: Sequence[int]) -> str:
         if not self._job.hosts:
-            return f"rank {', '.join(map(str, late.ranks))}"
-        return ", ".join(f"rank {rank} on {self._ranks[rank].host}" for rank in late.ranks)
-
-
-def _print_message(text: str) -> None:
-    print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher
+            return f"rank {', '.join(map(str, ranks))}"
+        return ", ".join(f"rank {rank} on {self._ranks[rank].host}" for rank in ranks)

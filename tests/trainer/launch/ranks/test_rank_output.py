@@ -23,9 +23,6 @@ class Screen:
     def write(self, line):
         self.lines.put(line)
 
-    def flush(self):
-        pass
-
     def next(self):
         return self.lines.get(timeout=30)
 
@@ -41,7 +38,7 @@ def pump_all(content, **settings):
     """Passes everything through; what the screen showed, and the last lines."""
     read_end, write_end = os.pipe()
     screen = io.BytesIO()
-    pump = LinePump(os.fdopen(read_end, "rb"), screen, prefix=b"[0] ", **settings)
+    pump = LinePump(os.fdopen(read_end, "rb"), screen.write, prefix=b"[0] ", **settings)
     with open(write_end, "wb", buffering=0) as file:
         file.write(content)
     last_lines = pump.last_lines(timeout_s=30)
@@ -51,7 +48,7 @@ def pump_all(content, **settings):
 def test_a_progress_bar_is_shown_while_it_grows(pipe):
     source, rank = pipe
     screen = Screen()
-    LinePump(source, screen, prefix=b"[0] ")
+    LinePump(source, screen.write, prefix=b"[0] ")
     rank.write(b"10%\r20%\r")
     assert screen.next() == b"[0] 10%\r"
     rank.write(b"30%\r\n")
@@ -75,7 +72,7 @@ def test_a_line_without_end_is_passed_on_in_pieces_and_the_file_has_it_whole(tmp
     source, rank = pipe
     screen = Screen()
     file = (tmp_path / "out").open("wb")
-    pump = LinePump(source, screen, [file], prefix=b"")
+    pump = LinePump(source, screen.write, [file], prefix=b"")
     content = b"x" * (1 << 20)
     writing = threading.Thread(target=rank.write, args=(content,))
     writing.start()
@@ -110,7 +107,7 @@ def test_a_file_that_cannot_be_written_is_given_up_with_a_word_and_the_rank_goes
 def test_a_screen_that_cannot_be_written_is_given_up_and_the_file_is_not(capfd, tmp_path):
     read_end, write_end = os.pipe()
     with Path("/dev/full").open("wb", buffering=0) as full, (tmp_path / "out").open("wb") as file:
-        pump = LinePump(os.fdopen(read_end, "rb"), full, [file], prefix=b"")
+        pump = LinePump(os.fdopen(read_end, "rb"), full.write, [file], prefix=b"")
         with open(write_end, "wb") as rank:
             rank.write(b"a\nb\n")
         pump.last_lines(timeout_s=30)
