@@ -9,13 +9,12 @@ import sys
 import textwrap
 import threading
 
+import cloudpickle
 import pytest
 
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.function import run
 from datasvc.trainer.function.pickling import RankTracebackError
-
-cloudpickle = pytest.importorskip("cloudpickle")
 
 
 def place():

@@ -1,6 +1,6 @@
 """`hvd.elastic`: training that continues in the remaining processes when ranks join or leave.
 
-The package imports torch when one of its names is first used; the launcher uses this package without torch.
+The package imports torch when one of its names is first used, because the launcher uses `driver` without torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from datasvc.trainer.elastic.elastic_loader import ElasticLoader
-    from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
-    from datasvc.trainer.elastic.handlers import StateHandler
-    from datasvc.trainer.elastic.registry import get_handler_registry, set_handler_registry
+    from datasvc.trainer.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
     from datasvc.trainer.elastic.run_loop import run
+    from datasvc.trainer.elastic.sampler import ElasticSampler
     from datasvc.trainer.elastic.state import ObjectState, State
     from datasvc.trainer.elastic.torch_state import TorchState
     from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt, HostUpdateResult
@@ -34,19 +33,17 @@ __all__ = [
 
 _MODULE_OF = {
     "ElasticLoader": "elastic.elastic_loader",
-    "ElasticSampler": "elastic.elastic_sampler",
+    "ElasticSampler": "elastic.sampler",
     "HostUpdateResult": "rendezvous.host_update",
     "HostsUpdatedInterrupt": "rendezvous.host_update",
     "ObjectState": "elastic.state",
     "State": "elastic.state",
     "StateHandler": "elastic.handlers",
     "TorchState": "elastic.torch_state",
-    "get_handler_registry": "elastic.registry",
+    "get_handler_registry": "elastic.handlers",
     "run": "elastic.run_loop",
-    "set_handler_registry": "elastic.registry",
+    "set_handler_registry": "elastic.handlers",
 }
-
-
 # Modules of `horovod.torch.elastic` that programs use as attributes.
 _PUBLIC_MODULES = ("sampler", "state")
 

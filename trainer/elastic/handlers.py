@@ -1,14 +1,15 @@
-"""Handlers that save, restore and synchronize the values of a `TorchState`, one class for each kind of value."""
+"""Handlers that save, restore and synchronize the values of a `TorchState`, and the choice of one by the type."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from datasvc.trainer.elastic.elastic_loader import ElasticLoader
-from datasvc.trainer.elastic.elastic_sampler import ElasticSampler
+from datasvc.trainer.elastic.sampler import ElasticSampler
 from datasvc.trainer.optim.broadcast_state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
@@ -94,13 +95,10 @@ class GradScalerHandler(StateDictHandler):
     def restore(self) -> None:
         """Load the saved copy, and discard the current step: the next gradients are scaled again."""
         super().restore()
-        self._forget_step()
+        self.reset()
 
     def reset(self) -> None:
         """Discard the current step, also when nothing was restored."""
-        self._forget_step()
-
-    def _forget_step(self) -> None:
         if self.value.is_enabled():
             self.value._per_optimizer_states.clear()  # noqa: SLF001 - the public update() clears it only after a complete step
 
@@ -117,3 +115,35 @@ class SamplerHandler(StateDictHandler):
 
 # Horovod's names.
 ModelStateHandler, OptimizerStateHandler, SamplerStateHandler = ModelHandler, OptimizerHandler, SamplerHandler
+
+Registry = Sequence[tuple[type, type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelHandler),
+    (torch.optim.Optimizer, OptimizerHandler),
+    (torch.amp.GradScaler, GradScalerHandler),
+    (ElasticSampler, SamplerHandler),
+    (ElasticLoader, SamplerHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Return pairs of a type and its handler class; the first matching type is used."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace the pairs of types and handler classes; affects states that are created afterwards."""
+    global _registry  # noqa: PLW0603 - Horovod's interface
+    _registry = registry
+
+
+def choose_handler(value: Any) -> StateHandler | None:
+    """Return the handler for a value; None for a plain attribute."""
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    # A class has the methods too, but no state of its own.
+    if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        return StateDictHandler(value)
+    return None

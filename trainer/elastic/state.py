@@ -165,16 +165,17 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-# Horovod defines these names in its module `state`; here they are in modules that import this one.
+# Horovod defines these names in its module `state`. Here they are in other modules, some of which import this one, so
+# they are resolved when they are used.
 _MODULE_OF = {
-    "ElasticSampler": "elastic_sampler",
+    "ElasticSampler": "sampler",
     "TorchState": "torch_state",
     "StateHandler": "handlers",
     "ModelStateHandler": "handlers",
     "OptimizerStateHandler": "handlers",
     "SamplerStateHandler": "handlers",
-    "get_handler_registry": "registry",
-    "set_handler_registry": "registry",
+    "get_handler_registry": "handlers",
+    "set_handler_registry": "handlers",
 }
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from datasvc.trainer.elastic.handlers import StateHandler
-from datasvc.trainer.elastic.registry import choose_handler
+from datasvc.trainer.elastic.handlers import StateHandler, choose_handler
 from datasvc.trainer.elastic.state import ObjectState
 
 

@@ -59,9 +59,8 @@ def run(
 ) -> list[Any]:
     """Run `func(*args, **kwargs)` as a data-parallel job, with one process per rank.
 
-    If cloudpickle is installed, it sends the function and its arguments, so functions of scripts, notebooks and
-    closures work; otherwise pickle sends them, and the function must belong to a module. The output of the ranks is
-    printed as by `datasvc.trainer.launch`. Outside the main thread, Ctrl-C is not forwarded to the ranks.
+    cloudpickle sends the function and its arguments, so functions of scripts, notebooks and closures work. The output
+    of the ranks is printed as by `datasvc.trainer.launch`. Outside the main thread, Ctrl-C is not forwarded to them.
 
     Args:
         func: function that every rank calls; it calls `hvd.init()` first if it communicates with the other ranks.

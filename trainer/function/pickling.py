@@ -1,18 +1,19 @@
 """Pickled calls and results of `datasvc.trainer.run`.
 
-Invariant: only processes of one job exchange them, after proving to each other that they have its key.
+cloudpickle writes them, so functions of scripts, notebooks and closures can be sent. Invariant: only processes of one
+job exchange them, after proving to each other that they have the key of the job.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]  # has no types
 
 from datasvc.trainer.errors import HorovodInternalError
 
@@ -46,13 +47,8 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
     Raises:
         TypeError: the function or an argument cannot be pickled.
     """
-    if not _has_cloudpickle() and getattr(function, "__module__", None) == "__main__":
-        raise TypeError(
-            f"{function.__qualname__} is defined in the running script, where ranks cannot import it: "
-            "pip install cloudpickle, or move it to a module"
-        )
     try:
-        return _dumps((function, args, dict(kwargs)))
+        return bytes(cloudpickle.dumps((function, args, dict(kwargs))))
     except Exception as error:
         raise TypeError(f"the function or its arguments cannot be sent to the ranks: {error}") from error
 
@@ -70,7 +66,7 @@ def pickle_result(rank: int, result: object) -> CallResult:
         TypeError: the result cannot be pickled.
     """
     try:
-        return CallResult(rank, _dumps(result))
+        return CallResult(rank, cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(
             f"the result of rank {rank}, a {type(result).__qualname__}, cannot be pickled: {error}; "
@@ -118,7 +114,7 @@ def _pickle_exception(error: BaseException) -> bytes | None:
     for form in (error, _ExceptionParts(type(error), error.args, dict(error.__dict__))):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):
-            content = _dumps(form)
+            content = bytes(cloudpickle.dumps(form))
             if isinstance(_loads_exception(content), type(error)):
                 return content
     return None
@@ -142,19 +138,3 @@ class _ExceptionParts:
         error.args = self.args
         error.__dict__.update(self.state)
         return error
-
-
-def _has_cloudpickle() -> bool:
-    import importlib.util
-
-    return "cloudpickle" in sys.modules or importlib.util.find_spec("cloudpickle") is not None
-
-
-def _dumps(value: object) -> bytes:
-    if not _has_cloudpickle():
-        return pickle.dumps(value)
-    import cloudpickle  # type: ignore[import-untyped]  # has no types
-
-    buffer = io.BytesIO()
-    cloudpickle.CloudPickler(buffer).dump(value)
-    return buffer.getvalue()

@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import cloudpickle
 import pytest
 
 from datasvc.trainer.errors import HorovodInternalError
@@ -32,7 +33,6 @@ def list_addresses_of_launcher():
 
 @pytest.mark.parametrize("elastic", [{}, {"min_num_proc": 1}])
 def test_only_this_machine_is_listened_to_if_no_other_has_ranks(elastic):
-    cloudpickle = pytest.importorskip("cloudpickle")
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     before = list_addresses(os.getpid())
     (during,) = run(list_addresses_of_launcher, num_proc=1, **elastic)

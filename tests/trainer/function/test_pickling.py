@@ -23,7 +23,6 @@ def raised(function):
 
 
 def test_a_call_of_a_closure_is_made_from_its_bytes():
-    pytest.importorskip("cloudpickle")
     factor = 7
     assert call_pickled(pickle_call(lambda x, y: factor * (x - y), (5,), {"y": 2})) == 21
 
