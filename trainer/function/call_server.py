@@ -7,6 +7,7 @@ of `multiprocessing`, before any pickle is read. The data is not encrypted, like
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import socketserver
@@ -71,10 +72,10 @@ class CallServer:
         if connection.recv_bytes() == _CALL_REQUEST:
             connection.send_bytes(self._call)
             return
-        head = json.loads(connection.recv_bytes())
-        content = connection.recv_bytes() if head["has_content"] else None
+        fields = json.loads(connection.recv_bytes())
+        answer = CallResult(content=connection.recv_bytes() or None, **fields)
         with self._lock:
-            self._answers.append(CallResult(head["rank"], content, head["text"], head["worker"], head["has_left"]))
+            self._answers.append(answer)
         connection.send_bytes(b"")
 
 
@@ -99,11 +100,11 @@ def send_answer(address: tuple[str, int], key: bytes, answer: CallResult) -> Non
     """
     with Client(address, authkey=key) as connection:
         connection.send_bytes(_ANSWER_REQUEST)
-        head = {"rank": answer.rank, "text": answer.text, "worker": answer.worker, "has_left": answer.has_left}
-        head["has_content"] = answer.content is not None
-        connection.send_bytes(json.dumps(head).encode())
-        if answer.content is not None:
-            connection.send_bytes(answer.content)
+        fields = dataclasses.asdict(answer)
+        # A pickle is never empty, so no bytes mean that there is no content.
+        content = fields.pop("content") or b""
+        connection.send_bytes(json.dumps(fields).encode())
+        connection.send_bytes(content)
         connection.recv_bytes()
 
 

@@ -50,7 +50,7 @@ class RankRequest:
     Args:
         worker: name of the worker.
         number: number of the request of this worker, from 1.
-        serial: serial number of its committed state; see `RankCandidate`.
+        serial: serial number of its committed state; see `State.serial`.
         wants_sync: whether the ranks must copy the state of rank 0 before they continue.
     """
 

@@ -20,23 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from torch.distributed.distributed_c10d import Store
 
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.rendezvous import messages
 from datasvc.trainer.rendezvous.host_update import LeaveJob
-from datasvc.trainer.rendezvous.messages import (
-    END_OF_QUEUE,
-    MESSAGE_QUEUE,
-    WORKER_VARIABLE,
-    Leave,
-    Notice,
-    RankAssignment,
-    RankRequest,
-    ScriptError,
-    answer_key,
-    broken_key,
-    decode,
-    encode,
-    notice_queue,
-    training_key,
-)
 from datasvc.trainer.rendezvous.round_store import RoundStore
 
 logger = logging.getLogger(__name__)
@@ -63,7 +48,7 @@ class Rendezvous:
     def __init__(self, worker: str, store: Store) -> None:
         self.serial = 0
         self.wants_sync = True
-        self.assignment: RankAssignment | None = None
+        self.assignment: messages.RankAssignment | None = None
         self._worker = worker
         self._store = store
         self._round_store: Store | None = None
@@ -71,10 +56,10 @@ class Rendezvous:
         self._is_training = False
         # Guards the assignment, the newest notice and the listeners: a background thread receives the notices.
         self._lock = threading.Lock()
-        self._notice = Notice()
+        self._notice = messages.Notice()
         self._listeners: list[Listener] = []
 
-    def join_round(self) -> RankAssignment:
+    def join_round(self) -> messages.RankAssignment:
         """Request a rank in the next round and wait for the answer, without a time limit.
 
         Raises:
@@ -84,31 +69,31 @@ class Rendezvous:
         self._num_requests += 1
         # While this key exists, the driver warns of an exit with status 0. `end_training` deletes it.
         if self._num_requests == 1:
-            self._store.set(training_key(self._worker), "")
-        self._send(RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
-        key = answer_key(self._worker, self._num_requests)
+            self._store.set(messages.training_key(self._worker), "")
+        self._send(messages.RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
+        key = messages.answer_key(self._worker, self._num_requests)
         pause_s = _FIRST_PAUSE_S
         # Polling: Python cannot handle signals during a wait inside the store.
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
-        answer = decode(self._store.get(key))
-        if isinstance(answer, Leave):
+        answer = messages.decode(self._store.get(key))
+        if isinstance(answer, messages.Leave):
             sys.stderr.write(f"this worker leaves the job: {answer.reason}\n")
             raise LeaveJob
-        assert isinstance(answer, RankAssignment)
+        assert isinstance(answer, messages.RankAssignment)
         with self._lock:
             self.assignment = answer
         return answer
 
-    def round_store(self, assignment: RankAssignment, *, timeout_s: float) -> Store:
+    def round_store(self, assignment: messages.RankAssignment, *, timeout_s: float) -> Store:
         """Return the store through which the members of a round connect; `timeout_s` limits each wait in it."""
         # The attribute keeps the Python object alive: torch refers to the C++ object only, but later groups of the
         # round call methods of the Python object.
         self._round_store = RoundStore(
             self._store,
             prefix=f"trainer/{assignment.round_number}",
-            broken_key=broken_key(assignment.round_number),
+            broken_key=messages.broken_key(assignment.round_number),
             timeout_s=timeout_s,
         )
         return self._round_store
@@ -148,9 +133,9 @@ class Rendezvous:
         """
         # The loss of the driver is not reported here: the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
-            while (data := store.queue_pop(notice_queue(self._worker))) != END_OF_QUEUE:
-                notice = decode(data)
-                assert isinstance(notice, Notice)
+            while (data := store.queue_pop(messages.notice_queue(self._worker))) != messages.END_OF_QUEUE:
+                notice = messages.decode(data)
+                assert isinstance(notice, messages.Notice)
                 with self._lock:
                     self._notice = notice
                 self.repeat_notice()
@@ -158,13 +143,13 @@ class Rendezvous:
     def end_notices(self) -> None:
         """Make `receive_notices` return."""
         with contextlib.suppress(RuntimeError):
-            self._store.queue_push(notice_queue(self._worker), END_OF_QUEUE)
+            self._store.queue_push(messages.notice_queue(self._worker), messages.END_OF_QUEUE)
 
     def report_error(self, error: BaseException, *, ends_job: bool = False) -> None:
         """Report to the driver that this program exits with an error, and whether the job must end."""
         # A failure of the report must not hide the original error.
         with contextlib.suppress(RuntimeError):
-            self._send(ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
+            self._send(messages.ScriptError(self._worker, f"{type(error).__name__}: {error}", ends_job))
 
     def begin_training(self) -> None:
         """Report to the driver that the training function runs.
@@ -173,21 +158,21 @@ class Rendezvous:
             RuntimeError: the driver cannot be reached.
         """
         self._is_training = True
-        self._store.set(training_key(self._worker), "")
+        self._store.set(messages.training_key(self._worker), "")
 
     def end_training(self) -> None:
         """Report to the driver that the training function has returned; do nothing if it cannot be reached."""
         self._is_training = False
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(training_key(self._worker))
+            self._store.delete_key(messages.training_key(self._worker))
 
     def end_program(self) -> None:
         """Report to the driver that a program without a training function has finished."""
         if not self._is_training:
             self.end_training()
 
-    def _send(self, message: RankRequest | ScriptError) -> None:
-        self._store.queue_push(MESSAGE_QUEUE, encode(message))
+    def _send(self, message: messages.RankRequest | messages.ScriptError) -> None:
+        self._store.queue_push(messages.MESSAGE_QUEUE, messages.encode(message))
 
 
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:
@@ -220,11 +205,11 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     """
     global _rendezvous  # noqa: PLW0603 - a process is in one job
     with _lock:
-        if _rendezvous is None and WORKER_VARIABLE in environ:
+        if _rendezvous is None and messages.WORKER_VARIABLE in environ:
             store, notice_store = _connect(environ), _connect(environ)
             # A wait that times out would end the thread that receives the notices, and hosts may not change for days.
             notice_store.set_timeout(dt.timedelta(days=1000))
-            _rendezvous = Rendezvous(environ[WORKER_VARIABLE], store)
+            _rendezvous = Rendezvous(environ[messages.WORKER_VARIABLE], store)
             report_uncaught_errors(_rendezvous)
             _start_notices(_rendezvous, notice_store)
         return _rendezvous

@@ -38,19 +38,7 @@ from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess
 from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.signals import handling_signals
 from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_store
-from datasvc.trainer.rendezvous.messages import (
-    END_OF_QUEUE,
-    MESSAGE_QUEUE,
-    Leave,
-    RankRequest,
-    ScriptError,
-    answer_key,
-    broken_key,
-    decode,
-    encode,
-    notice_queue,
-    training_key,
-)
+from datasvc.trainer.rendezvous import messages
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
@@ -148,7 +136,7 @@ class _Driver:
                 # After the workers have started: importing torch takes seconds, and their imports run in parallel.
                 self._store = self._open_store()
         if self._store is not None:
-            self._store.queue_push(MESSAGE_QUEUE, END_OF_QUEUE)
+            self._store.queue_push(messages.MESSAGE_QUEUE, messages.END_OF_QUEUE)
             # The interpreter aborts if it exits while a thread is inside the store.
             self._message_thread.join(_JOIN_TIMEOUT_S)
         return self._describe(self._finish)
@@ -169,15 +157,15 @@ class _Driver:
                 self._stop(worker)
             case AssignRank(worker, number, assignment):
                 self._ranks[worker] = assignment.placement.rank
-                self._set(answer_key(worker, number), encode(assignment))
+                self._set(messages.answer_key(worker, number), messages.encode(assignment))
             case DenyRank(worker, number, reason):
-                self._set(answer_key(worker, number), encode(Leave(reason)))
+                self._set(messages.answer_key(worker, number), messages.encode(messages.Leave(reason)))
             case Break(round_number, reason):
-                self._set(broken_key(round_number), reason)
+                self._set(messages.broken_key(round_number), reason)
             case Announce(notice, workers):
                 assert self._store is not None
                 for worker in workers:
-                    self._store.queue_push(notice_queue(worker), encode(notice))
+                    self._store.queue_push(messages.notice_queue(worker), messages.encode(notice))
             case PrintMessage(text):
                 print_message(text)
             case Finish():
@@ -212,13 +200,11 @@ class _Driver:
         if process.startup_done.is_set():
             self._report_start(process)
         else:
-            threading.Thread(target=self._await_start, args=(process,), daemon=True).start()
-
-    def _await_start(self, process: RankProcess) -> None:
-        process.startup_done.wait()
-        self._report_start(process)
+            # Another host may take long to start the process, and the thread of the events must not wait for it.
+            threading.Thread(target=self._report_start, args=(process,), daemon=True).start()
 
     def _report_start(self, process: RankProcess) -> None:
+        process.startup_done.wait()
         self._events.put(lambda: self._membership.worker_started(process.worker_id, time.monotonic()))
 
     def _stop(self, worker: str) -> None:
@@ -254,7 +240,7 @@ class _Driver:
             trouble=trouble,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
             # Read from the store: a message of the worker may arrive after the end of its process.
-            is_training=self._store is not None and self._store.check([training_key(end.worker_id)]),
+            is_training=self._store is not None and self._store.check([messages.training_key(end.worker_id)]),
         )
 
     def _receive_ends(self) -> None:
@@ -274,14 +260,14 @@ class _Driver:
 
         port = self._listener.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
-        while (data := store.queue_pop(MESSAGE_QUEUE)) != END_OF_QUEUE:
+        while (data := store.queue_pop(messages.MESSAGE_QUEUE)) != messages.END_OF_QUEUE:
             self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # see above
 
     def _handle_message(self, data: bytes) -> list[Action]:
-        message = decode(data)
-        if isinstance(message, RankRequest):
+        message = messages.decode(data)
+        if isinstance(message, messages.RankRequest):
             return self._membership.rank_requested(message, time.monotonic())
-        assert isinstance(message, ScriptError)
+        assert isinstance(message, messages.ScriptError)
         return self._membership.script_failed(message, time.monotonic())
 
     def _describe(self, finish: Finish) -> JobFailure | None:

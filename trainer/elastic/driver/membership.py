@@ -30,10 +30,10 @@ from datasvc.trainer.elastic.driver.limits import Limits
 from datasvc.trainer.elastic.driver.rank_assignment import plan_placements
 from datasvc.trainer.elastic.driver.workers import NOTE_TIME_S, Deadline, Phase, Worker, Workers
 from datasvc.trainer.launch.ranks.job import Host
+from datasvc.trainer.rendezvous.host_update import HostUpdateResult
 from datasvc.trainer.rendezvous.messages import Notice, RankAssignment, RankRequest, ScriptError
 
 RESET_LIMIT_STATUS = 3
-_REMOVED, _ADDED = 1, 2
 
 
 class JobMembership:
@@ -120,9 +120,10 @@ class JobMembership:
         if worker is None or self._is_over:
             return []
         actions: list[Action] = []
-        if worker.phase is not Phase.LEAVING and worker.may_have_state:
-            actions.append(Break(self._round, f"{worker.describe()} has exited"))
         if worker.phase is not Phase.LEAVING:
+            if worker.may_have_state:
+                # Members that wait to connect to this one stop waiting.
+                actions.append(Break(self._round, f"{worker.describe()} has exited"))
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
                 # next round, and their remaining training is lost; here they train to their own end.
@@ -216,7 +217,7 @@ class JobMembership:
         started = [self._workers.start(host, now_s) for host in free]
         # A leaving worker keeps its slot until it exits, and its replacement gets that slot: the local rank is taken.
         leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
-        placements = plan_placements([worker.candidate() for worker in [*self._workers.with_slot(), *leaving]])
+        placements = plan_placements([*self._workers.with_slot(), *leaving])
         return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
 
     def _list_free(self, now_s: float) -> list[str]:
@@ -266,7 +267,7 @@ class JobMembership:
         if added | removed <= self._noticed:
             return []
         self._noticed |= added | removed
-        result = (_REMOVED if removed else 0) | (_ADDED if added else 0)
+        result = (HostUpdateResult.removed if removed else 0) | (HostUpdateResult.added if added else 0)
         self._notice = Notice(self._notice.number + 1, result)
         return [Announce(self._notice, tuple(worker.name for worker in members))]
 
@@ -278,7 +279,7 @@ class JobMembership:
             self._too_few_since_s = None
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
-        if self._has_state and not any(worker.request and worker.request.serial for worker in chosen):
+        if self._has_state and not any(worker.serial for worker in chosen):
             # All slots have moved to other hosts: the old ranks join one more round, to pass on the state.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
         # New workers do not have the state of the job, so they wait for an old rank.
@@ -286,7 +287,7 @@ class JobMembership:
             return []
         if not self._is_enough(chosen, now_s):
             return self._wait(now_s)
-        if self._has_state and not any(worker.request and worker.request.serial for worker in chosen):
+        if self._has_state and not any(worker.serial for worker in chosen):
             return [self._give_up("no rank that had the training's state is left")]
         if self._round and self._resets_left() <= 0:
             reason = f"the reset limit of {self._limits.reset_limit} is reached"
@@ -364,7 +365,7 @@ class JobMembership:
         if len(chosen) < self._limits.min_num_ranks:
             few = f"{len(chosen)} of the {self._limits.min_num_ranks} ranks of --min-num-proc"
             actions.append(PrintMessage(f"the job finishes with {few}"))
-        for name, placement in plan_placements([worker.candidate() for worker in chosen]).items():
+        for name, placement in plan_placements(chosen).items():
             worker = self._workers.by_name[name]
             worker.old_rank = placement.rank
             worker.enter(Phase.MEMBER, now_s)

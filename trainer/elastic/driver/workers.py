@@ -6,9 +6,9 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from datasvc.trainer.elastic.driver.rank_assignment import RankCandidate
 from datasvc.trainer.rendezvous.messages import RankRequest
 
+# A worker that must exit has this time; then the driver terminates it.
 _LEAVE_TIME_S = 30.0
 # Without a start timeout, a note names the worker that the others wait for after this time.
 NOTE_TIME_S = 60.0
@@ -20,7 +20,7 @@ class Phase(enum.Enum):
     STARTING = "its process is being started or runs, but has not requested a rank yet"
     WAITING = "it waits for its rank in the next round"
     MEMBER = "it is a member of the current round"
-    LEAVING = "it was told to exit"
+    LEAVING = "it must exit"
 
 
 @dataclass
@@ -67,20 +67,14 @@ class Worker:
         """Whether it has been in a round."""
         return self.old_rank is not None
 
-    def precedence(self) -> tuple[float, int]:
-        """Return a sort key; workers with the greatest key lose their slot first: new workers, then high ranks."""
-        return math.inf if self.old_rank is None else self.old_rank, self.seniority
+    @property
+    def serial(self) -> int:
+        """Serial number of its committed state; 0 for none. Equal serials mean equal states."""
+        return 0 if self.request is None else self.request.serial
 
-    def candidate(self) -> RankCandidate:
-        """Return the values that determine its rank in the next round."""
-        return RankCandidate(
-            worker=self.name,
-            host=self.host,
-            slot=self.slot,
-            serial=0 if self.request is None else self.request.serial,
-            old_rank=self.old_rank,
-            seniority=self.seniority,
-        )
+    def precedence(self) -> tuple[float, int]:
+        """Return a sort key: old ranks in their order, then new workers. The greatest keys lose their slots first."""
+        return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
     def stop(self, now_s: float) -> None:
         """Record that the driver terminates its process."""
@@ -124,11 +118,11 @@ class Workers:
         return worker
 
     def staying(self) -> list[Worker]:
-        """Return the workers that were not told to exit, oldest first."""
+        """Return the workers that need not exit, oldest first."""
         return [worker for worker in self.by_name.values() if worker.phase is not Phase.LEAVING]
 
     def with_slot(self) -> list[Worker]:
-        """Return the workers that have a slot and were not told to exit."""
+        """Return the workers that have a slot and need not exit."""
         return [worker for worker in self.staying() if not worker.has_lost_slot]
 
     def in_phase(self, phase: Phase) -> list[Worker]:

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterable, Mapping
 
+from datasvc.trainer.env.environment import WORLD_VARIABLES
 from datasvc.trainer.launch.ranks.job import RemoteSettings
 from datasvc.trainer.launch.ranks.remote_process import BOOTSTRAP
 
@@ -37,10 +38,7 @@ _PASSED_NAMES = frozenset(
         "LANG",
         "TMPDIR",
         "TZ",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
+        *WORLD_VARIABLES,
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "MASTER_ADDR",
