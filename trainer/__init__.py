@@ -171,6 +171,7 @@ __all__ = [
     "synchronize",
 ]
 
+# Tried in this order. The first three do not import torch, so `hvd.run` starts a job without it.
 _MODULES = (
     "errors",
     "function",
@@ -184,8 +185,6 @@ _MODULES = (
     "optim.sync_batch_norm",
     "job.capabilities",
 )
-
-
 # Programs use these modules of `horovod.torch` as attributes: name there, and module here.
 _PUBLIC_MODULES = {
     "common": "common",

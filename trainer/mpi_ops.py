@@ -1,6 +1,6 @@
-"""The public names of `horovod.torch.mpi_ops`, resolved lazily from `datasvc.trainer`.
+"""The public names of `horovod.torch.mpi_ops`, which are resolved in `datasvc.trainer` when they are used.
 
-A type checker sees `Any` for them; import from `datasvc.trainer` to get the types.
+For a type checker they are `Any`. Import them from `datasvc.trainer` to get the types.
 """
 
 from __future__ import annotations

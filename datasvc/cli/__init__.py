@@ -1,7 +1,11 @@
-"""The command line, one module per group of commands. A command parses, calls one function and prints the result."""
+"""The command line `datasvc`, one module per group of commands.
+
+A command parses its arguments, calls one function of the library and prints the result. Commands import Arrow, torch
+and the repository inside of their functions, so that `--help` is fast.
+"""
 
 import os
 
-# Set before Arrow is imported. Arrow's own pools keep freed memory: with the system's, ingest workers are a fifth
-# smaller.
+# Set before Arrow is imported. Arrow's own pools keep freed memory; with the pool of the system, ingest workers need
+# a fifth less memory.
 os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")

@@ -39,6 +39,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: A
     return ext_base_name in EXTENSIONS and torch.cuda.is_available()
 
 
+# Horovod has these functions twice: in `horovod.common.util` they take `verbose`, in `horovod.torch` nothing.
 def _also_verbose(capability: Callable[[], T]) -> Callable[..., T]:
     def built(verbose: bool = False) -> T:  # noqa: ARG001 - Horovod's signature
         return capability()

@@ -138,7 +138,7 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
 
 def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     """Return whether a tool that reads NVTX ranges started this process, or `DATASVC_NVTX=1` is set."""
-    # All tools use an injection library for NVTX; Nsight Systems also sets the name of its session.
+    # Every such tool sets an injection library for NVTX. Nsight Systems also sets the name of its session.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
     return _is_set(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
 

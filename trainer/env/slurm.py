@@ -24,6 +24,7 @@ def expand_node_list(text: str) -> list[str]:
     names = []
     position = 0
     for match in _NAME.finditer(text):
+        # Only one comma may be between two names. Any other text ends the loop, and is an error below.
         if text[position : match.start()] not in ({""} if position == 0 else {","}):
             break
         position = match.end()

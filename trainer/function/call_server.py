@@ -109,6 +109,7 @@ def send_answer(address: tuple[str, int], key: bytes, answer: CallResult) -> Non
 
 
 class _CallTcpServer(socketserver.ThreadingTCPServer):
+    # A client that connects and sends nothing must not delay the end of the job.
     daemon_threads = True
     block_on_close = False
     # All ranks may connect at the same time.

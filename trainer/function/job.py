@@ -1,4 +1,7 @@
-"""`datasvc.trainer.run`: call of a function on every rank of a job, with the results in rank order."""
+"""`datasvc.trainer.run`: starts a job whose ranks call a function, and returns the results in rank order.
+
+The launcher of this process starts the ranks. A server in this process sends them the call and receives the results.
+"""
 
 from __future__ import annotations
 

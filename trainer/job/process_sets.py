@@ -74,6 +74,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
+        # Without the number, which changes while the set may be the key of a dict.
         return hash(tuple(self._ranks or ()))
 
     def __repr__(self) -> str:
@@ -89,6 +90,7 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set: ProcessSet = _GlobalProcessSet()
 """The process set of all ranks; its number is 0."""
 
+# The sets of the current job by their numbers, so that `shutdown` can remove the numbers.
 _added: dict[int, ProcessSet] = {}
 
 

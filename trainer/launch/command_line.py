@@ -54,6 +54,7 @@ def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str
     """
     if elastic is None:
         return run_static_job(job, environ)
+    # Most jobs are not elastic, and do not need the driver.
     from datasvc.trainer.elastic.driver.driver import run_elastic_job
 
     return run_elastic_job(job, elastic, environ)
@@ -228,8 +229,8 @@ def _add_host_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slots-per-host", type=_positive, metavar="N", help="slots of hosts without a number of slots"
     )
-    group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT")
-    group.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE")
+    group.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of the ssh servers")
+    group.add_argument("-i", "--ssh-identity-file", type=Path, metavar="FILE", help="private key for ssh")
     group.add_argument("--remote-shell", choices=("ssh", "srun"), help="remote shell for other hosts")
     group.add_argument(
         "--remote-python", metavar="PATH", help="Python interpreter on other hosts (default: the path of this one)"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Settings whose flag is not their name with dashes.
+# Settings whose flag is not the prefix of their section and their name.
 _FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",
@@ -19,6 +19,7 @@ _FLAGS = {
 _MULTI_ARGUMENT_FLAGS = frozenset({"--blacklist-cooldown-range"})
 # The values of the key "controller"; each has a flag.
 _CONTROLLERS = ("gloo", "mpi")
+# The sections, and what begins the flags of their settings.
 _PREFIXES = {
     "params": "",
     "autotune": "autotune-",

@@ -1,1 +1,1 @@
-"""Commands for data sets."""
+"""Commands for data sets: ingest, show, derive versions, export, verify, audit."""

@@ -67,7 +67,10 @@ def _read(ledgers: list[Path], epoch: int | None) -> Audit:
 
 
 def _names(result: Audit, repo: str | None) -> SampleNames | None:
-    """Return a lookup of sample keys; None without a repository, or if there is no sample to list."""
+    """Return a lookup of sample keys; None without a repository, or if there is no sample to list.
+
+    Without samples to list, the repository is not opened.
+    """
     if repo is None or not any(epoch.never.count or epoch.repeated.count for epoch in result.epochs):
         return None
     from datasvc.ledger.names import SampleNames

@@ -125,6 +125,7 @@ def ingest(
     opened = open_source(source, options)
     if dry_run:
         plan = dry_run_ingest(
+            # Without --append, the repository need not exist yet.
             Repository.open(repo) if append else None,
             opened,
             name,

@@ -26,6 +26,7 @@ def read_lines(path: str, what: str) -> list[str]:
     """
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        # Editors on Windows begin a file with a byte-order mark, which would become part of the first key.
         text = raw.decode("utf-8-sig")
     except FileNotFoundError as error:
         raise NotFoundError(f"file {path} with the {what} does not exist") from error

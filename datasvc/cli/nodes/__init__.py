@@ -1,1 +1,1 @@
-"""Commands for caches and nodes."""
+"""Commands for the cache of a node and for its server."""

@@ -1,4 +1,4 @@
-"""Rendering of a node's status for `datasvc top`: plain values in, text or tables out."""
+"""Rendering of the status of a node for `datasvc top`, as text or as tables on a terminal."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Output of commands: tables, JSON, images."""
+"""Arguments and output that many commands share: tables, JSON, images."""

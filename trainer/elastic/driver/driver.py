@@ -245,6 +245,7 @@ class _Driver:
 
     def _receive_ends(self) -> None:
         while self._finish is None:
+            # With a time-out, so that the thread ends after the job although no process ends any more.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # a default binds it

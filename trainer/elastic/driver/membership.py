@@ -1,6 +1,6 @@
-"""Membership of an elastic job: decides on actions after each event. No I/O; the clock is an argument.
+"""Membership of an elastic job: decides which workers start, stop and form a round. No I/O; the clock is an argument.
 
-Invariants:
+`driver` passes each event to this module, and executes the actions that it returns. Invariants:
     A round has each rank once, and its members are alive when it begins.
     Rank 0 of a round has the newest state that any live worker has committed. If no live worker has the state of the
     job, the job ends; it never restarts silently from the beginning.
@@ -178,6 +178,7 @@ class JobMembership:
     def _advance(self, now_s: float) -> list[Action]:
         if self._is_over:
             return []
+        # Slots are dropped first: a worker that has lost its slot does not count against the maximum number of ranks.
         actions = [*self._drop_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)
         return self._finishing([*actions, *self._announce(), *self._conclude()])

@@ -92,6 +92,7 @@ def _parse_line(tokens: list[str], default_slots: int) -> Host:
         match = _SLOTS.fullmatch(token)
         if match is None:
             raise ValueError(f"{token!r} is not of the form slots=N")
+        # max_slots is Open MPI's limit for more ranks than slots, which are not possible here.
         if token.startswith("slots"):
             num_slots = int(match[1])
     return _host(host.name, num_slots)

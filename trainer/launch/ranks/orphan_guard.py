@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterator
 from typing import IO
 
+# The longest time that the ranks outlive a launcher whose pipe is kept open by a forked child.
 _POLL_PERIOD_S = 1.0
 _QUIT_TIMEOUT_S = 10.0
 

@@ -100,6 +100,7 @@ class RankGroup:
 
     def _start_remote(self, start: RankStart) -> RankProcess:
         slot = self._login_slots.setdefault(start.host, threading.Semaphore(_MAX_LOGINS_PER_HOST))
+        # After the time-out the login is tried all the same: a host that is slow must not stop the start of the job.
         slot.acquire(timeout=_LOGIN_TIMEOUT_S)
         try:
             process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)
@@ -108,6 +109,7 @@ class RankGroup:
             raise
 
         def release_slot() -> None:
+            # The login is over when the command runs, or can no longer start.
             process.startup_done.wait()
             slot.release()
 

@@ -25,12 +25,12 @@ from typing import Any
 def main() -> None:
     """Execute the orders of the launcher until the end of standard input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Not SIG_IGN: the rank would inherit it.
+        # A handler and not SIG_IGN, which the rank would inherit.
         signal.signal(ignored, lambda *_: None)
     order = json.loads(sys.stdin.buffer.readline())
 
     def report(text: str) -> None:
-        # One write, so that output of the rank cannot split the line. The launcher may be lost.
+        # One write, so that output of the rank cannot split the line. Without a launcher nothing reads the report.
         with contextlib.suppress(OSError):
             os.write(2, f"{order['mark']}{text}\n".encode())
 

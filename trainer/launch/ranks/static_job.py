@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 _POLL_PERIOD_S = 1.0
-# The error of a rank that ends because of another one, and the time to wait for the end of that other one.
+# A rank that ends because of another one prints this error.
 _LOSS = "HorovodInternalError"
+# The other rank, which is the cause, ends at most this time later.
 _CAUSE_WAIT_S = 2.0
 
 
@@ -122,6 +123,7 @@ class _RankMonitor:
             if next_end.returncode and not self._has_lost_others(next_end, deadline_s):
                 return next_end
             if not self._running:
+                # All ranks have lost another one, so the first end is the best description.
                 break
             next_end = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
         return end

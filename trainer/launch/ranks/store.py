@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 LOOPBACK = "127.0.0.1"
-# Tells torch that the launcher serves the store, not rank 0.
+# With this variable torch connects rank 0 to the store of the launcher; without it, rank 0 would serve a store.
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
@@ -53,6 +53,7 @@ def list_addresses(hosts: Sequence[str], interfaces: Sequence[str]) -> tuple[str
     if interfaces:
         return tuple(_address_of_interface(name) for name in interfaces)
     addresses = [address for host in hosts if (address := _address_towards(host)) is not None]
+    # No machine has 192.0.2.1 (RFC 5737), so the route to it is the default route.
     addresses += [address for address in (_hostname_address(), _address_towards("192.0.2.1")) if address is not None]
     # The hosts try all of them. Loopback comes last: it is right only if a host is another name of this machine.
     return tuple(sorted(dict.fromkeys(addresses), key=lambda address: address.startswith("127.")))
