@@ -48,12 +48,9 @@ def main() -> None:
     """Run the command line; print expected errors as one line, without a traceback."""
     try:
         app()
-    except DatasvcError as error:
+    except (DatasvcError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(error.exit_code if isinstance(error, DatasvcError) else 1)
 
 
 if __name__ == "__main__":

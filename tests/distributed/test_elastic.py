@@ -48,7 +48,7 @@ def test_an_exception_of_one_rank_is_its_death_and_the_other_goes_on_in_the_plac
     assert "[localhost:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
     assert (
         "rank 1, worker 127.0.0.1:0:1 exited with status 1: MemoryError: no memory left on rank 1; "
-        "host 127.0.0.1 gets no new ranks, the others go on"
+        "host 127.0.0.1 gets no new ranks, the others continue"
     ) in done.stderr
     assert done.stderr.count("Traceback") == 1
 

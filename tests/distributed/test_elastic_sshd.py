@@ -63,7 +63,7 @@ def test_when_the_sshd_of_rank_0_is_lost_the_others_go_on_and_the_host_is_named(
     assert result["pid"] == going_on
     assert (
         "rank 0, worker node7:0:0 was lost: ssh to node7 exited with status 255; "
-        "host node7 gets no new ranks, the others go on"
+        "host node7 gets no new ranks, the others continue"
     ) in result["errors"]
     assert has_ended(lost)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from datasvc.trainer.launch import parse_arguments
+from datasvc.trainer.launch.command_line import parse_arguments
 from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.placement import plan_threads
 from datasvc.trainer.launch.ranks.static_job import run_static_job

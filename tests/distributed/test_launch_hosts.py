@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.trainer.launch import main
+from datasvc.trainer.launch.command_line import main
 
 LOGIN_SHELL = """#!/bin/sh
 echo "$@" >>{folder}/log

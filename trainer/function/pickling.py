@@ -100,7 +100,7 @@ def unpickle_error(answer: CallResult) -> BaseException:
     error: object = None
     if answer.content is not None:
         try:
-            error = _loads_exception(answer.content)
+            error = pickle.loads(answer.content)  # noqa: S301 - from a rank, which has the key
         except Exception:  # noqa: BLE001 - its module may be missing here; the traceback text remains
             error = None
     if not isinstance(error, BaseException):
@@ -111,30 +111,25 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 def _pickle_exception(error: BaseException) -> bytes | None:
     # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`.
-    for form in (error, _ExceptionParts(type(error), error.args, dict(error.__dict__))):
+    for form in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):
             content = bytes(cloudpickle.dumps(form))
-            if isinstance(_loads_exception(content), type(error)):
+            if isinstance(pickle.loads(content), type(error)):  # noqa: S301 - pickled in the line above
                 return content
     return None
 
 
-def _loads_exception(content: bytes) -> object:
-    value = pickle.loads(content)  # noqa: S301 - from a rank, which has the key
-    return value.make() if isinstance(value, _ExceptionParts) else value
-
-
-@dataclass(frozen=True)
 class _ExceptionParts:
-    """The parts of an exception, from which it is rebuilt without its constructor."""
+    """An exception that is pickled by its parts, and rebuilt from them without its constructor."""
 
-    kind: type[BaseException]
-    args: tuple[Any, ...]
-    state: dict[str, Any]
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
 
-    def make(self) -> BaseException:
-        error = self.kind.__new__(self.kind, *self.args)
-        error.args = self.args
-        error.__dict__.update(self.state)
-        return error
+    def __reduce__(self) -> tuple[Any, ...]:
+        args = self._error.args
+        return _rebuild, (type(self._error), args), {**self._error.__dict__, "args": args}
+
+
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    return kind.__new__(kind, *args)

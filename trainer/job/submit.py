@@ -107,6 +107,8 @@ def submit_reducescatter(
 ) -> Handle:
     """Reduce the tensors over the ranks into new tensors with the rows of this rank.
 
+    Arguments as of `submit_allreduce`.
+
     Raises:
         ValueError: as for `submit_allreduce`, or a tensor has no dimensions.
         RuntimeError: `op` is neither Sum nor Average.
@@ -157,11 +159,8 @@ def submit_alltoall(
 ) -> Handle:
     """Send rows of the tensor to the ranks of the set, and collect the received rows, in rank order, in a new tensor.
 
-    Args:
-        tensor: tensor with at least one dimension.
-        splits: int32[size], number of rows for each rank; None for equal parts.
-        name: name of the operation on all ranks.
-        process_set: ranks that take part.
+    The tensor has at least one dimension. `splits` is int32[size], the number of rows for each rank; None for equal
+    parts. Other arguments as of `submit_allreduce`.
 
     Raises:
         ValueError: `splits` is not int32, does not have one number per rank, has a negative number, or has a larger
@@ -181,12 +180,8 @@ def submit_broadcast(
 ) -> Handle:
     """Write the tensor of the root into `output` on every rank.
 
-    Args:
-        tensor: tensor whose values are sent by the root.
-        output: tensor of the same shape and dtype; may be `tensor` itself.
-        root_rank: global rank of the root, also in a process set.
-        name: name of the operation on all ranks.
-        process_set: ranks that take part.
+    `output` has the shape and dtype of `tensor`, and may be `tensor` itself. `root_rank` is a global rank, also in a
+    process set. Other arguments as of `submit_allreduce`.
 
     Raises:
         ValueError: the root or this rank is not in the set, or the tensor is sparse.

@@ -2,9 +2,3 @@
 
 Start it with `python -m datasvc.trainer.launch -np 2 python train.py`; it is installed as `datasvc-run`.
 """
-
-from __future__ import annotations
-
-from datasvc.trainer.launch.command_line import main, parse_arguments
-
-__all__ = ["main", "parse_arguments"]

@@ -191,16 +191,10 @@ def _build_parser() -> argparse.ArgumentParser:
         help="print the time before each output line",
     )
     parser.add_argument(
-        "--output-filename",
-        type=Path,
-        metavar="DIR",
-        help="also write DIR/rank.N/stdout and DIR/rank.N/stderr",
+        "--output-filename", type=Path, metavar="DIR", help="also write DIR/rank.N/stdout and DIR/rank.N/stderr"
     )
     parser.add_argument(
-        "--grace-s",
-        type=float,
-        default=5.0,
-        help="seconds between SIGTERM and SIGKILL (default: %(default)s)",
+        "--grace-s", type=float, default=5.0, help="seconds between SIGTERM and SIGKILL (default: %(default)s)"
     )
     parser.add_argument(
         "--start-timeout",

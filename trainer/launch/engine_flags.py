@@ -47,10 +47,7 @@ VALUES = (
     ),
     EngineFlag("--cycle-time-ms", "HOROVOD_CYCLE_TIME", "milliseconds between negotiations", float),
     EngineFlag(
-        "--cache-capacity",
-        "HOROVOD_CACHE_CAPACITY",
-        "maximum number of operations whose negotiation is cached",
-        int,
+        "--cache-capacity", "HOROVOD_CACHE_CAPACITY", "maximum number of operations whose negotiation is cached", int
     ),
     EngineFlag("--timeline-filename", "HOROVOD_TIMELINE", "write a Chrome trace of all operations to this file"),
     EngineFlag(
@@ -118,10 +115,7 @@ SWITCHES = (
         "--log-hide-timestamp", "--no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", "omit the time in log lines"
     ),
     EngineSwitch(
-        "--log-without-timestamp",
-        "--log-with-timestamp",
-        "HOROVOD_LOG_HIDE_TIME",
-        "same as --log-hide-timestamp",
+        "--log-without-timestamp", "--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", "same as --log-hide-timestamp"
     ),
 )
 # Accepted so that command lines for Horovod work; True for flags that take a value.

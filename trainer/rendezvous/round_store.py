@@ -9,14 +9,14 @@ import datetime as dt
 import time
 from collections.abc import Sequence
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FIRST_PAUSE_S = 0.001
 _MAX_PAUSE_S = 0.05
 
 
 class RoundStore(Store):
-    """A view of the job's store with a key prefix for the round.
+    """A view of the job's store with a key prefix for the round. torch calls its methods to form process groups.
 
     Args:
         store: store of the job.
@@ -28,13 +28,13 @@ class RoundStore(Store):
     def __init__(self, store: Store, *, prefix: str, broken_key: str, timeout_s: float) -> None:
         super().__init__()
         self._store = store
-        self._prefix = prefix
+        self._round = PrefixStore(prefix, store)
         self._broken_key = broken_key
         self._timeout = dt.timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: str) -> None:
         """See `torch.distributed.Store`."""
-        self._store.set(self._prefixed(key), value)
+        self._round.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Wait for the key and return its value.
@@ -43,23 +43,23 @@ class RoundStore(Store):
             RuntimeError: a member of the round is lost, or the timeout has expired.
         """
         self.wait([key])
-        return bytes(self._store.get(self._prefixed(key)))
+        return bytes(self._round.get(key))
 
     def add(self, key: str, amount: int) -> int:
         """See `torch.distributed.Store`."""
-        return int(self._store.add(self._prefixed(key), amount))
+        return int(self._round.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `torch.distributed.Store`."""
-        return bool(self._store.check([self._prefixed(key) for key in keys]))
+        return bool(self._round.check(keys))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See `torch.distributed.Store`."""
-        return bytes(self._store.compare_set(self._prefixed(key), expected, desired))
+        return bytes(self._round.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
         """See `torch.distributed.Store`."""
-        return bool(self._store.delete_key(self._prefixed(key)))
+        return bool(self._round.delete_key(key))
 
     def num_keys(self) -> int:
         """Return the number of keys of all rounds."""
@@ -89,6 +89,3 @@ class RoundStore(Store):
                 raise RuntimeError(f"no other rank has set {', '.join(keys)} in time")
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
-
-    def _prefixed(self, key: str) -> str:
-        return f"{self._prefix}/{key}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -66,7 +66,10 @@ def delete(
         )
         return
     if report.missing:
-        typer.echo(f"{len(report.missing)} keys do not exist: {_first_keys(report.missing)}", err=True)
+        first_missing = [text_value(key) for key in report.missing[:_MAX_KEYS]]
+        typer.echo(
+            f"{len(report.missing)} keys do not exist: {_list_keys(first_missing, len(report.missing))}", err=True
+        )
     if not report.num_deleted:
         typer.echo(f"nothing to delete: {report.version} stays the newest version")
         return
@@ -201,13 +204,12 @@ def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
     keys = facts.pop("keys")
     lines: dict[str, object] = {}
     for kind in ("added", "deleted", "changed"):
-        more = ", ..." if len(keys[kind]) < facts[kind] else ""
-        lines[kind] = f"{facts[kind]} ({', '.join(keys[kind])}{more})" if facts[kind] else 0
+        lines[kind] = f"{facts[kind]} ({_list_keys(keys[kind], facts[kind])})" if facts[kind] else 0
     lines["unchanged"] = facts["unchanged"]
     schema_changes = {name: value for name, value in facts.items() if name not in lines and value}
     return lines | {name.replace("_", " "): value for name, value in schema_changes.items()}
 
 
-def _first_keys(keys: Iterable[str]) -> str:
-    first = list(islice(keys, _MAX_KEYS + 1))
-    return ", ".join(map(text_value, first[:_MAX_KEYS])) + (", ..." if len(first) > _MAX_KEYS else "")
+def _list_keys(keys: Sequence[str], count: int) -> str:
+    """Return keys as text, with an ellipsis if they are not all of `count`."""
+    return ", ".join([*keys, *(["..."] if len(keys) < count else [])])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.trainer.env.environment import read_engine_settings
-from datasvc.trainer.launch import parse_arguments
+from datasvc.trainer.launch.command_line import parse_arguments
 from datasvc.trainer.launch.engine_flags import ALREADY_SO, SWITCHES, VALUES, WITHOUT_MEANING
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, RemoteSettings
 

@@ -159,19 +159,19 @@ class JobMembership:
         self._deaths.add(death)
         until_s = self._blacklist.block(worker.host, now_s)
         how_long = "" if until_s == math.inf else f" for {until_s - now_s:g} s"
-        going_on = ", the others go on" if any(other is not worker for other in self._workers.staying()) else ""
+        outcome = ", the others continue" if any(other is not worker for other in self._workers.staying()) else ""
         return [
             PrintMessage(
                 f"{worker.describe()} {self._deaths.describe(death)}; "
-                f"host {worker.host} gets no new ranks{how_long}{going_on}"
+                f"host {worker.host} gets no new ranks{how_long}{outcome}"
             )
         ]
 
     def _warn_of_early_end(self, worker: Worker) -> PrintMessage:
-        going_on = "; the others go on without it" if self._workers.staying() else ""
+        outcome = "; the others continue without it" if self._workers.staying() else ""
         return PrintMessage(
             f"warning: {worker.describe()} exited with status 0 before its training function returned; that counts "
-            f"as success: from now on no rank is replaced{going_on}. A rank that fails must raise an exception or "
+            f"as success: from now on no rank is replaced{outcome}. A rank that fails must raise an exception or "
             "exit with another status"
         )
 

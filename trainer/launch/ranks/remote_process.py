@@ -33,15 +33,8 @@ _SHELL_MARGIN_S = 5.0
 class RemoteRankProcess(RankProcess):
     """The process of a rank on another host. `pid` is that of the shell on this machine.
 
-    Args:
-        start: description of the process, with a `remote_command`.
-        guard: orphan guard; not used.
-        ends: queue that gets a `RankEnd` when the process ends.
-        grace_s: seconds between SIGTERM and SIGKILL if the launcher is lost.
-
-    Raises:
-        StartError: the shell cannot be started.
-        OSError: the output files cannot be written, or the current folder does not exist any more.
+    Arguments and errors as of `RankProcess`, for the shell. `grace_s` is the number of seconds between SIGTERM and
+    SIGKILL if the launcher is lost. OSError also if the current folder does not exist any more.
     """
 
     def __init__(

@@ -116,7 +116,7 @@ def test_a_death_breaks_the_round_and_the_others_keep_their_order():
     world = running(3, {"a": 1, "b": 1, "c": 1})
     world.end("a:0:0")
     assert world.kinds(Break) == [Break(1, "rank 0, worker a:0:0 has exited")]
-    assert "killed by SIGKILL; host a gets no new ranks, the others go on" in world.said[-1]
+    assert "killed by SIGKILL; host a gets no new ranks, the others continue" in world.said[-1]
     world.ask("c:0:2", "b:0:1", serial=5)
     assert world.ranks() == ["b:0:1", "c:0:2"]
     assert world.seats["b:0:1"].round_number == 2
@@ -315,7 +315,7 @@ def test_an_exception_of_one_rank_is_its_death_and_the_others_go_on():
     world.fail("b:0:1", "MemoryError: full")
     assert world.kinds(Break)
     assert world.said[-1] == (
-        "rank 1, worker b:0:1 exited with status 1: MemoryError: full; host b gets no new ranks, the others go on"
+        "rank 1, worker b:0:1 exited with status 1: MemoryError: full; host b gets no new ranks, the others continue"
     )
     world.ask("a:0:0", "c:0:2", serial=5)
     assert world.ranks() == ["a:0:0", "c:0:2"]
@@ -588,7 +588,7 @@ def test_a_good_end_before_the_training_function_has_returned_is_said():
     world = running(hosts_can_change=True)
     world.end("a:0:0", 0, is_training=True)
     assert "rank 0, worker a:0:0 exited with status 0 before its training function returned" in world.said[-1]
-    assert "the others go on without it" in world.said[-1]
+    assert "the others continue without it" in world.said[-1]
     world.ask("b:0:1", serial=9)
     assert world.ranks() == ["b:0:1"]
     world.end("b:0:1", 0, is_training=True)
