@@ -56,6 +56,7 @@ class StateDictHandler(StateHandler):
 
     def save(self) -> None:
         """Save a copy of the state."""
+        # A deep copy, because `state_dict` refers to tensors that the training changes in place.
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:

@@ -49,6 +49,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
+        # The new round includes these changes; the run loop repeats a later notice.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -75,6 +76,7 @@ class State:
             HostsUpdatedInterrupt: see `check_host_updates`.
         """
         self.save()
+        # Counted after the copy is complete: rank 0 of the next round is a rank with the greatest serial number.
         self._serial += 1
         self.num_commits += 1
         self.check_host_updates()

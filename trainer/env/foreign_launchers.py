@@ -46,6 +46,7 @@ def translate(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
+    # The variables of the step come first: a step may have fewer tasks and nodes than its job.
     size = environ.get("SLURM_STEP_NUM_TASKS") or _required(environ, "SLURM_NTASKS", "srun")
     node = parse_whole(environ.get("SLURM_NODEID", "0"), "SLURM_NODEID")
     num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"

@@ -179,6 +179,7 @@ def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
     errors = [unpickle_error(answer) for answer in server.errors]
     reporting_ranks = {answer.rank for answer in server.errors}
     has_died = failure.rank is not None and failure.rank not in reporting_ranks
+    # A rank that only lost the connection to another rank has raised HorovodInternalError.
     causes = [error for error in errors if not isinstance(error, HorovodInternalError)]
     if causes:
         return causes[0]

@@ -78,6 +78,7 @@ def pickle_error(rank: int, error: BaseException) -> CallResult:
     """Return the answer for an exception, with the exception itself if it survives pickling."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
+        # Raised again in the launcher, it would end the program of the user.
         error = HorovodInternalError(f"rank {rank} called sys.exit({error.code!r}) in the function")
     return CallResult(rank, _pickle_exception(error), text)
 

@@ -11,7 +11,8 @@ from datasvc.trainer.job import runtime
 class ProcessSet:
     """A subset of the ranks that runs operations among its members.
 
-    A new set is unusable until every rank has called `add_process_set` with it, or passed it to `init`.
+    A new set is unusable until every rank has called `add_process_set` with it, or passed it to `init`. Until then
+    `size`, `rank` and `included` raise ValueError.
 
     Args:
         ranks_or_comm: global ranks, at least one, in any order.
@@ -42,29 +43,21 @@ class ProcessSet:
         return list(range(runtime.size())) if runtime.is_initialized() else None
 
     def size(self) -> int:
-        """Return the number of ranks.
-
-        Raises:
-            ValueError: the set is not added.
-        """
+        """Return the number of ranks."""
         return len(members_of(self))
 
     def rank(self) -> int:
         """Return the rank of this process within the set, from 0.
 
         Raises:
-            ValueError: this process is not in the set, or the set is not added.
+            ValueError: this process is not in the set.
         """
         if not self.included():
             raise ValueError(f"rank {runtime.rank()} is not in {self}")
         return members_of(self).index(runtime.rank())
 
     def included(self) -> bool:
-        """Return whether this process is in the set.
-
-        Raises:
-            ValueError: the set is not added.
-        """
+        """Return whether this process is in the set."""
         return runtime.rank() in members_of(self)
 
     def __eq__(self, other: object) -> bool:

@@ -132,12 +132,9 @@ def submit_reducescatter(
     members = members_of(process_set)
     rank_in_set = members.index(runtime.rank())
     local_rows = [split_rows(tensor.shape[0], len(members))[rank_in_set] for tensor in tensors]
-    # The thread of the engine writes the outputs outside inference mode.
-    with torch.inference_mode(mode=False):
-        outputs = [
-            torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-            for rows, tensor in zip(local_rows, tensors, strict=True)
-        ]
+    outputs = [
+        new_output(tensor, (rows, *tensor.shape[1:])) for rows, tensor in zip(local_rows, tensors, strict=True)
+    ]
     return _submit(request, tensors, outputs, outputs if is_grouped else outputs[0])
 
 
@@ -219,11 +216,11 @@ def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
     return _submit(Request(name=kind.value, kind=kind, ranks=tuple(ranks)), [], [], None)
 
 
-def new_output(tensor: Tensor) -> Tensor:
-    """Return an uninitialized, contiguous tensor of the same shape, dtype and device."""
+def new_output(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Return an uninitialized, contiguous tensor of the same dtype and device; None for the same shape, too."""
     # The thread of the engine writes it outside inference mode, so it must not be an inference tensor.
     with torch.inference_mode(mode=False):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:

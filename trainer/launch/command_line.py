@@ -88,6 +88,7 @@ def parse_arguments(
 
 
 def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchJob, ElasticOptions | None]:
+    # argparse keeps the separator in the remaining arguments.
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ValueError("the program to run is missing; write it after the options, such as: python train.py")

@@ -121,6 +121,7 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 def encode(message: Message) -> str:
     """Return the message as JSON."""
+    # With the name of its class, because one queue has messages of several classes.
     return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)})
 
 

@@ -49,8 +49,7 @@ def audit(
         _print(result, show, repo)
     if result.damage:
         raise typer.Exit(CorruptDataError.exit_code)
-    is_proven = result.is_proven if epoch is None else result.is_proven and result.epochs[0].is_proven
-    raise typer.Exit(0 if is_proven else 1)
+    raise typer.Exit(0 if result.is_proven else 1)
 
 
 def _read(ledgers: list[Path], epoch: int | None) -> Audit:

@@ -270,6 +270,7 @@ def _print_report(report: IngestReport) -> None:
             f"added {format_counts(report.num_added)} samples; left out {format_counts(report.num_left_out)} "
             "samples of earlier versions, which were replaced or are in another split"
         )
+    # Notes and warnings go to standard error, so that standard output has the result alone.
     if report.num_resumed:
         typer.echo(f"resumed an interrupted ingest: {report.num_resumed} shards were already stored", err=True)
     if report.has_source_changed:

@@ -67,6 +67,7 @@ def head(
     from datasvc.shards.versions.dataset import choose_split
 
     dataset = open_dataset(Repository.open(repo), ref)
+    # A generator: the text of the first samples is printed before the last samples are read.
     samples = (sample for chosen in choose_split(dataset, split) for sample in preview_samples(chosen, num))
     if html is not None:
         num_written = write_contact_sheet(html, str(dataset.resolved), samples)
@@ -120,6 +121,7 @@ def histogram_lines(counts: Mapping[str, int]) -> list[str]:
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     shown, others = ordered[:_MAX_CLASSES], ordered[_MAX_CLASSES:]
     name_width = max((len(text_value(name)) for name, _ in shown), default=0)
+    # The first count is the largest, so it has the most digits.
     digits = len(str(shown[0][1])) if shown else 0
     lines = [
         f"{text_value(name):<{name_width}}  {count:>{digits}} "

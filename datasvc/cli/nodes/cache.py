@@ -207,6 +207,7 @@ def quota(
     from datasvc.cache import Quota, parse_budget
 
     with open_existing_cache(cache) as node:
+        # `parse_budget` rejects 0, which is not a size for a cache, but is the guarantee of most tenants.
         guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
         maximum_bytes = None if maximum is None else parse_budget(maximum, node.folder)
         node.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))

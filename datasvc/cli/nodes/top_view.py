@@ -34,6 +34,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
 
     If the node does not respond, its error is drawn instead, and the next interval tries again.
     """
+    # Without the refresh of rich: between two readings there is nothing new to draw.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         previous: tuple[float, Status] | None = None
         while not stop.is_set():
@@ -139,6 +140,7 @@ def _tables(status: Status) -> Iterator[RenderableType]:
             process = str(job["lease_id"]).partition("-")[0]
             table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
         yield table
+    # The first lines already have the numbers of a single tenant.
     if len(cache["tenants"]) > 1:
         table = _table("tenant", "used", "guaranteed", "maximum")
         for name, usage in sorted(cache["tenants"].items()):

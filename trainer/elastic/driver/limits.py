@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from datasvc.trainer.launch.ranks.job import ElasticOptions, LaunchJob
 
-# Horovod's variable, then an older one of this trainer.
+# Horovod's variable comes first, then an older one of this trainer.
 _TIMEOUT_VARIABLES = ("HOROVOD_ELASTIC_TIMEOUT", "HVD_ELASTIC_TIMEOUT")
 _DEFAULT_TIMEOUT_S = 600.0
 _HANG_VARIABLE = "HVD_ELASTIC_HANG_TIMEOUT"

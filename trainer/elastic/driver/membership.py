@@ -105,16 +105,9 @@ class JobMembership:
         last_line: str = "",
         is_training: bool = False,
     ) -> list[Action]:
-        """Handle the end of a worker's process.
+        """Handle the end of a worker's process; see `Death` for the arguments.
 
-        Args:
-            name: name of the worker.
-            returncode: return code of the process; negative for a signal.
-            now_s: see the class.
-            has_started: False if the command never ran because its host was unreachable.
-            trouble: see `Death`.
-            last_line: last line of its output; empty if it printed nothing.
-            is_training: whether its training function had not returned.
+        `is_training` is whether its training function had not returned.
         """
         worker = self._workers.by_name.pop(name, None)
         if worker is None or self._is_over:
@@ -263,7 +256,8 @@ class JobMembership:
         members = self._workers.in_phase(Phase.MEMBER)
         if self._is_finishing or not members:
             return []
-        added = {w.name for w in self._workers.in_phase(Phase.WAITING) if w.old_rank is None and not w.has_lost_slot}
+        waiting = self._workers.in_phase(Phase.WAITING)
+        added = {worker.name for worker in waiting if not (worker.may_have_state or worker.has_lost_slot)}
         removed = {worker.name for worker in members if worker.has_lost_slot}
         if added | removed <= self._noticed:
             return []
@@ -303,6 +297,7 @@ class JobMembership:
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
+        # The minimum is enough for a later round, after a long wait, and after failures that nothing can replace.
         if (
             self._round
             or self._has_waited_too_long(now_s)

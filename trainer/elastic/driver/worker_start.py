@@ -33,7 +33,7 @@ def plan_worker_start(
         job: job with the command and the settings of remote hosts.
         environ: environment of the launcher.
         listener: listening socket of the job's store.
-        num_neighbours: number of workers that share the processors of the host.
+        num_neighbours: see `plan_rank_start`.
         other_hosts: names of the known hosts other than this machine; None if the job uses this machine only.
 
     Raises:

@@ -130,12 +130,9 @@ class Workers:
         return [worker for worker in self.by_name.values() if worker.phase is phase]
 
     def deadlines(self, *, start_timeout_s: float | None, hang_timeout_s: float) -> list[Deadline]:
-        """Return the deadlines of all workers.
+        """Return the deadlines of all workers; see `Limits` for the arguments.
 
-        Args:
-            start_timeout_s: maximum time for a process to start, and then to call `init` while others wait; None for
-                no limit, then the deadlines only cause a note.
-            hang_timeout_s: maximum time for a member to request a rank after its round has ended.
+        Without a start timeout, a worker that is late with its start only causes a note.
         """
         waiting = self.in_phase(Phase.WAITING)
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
