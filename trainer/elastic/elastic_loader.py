@@ -26,7 +26,7 @@ class ResumableLoader(Protocol[B_co]):
 
 
 class ElasticLoader(Generic[B]):
-    """The loader for the current rank and size; all other attributes are those of that loader.
+    """The loader for the current rank and size. Attributes that this class does not define are those of that loader.
 
     The state of the loader is the position of the job, so that after a change of size each sample that was not
     committed is delivered exactly once. Create a new iterator in every call of the training function.

@@ -125,7 +125,7 @@ def run(
         remote=RemoteSettings(
             ssh_port=ssh_port,
             ssh_identity_file=None if ssh_identity_file is None else Path(ssh_identity_file),
-            network_interfaces=_split(interfaces),
+            network_interfaces=tuple(interfaces.split(",") if isinstance(interfaces, str) else interfaces or ()),
         ),
         start_timeout_s=start_timeout,
         prefixes_lines=num_ranks > 1,
@@ -220,9 +220,3 @@ def _read_hosts(hosts: str | None, hostfile: str | os.PathLike[str] | None, slot
     if hostfile is not None:
         return read_host_file(Path(hostfile), default_slots=slots)
     return ()
-
-
-def _split(names: Sequence[str] | str | None) -> tuple[str, ...]:
-    if names is None:
-        return ()
-    return tuple(names.split(",")) if isinstance(names, str) else tuple(names)

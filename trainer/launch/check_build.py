@@ -24,11 +24,8 @@ def describe_build() -> str:
             ],
         ),
     ]
-    lines = []
-    for title, features in rows:
-        lines += [
-            f"{title}:",
-            *(f"    [{'X' if is_available else ' '}] {name}" for name, is_available in features),
-            "",
-        ]
-    return "\n".join(lines).rstrip()
+    sections = [
+        [f"{title}:", *(f"    [{'X' if is_available else ' '}] {name}" for name, is_available in features)]
+        for title, features in rows
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections)

@@ -42,17 +42,17 @@ def audit(
     are discarded. Exit status: 0 if all finished epochs, at least one, are proven, 1 if not, 3 if the ledger is
     damaged.
     """
-    result = _read(ledgers, epoch)
+    result = _read_ledgers(ledgers, epoch)
     if as_json:
         print_json(_facts(result, show, repo))
     else:
-        _print(result, show, repo)
+        _print_audit(result, show, repo)
     if result.damage:
         raise typer.Exit(CorruptDataError.exit_code)
     raise typer.Exit(0 if result.is_proven else 1)
 
 
-def _read(ledgers: list[Path], epoch: int | None) -> Audit:
+def _read_ledgers(ledgers: list[Path], epoch: int | None) -> Audit:
     from datasvc.ledger.audit import audit as run_audit
     from datasvc.ledger.file import LedgerFile, read_ledger
 
@@ -65,7 +65,7 @@ def _read(ledgers: list[Path], epoch: int | None) -> Audit:
     return run_audit(folders, epoch=epoch, damage=damage)
 
 
-def _names(result: Audit, repo: str | None) -> SampleNames | None:
+def _open_names(result: Audit, repo: str | None) -> SampleNames | None:
     """Return a lookup of sample keys; None without a repository, or if there is no sample to list.
 
     Without samples to list, the repository is not opened.
@@ -78,7 +78,7 @@ def _names(result: Audit, repo: str | None) -> SampleNames | None:
     return SampleNames(Repository.open(repo), result.header)
 
 
-def _samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> list[dict[str, Any]]:
+def _sample_facts(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> list[dict[str, Any]]:
     from datasvc.ledger.strided_range import first_positions
 
     positions = first_positions(uneven.ranges, show)
@@ -90,12 +90,12 @@ def _samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -
 
 
 def _facts(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
-    names = _names(result, repo)
+    names = _open_names(result, repo)
     epochs = []
     for epoch in result.epochs:
         counts = {name: value for name, value in vars(epoch).items() if name not in {"never", "repeated"}}
         samples = {
-            name: {"count": uneven.count, "samples": _samples(uneven, epoch.epoch, show, names)}
+            name: {"count": uneven.count, "samples": _sample_facts(uneven, epoch.epoch, show, names)}
             for name, uneven in (("never", epoch.never), ("repeated", epoch.repeated))
         }
         epochs.append({**counts, **samples, "is_proven": epoch.is_proven})
@@ -106,8 +106,8 @@ def _facts(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
     return {**facts, **order, "epochs": epochs, "is_proven": result.is_proven}
 
 
-def _print(result: Audit, show: int, repo: str | None) -> None:
-    names = _names(result, repo)
+def _print_audit(result: Audit, show: int, repo: str | None) -> None:
+    names = _open_names(result, repo)
     sizes = " -> ".join(map(str, result.world_sizes))
     _print_line(f"{result.header.source}: {result.num_files} files, ranks {sizes}")
     for line in (*result.damage, *result.disagreements):
@@ -120,7 +120,7 @@ def _print(result: Audit, show: int, repo: str | None) -> None:
             _print_line(f"  {line}")
         for title, uneven in (("never served", epoch.never), ("served more than once", epoch.repeated)):
             if uneven.count:
-                _print_line(f"  {title}: {_list(uneven, epoch.epoch, show, names)}")
+                _print_line(f"  {title}: {_list_samples(uneven, epoch.epoch, show, names)}")
 
 
 def _verdict(epoch: EpochAudit) -> str:
@@ -148,10 +148,10 @@ def _counts(epoch: EpochAudit) -> list[str]:
     return lines
 
 
-def _list(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> str:
+def _list_samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | None) -> str:
     texts = [
         f"{sample['key']} (position {sample['position']})" if "key" in sample else f"position {sample['position']}"
-        for sample in _samples(uneven, epoch, show, names)
+        for sample in _sample_facts(uneven, epoch, show, names)
     ]
     more = uneven.count - len(texts)
     return ", ".join(texts + ([f"and {more} more"] if more else []))

@@ -1,4 +1,4 @@
-"""Forwarding of the output of ranks, line by line, with a copy of the last lines."""
+"""Forwarding of the output of ranks, line by line. The last lines are kept for the message about a failure."""
 
 from __future__ import annotations
 
