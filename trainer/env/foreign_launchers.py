@@ -57,7 +57,8 @@ def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
         per_node = expand_task_counts(counts, parse_whole(num_nodes, "SLURM_NNODES"))
         if node >= len(per_node):
             raise ValueError(
-                f"SLURM_NODEID is {node}, but SLURM_TASKS_PER_NODE ({counts}) counts {len(per_node)} nodes"
+                f"SLURM_NODEID is {node}, but SLURM_TASKS_PER_NODE ({counts}) counts {len(per_node)} nodes; "
+                "correct one of them"
             )
         local_size = str(per_node[node])
     return {

@@ -53,7 +53,7 @@ class ProcessSet:
             ValueError: this process is not in the set.
         """
         if not self.included():
-            raise ValueError(f"rank {runtime.rank()} is not in {self}")
+            raise ValueError(f"rank {runtime.rank()} is not in {self}; call rank() on ranks of the set only")
         return members_of(self).index(runtime.rank())
 
     def included(self) -> bool:

@@ -188,7 +188,7 @@ def submit_broadcast(
     _check_outputs(name, [output])
     if root_rank not in members_of(process_set):
         ranks = list(members_of(process_set))
-        raise ValueError(f"'{name}': no root rank {root_rank} in the process set of the ranks {ranks}")
+        raise ValueError(f"'{name}': root rank {root_rank} must be one of the ranks {ranks} of the process set")
     return _submit(request, [tensor], [output], output)
 
 

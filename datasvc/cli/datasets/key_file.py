@@ -29,7 +29,7 @@ def read_lines(path: str, what: str) -> list[str]:
         # Editors on Windows begin a file with a byte-order mark, which would become part of the first key.
         text = raw.decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise NotFoundError(f"file {path} with the {what} does not exist") from error
+        raise NotFoundError(f"file {path} with the {what} does not exist; check the path") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a folder; expected a file with {what}, one per line") from error
     except UnicodeDecodeError as error:

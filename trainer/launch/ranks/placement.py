@@ -35,7 +35,7 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[HostedRank]:
         listed = ", ".join(f"{host.name}:{host.num_slots}" for host in hosts)
         raise ValueError(
             f"{num_ranks} ranks need as many slots, but {listed} have {num_slots}; "
-            "give more with -H or --slots-per-host, or ask for fewer ranks"
+            "give more with -H or --slots-per-host, or start fewer ranks"
         )
     counts = []
     num_remaining = num_ranks
