@@ -38,8 +38,7 @@ class Arrivals:
         self._limit_s = limit_s
         self._start_s = now_s
         self._first_init_s: float | None = None
-        self._all_have_started = False
-        self._has_reported = False
+        self._reported_steps: set[str] = set()
         self.is_over = False
 
     def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
@@ -53,8 +52,6 @@ class Arrivals:
         missing = tuple(rank for rank in self._ranks if rank not in started)
         if missing:
             return self._report_once(LateRanks(missing, "start"), now_s - self._start_s)
-        if not self._all_have_started:
-            self._all_have_started, self._has_reported = True, False
         # All processes have started, so only calls of init() can be missing.
         missing = tuple(rank for rank in self._ranks if rank not in called)
         self.is_over = not missing
@@ -64,7 +61,7 @@ class Arrivals:
         return None
 
     def _report_once(self, late: LateRanks, waited_s: float) -> LateRanks | None:
-        if self._has_reported or waited_s < self._limit_s:
+        if late.missing_step in self._reported_steps or waited_s < self._limit_s:
             return None
-        self._has_reported = True
+        self._reported_steps.add(late.missing_step)
         return late
