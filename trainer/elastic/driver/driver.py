@@ -61,6 +61,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
     limits = plan_limits(job, options, environ)
     interval_s = read_discovery_interval_s(environ)
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
+    # A discovery script may name other hosts later.
     is_here = options.discovery_script is None and all(is_local(host.name, environ) for host in hosts)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_here))

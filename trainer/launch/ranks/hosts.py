@@ -82,6 +82,7 @@ def _parse_host(text: str, default_slots: int) -> Host:
     match = _HOST.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a host such as node1 or node1:2")
+    # The brackets only separate an address with colons from its slots.
     return _host(match["name"].strip("[]"), int(match["slots"] or default_slots))
 
 

@@ -84,7 +84,7 @@ class RankGroup:
             process.begin_termination(self._grace_s)
         deadline_s = time.monotonic() + self._grace_s
         with contextlib.ExitStack() as ends:
-            # An error with one process must not leave another one running.
+            # An error with one process must not leave another one running. The stack calls the last callback first.
             for worker_id in reversed(chosen):
                 ends.callback(self._finish_termination, worker_id, deadline_s)
         # One deadline for all: children that left their group may keep the output of every rank open.

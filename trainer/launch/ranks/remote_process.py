@@ -41,6 +41,7 @@ class RemoteRankProcess(RankProcess):
         self, start: RankStart, *, guard: OrphanGuard, ends: queue.SimpleQueue[RankEnd], grace_s: float
     ) -> None:
         self._grace_s = grace_s
+        # Random, so that no output of the rank can be taken for a report of the guard.
         self._mark = f"\x1etrainer-{secrets.token_hex(8)} "
         self._has_started = False
         self._shell_has_ended = threading.Event()

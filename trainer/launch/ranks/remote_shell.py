@@ -56,6 +56,7 @@ def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
 
 def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
     """Return the command that runs the guard on `host`; its standard streams are those of the guard."""
+    # -I -S: the guard needs the standard library only, so no site package can change or delay its start.
     bootstrap = [settings.python or sys.executable, "-I", "-S", "-c", BOOTSTRAP]
     if settings.shell == "srun":
         # One additional task, which shares the resources of the job on the node with running tasks.
