@@ -51,7 +51,7 @@ class RoundStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """See `torch.distributed.Store`."""
-        return bool(self._round.check(keys))
+        return bool(self._round.check(list(keys)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See `torch.distributed.Store`."""
