@@ -92,7 +92,7 @@ def plan_rank_start(
     is_here = is_local(rank.host, environ)
     variables = plan_environment(rank.placement, rank.host, port)
     if is_here:
-        variables |= _plan_threads(num_neighbours, environ) | plan_interfaces(job.remote, addresses, environ)
+        variables |= plan_threads(num_neighbours, environ) | plan_interfaces(job.remote, addresses, environ)
         variables = {**environ, **variables}
     else:
         # The guard on that host determines the interface and the number of processors.
@@ -112,7 +112,7 @@ def plan_rank_start(
     )
 
 
-def _plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
+def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the number of threads of each rank on this machine: the user's, or an equal part of the processors."""
     # By default OpenMP starts a thread for every processor, in each rank.
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
