@@ -10,7 +10,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
@@ -255,7 +255,9 @@ class CacheJob:
             # After any error, or an interrupt at any line: a reservation never outlives this call.
             if files.is_locked_by_this_thread(info.digest):
                 try:
-                    catalogue.drop(info.digest, self.id)
+                    # Its failure would hide the first error. A reservation without a lock is void anyway.
+                    with suppress(UnavailableError):
+                        catalogue.drop(info.digest, self.id)
                 finally:
                     files.unlock(info.digest)
         return outcome

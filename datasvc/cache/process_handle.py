@@ -19,6 +19,7 @@ from datasvc.cache.catalogue.recovery import open_catalogue
 from datasvc.cache.fetch.fetch import Fetcher
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.repository.store.retries import map_exceptions
 
 
 class CacheFolder:
@@ -114,7 +115,8 @@ def join_folder(folder: Path) -> CacheFolder:
     try:
         with _folders_lock:
             if folder not in _folders:
-                _folders[folder] = CacheFolder(folder)
+                with map_exceptions("open", f"the cache {folder}"):
+                    _folders[folder] = CacheFolder(folder)
             opened = _folders[folder]
             opened.check_process()
             opened.num_users += 1

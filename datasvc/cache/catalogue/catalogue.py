@@ -29,7 +29,7 @@ from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure
-from datasvc.errors import CacheFullError
+from datasvc.errors import CacheFullError, UnavailableError
 from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo
 
@@ -292,8 +292,8 @@ class Catalogue:
             # This fetch fails, and the disk may have free space again at the next one.
             tables.limit_bytes = old_limit
         raise CacheFullError(
-            f"the disk of the cache {self._files.folder} is full at {limit} bytes of cached objects, and every "
-            "remaining object is in use by a running job or pinned; free space on the disk, or lower the budget"
+            f"the disk of the cache {self._files.folder} is full at {max(limit, 0)} bytes of cached objects, and "
+            "every remaining object is in use by a running job or pinned; free space on the disk, or lower the budget"
         )
 
     def quarantine(self, digest: Digest) -> None:
@@ -384,3 +384,8 @@ class Catalogue:
             yield
         except lmdb.Error as error:
             raise describe_failure(self._files.catalogue, error) from error
+        except OSError as error:
+            # A transaction checks, creates and removes files too; it is aborted.
+            raise UnavailableError(
+                f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
+            ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +69,9 @@ class Lease:
     def close(self) -> None:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
+            # An unlocked file is no lease: the next process that checks it removes it.
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
             self.abandon()
 
 

@@ -30,7 +30,7 @@ class MappedFile:
     Raises:
         NotFoundError: the file does not exist.
         CorruptDataError: the file is empty.
-        UnavailableError: the process has reached its limit of open files.
+        UnavailableError: the file cannot be opened, for example because of the limit of open files.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -85,6 +85,8 @@ def _open(path: Path | str) -> int:
         return _with_descriptors(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist") from error
+    except OSError as error:
+        raise UnavailableError(f"{path} cannot be opened: {error}; check the disk and its permissions") from error
 
 
 def _with_descriptors(open_file: Callable[[], Opened], path: Path | str) -> Opened:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of_file
 from datasvc.shards.format.digests import joined_bytes, value_offsets
@@ -189,6 +189,8 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
         actual = digest_of_file(path)
     except FileNotFoundError as error:
         raise NotFoundError(f"shard {path} is missing; restore it from another copy") from error
+    except OSError as error:
+        raise UnavailableError(f"shard {path} cannot be read: {error}; check the disk") from error
     if actual != info.digest:
         raise CorruptDataError(
             f"shard {path} is corrupt: its bytes have the digest {actual[:12]}...; restore it from another copy"
