@@ -23,7 +23,7 @@ _LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_siz
 
 
 def given_columns(schema: pa.Schema) -> list[pa.Field]:
-    """Return the columns other than the key and the measures of the image, which a reader can measure again."""
+    """Return all columns but the key, and the width and height of an image, which a reader can measure again."""
     measured = (WIDTH, HEIGHT) if IMAGE in schema.names else ()
     return [field for field in schema if field.name != KEY and field.name not in measured]
 
@@ -39,7 +39,7 @@ def has_label(schema: pa.Schema) -> bool:
 
 
 def check_images(export_format: str, split: Split) -> None:
-    """Raise ConfigError if a split has no column of encoded images, for formats of images alone."""
+    """Raise ConfigError if a split has no column of encoded images; for formats that hold only images."""
     schema = split.table.sample_schema
     if IMAGE not in schema.names or not is_blob(schema.field(IMAGE).type):
         raise ConfigError(

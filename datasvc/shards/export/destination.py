@@ -32,7 +32,6 @@ class Destination:
 
     def __init__(self, url: str) -> None:
         self.storage = Storage(url)
-
         self.is_local = self.storage.is_local
 
     @property
@@ -57,7 +56,7 @@ class Destination:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file of any size for writing; it appears complete when the block succeeds, and not at all if not.
+        """Open a file of any size for writing; it appears, complete, only when the block succeeds.
 
         Raises:
             ConfigError: writing is not permitted.

@@ -14,7 +14,7 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Numbers of the files that were written for a unit, or to join a split; `join` of the format reads `about`."""
+    """Counts and size of the files of a unit, or of those that join a split; `about` is what `join` needs of them."""
 
     num_samples: int
     num_files: int
@@ -41,7 +41,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the samples of a unit: the same bytes each time, replacing those of an interrupted export.
+        """Write the samples of a unit; the bytes are the same each time, and replace those of an interrupted export.
 
         Raises:
             ConfigError: the format cannot hold a value; the message names the sample.

@@ -146,7 +146,7 @@ def _join(
     records: ExportRecords,
 ) -> WrittenFiles:
     """Join the units of a split; return the totals of the split."""
-    # From the records, not from this run: an earlier run may have written some units.
+    # The results come from the records, because an earlier run may have written some units.
     parts = []
     for unit in units:
         if unit.split is split:

@@ -36,7 +36,7 @@ from datasvc.shards.versions.dataset import Split
 METADATA_FILE: Final = "metadata.jsonl"
 FILE_NAME: Final = "file_name"
 _SUPPORTED_BY: Final = "parquet, webdataset"
-# In parallel: most of the time is spent waiting for the disk or the store, once per file.
+# Files are written in parallel: most of the time is spent waiting for the disk or the store, once per file.
 _WRITING_THREADS: Final = 16
 
 
@@ -58,6 +58,7 @@ class FolderExport(ExportFormat):
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
         size_bytes = 0
+        # Plain: the paths of the images hold all other columns, so that no metadata is needed.
         is_plain = not _extra_columns(unit.split)
         with ThreadPoolExecutor(_WRITING_THREADS, thread_name_prefix="datasvc-export") as pool:
             for batch in unit.batches():
@@ -78,7 +79,7 @@ class FolderExport(ExportFormat):
             ConfigError: two samples have the same file name.
             UnavailableError: a store failed, or the disk is full.
         """
-        # After all units: two samples of different shards may have the same file name.
+        # Checked after all units, because samples of different shards may have the same file name.
         _check_unique(split, len(written), destination)
         if all(files.about["is_plain"] for files in written):
             return WrittenFiles(0, 0, 0)

@@ -55,16 +55,16 @@ class LmdbExport(ExportFormat):
         digits = max(8, len(str(unit.num_samples)))
         with _replacing_folder(target) as folder, _open_database(folder, map_bytes) as database:
             samples = enumerate(unit.samples())
-            is_more = True
+            has_more = True
             # Several transactions, since LMDB keeps the pages of an open one in memory.
-            while is_more:
+            while has_more:
                 with database.begin(write=True) as transaction:
-                    is_more = _fill(transaction, samples, digits)
+                    has_more = _fill(transaction, samples, digits)
         return WrittenFiles(unit.num_samples, 1, (target / "data.mdb").stat().st_size)
 
 
 def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digits: int) -> bool:
-    """Put samples until the transaction is full; return whether it is, or false when no samples remain."""
+    """Put samples until the transaction is full, and return true; return false when no samples remain."""
     size_bytes = 0
     for number, sample in samples:
         name = f"{number:0{digits}d}_{sample[KEY]}".encode()
@@ -96,7 +96,7 @@ def _datum(sample: dict[str, Any]) -> bytes:
 def _open_database(folder: Path, map_bytes: int) -> Iterator[Any]:
     """Open a new database; sync it once when the block ends. Raise UnavailableError."""
     try:
-        # No lock file and no sync before the end: the folder has a temporary name until it is complete.
+        # Without a lock file or earlier syncs, since the folder has a temporary name until it is complete.
         with lmdb.open(str(folder), map_size=map_bytes, lock=False, sync=False, metasync=False) as database:
             yield database
             database.sync(True)

@@ -72,7 +72,7 @@ class MdsExport(ExportFormat):
         schema = unit.split.table.sample_schema
         batches = list(unit.batches())  # views of the mapped shard
         fields = sorted([schema.field(KEY), *given_columns(schema)], key=lambda field: field.name)
-        columns = [_choose_column(field, batches, unit.split) for field in fields]
+        columns = [_choose_encoding(field, batches, unit.split) for field in fields]
         described = {
             "version": _VERSION,
             "format": "mds",
@@ -115,7 +115,7 @@ class MdsExport(ExportFormat):
         return WrittenFiles(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))
 
 
-def _choose_column(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _ColumnEncoding:
+def _choose_encoding(field: pa.Field, batches: list[pa.RecordBatch], split: Split) -> _ColumnEncoding:
     """Return the most specific encoding that holds the values of all `batches`."""
     arrays = [batch.column(field.name) for batch in batches]
     data_type = field.type
@@ -185,6 +185,6 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
 
 
 def _shape(length: int) -> bytes:
-    """Return the shape of a list as in MDS: a byte of dimensions and log2 of the length's bytes, and the length."""
+    """Return a list's shape in MDS: one byte (number of dimensions, log2 of the length's bytes), then the length."""
     width = next(number for number in range(4) if length < 1 << (8 << number))
     return bytes([1 << 2 | width]) + length.to_bytes(1 << width, "little")

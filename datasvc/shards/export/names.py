@@ -15,7 +15,7 @@ _UNSAFE: Final = re.compile(r'[\x00-\x1f\x7f%/\\:*?"<>|]|^\.|[. ]$')
 # File systems allow 255 bytes per name; the rest is left for an extension.
 _MAX_PART_BYTES: Final = 200
 _MAX_PATH_BYTES: Final = 1000
-# Start of a shortened name: readable, and short enough even if each byte is encoded by three.
+# Bytes that start a shortened name: readable, and short enough even if each is encoded by three bytes.
 _KEPT_BYTES: Final = 50
 _MAGIC: Final = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp"}
 _SPELLINGS: Final = {

@@ -1,4 +1,4 @@
-"""Export format of Parquet: one file per shard with all columns, named and described as Hugging Face reads them."""
+"""Export format of Parquet: one file per shard with all columns, and names and metadata as Hugging Face expects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ParquetExport(ExportFormat):
         with destination.writing(name) as file:
             with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionary_columns) as writer:
                 for batch in unit.batches():
-                    writer.write_batch(batch.cast(schema))  # a row group
+                    writer.write_batch(batch.cast(schema))  # becomes a row group
             size_bytes = file.tell()
         return WrittenFiles(unit.num_samples, 1, size_bytes)
 

@@ -1,4 +1,4 @@
-"""Records of an unfinished export in the destination itself, by which the same export continues after a kill.
+"""Records of an unfinished export, kept in its destination, so that the same export can continue after a kill.
 
 The folder `.datasvc-export` marks a destination as unfinished. It holds the plan of the export, and a record for each
 complete unit. `datasvc-export.json` is written last: a destination that has it is complete.
@@ -58,7 +58,7 @@ class ExportRecords:
     def record(self, split: str, number: int, written: WrittenFiles) -> None:
         """Record that a unit is written and durable. Raise UnavailableError."""
         path = unit_path(split, number)
-        # The files of the unit are durable before this record names them complete.
+        # The files of the unit are durable before this record declares them complete.
         self._destination.put(path, _encode(asdict(written)))
         self._recorded.add(path.rpartition("/")[2])
 
@@ -92,7 +92,7 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
 
 
 def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
-    """Return the summary if the export is finished except for its records, and whether it was started before."""
+    """Return the summary of a finished export that still has its records, or None; and whether one was started."""
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)
@@ -102,7 +102,7 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
         raise ConfigError(
             f"{destination.location} holds a finished export ({SUMMARY_FILE}); choose a new or empty folder"
         )
-    # A folder without a plan was killed before the export began; it holds at most the lock.
+    # Without a plan, the export was killed before it began, and its folder holds at most the lock.
     if _FOLDER not in names or destination.storage.size(_PLAN_FILE) is None:
         if names - {_FOLDER}:
             raise ConfigError(
@@ -123,7 +123,7 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
 @contextmanager
 def _exclusive(destination: Destination) -> Iterator[None]:
     """Lock a local folder against other exports."""
-    # No lock in a store: two of the same export write the same bytes.
+    # A store has no lock and needs none, since two runs of the same export write the same bytes.
     if not destination.is_local:
         yield
         return

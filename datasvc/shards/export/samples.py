@@ -42,7 +42,7 @@ class ExportUnit:
         return self._total(self.split.table.bytes_per_shard)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield the samples that are not deleted, in order, as batches of the sample schema of a few megabytes.
+        """Yield the samples that are not deleted, in order, as batches of a few megabytes with the sample schema.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
@@ -59,7 +59,7 @@ class ExportUnit:
                     yield _with_schema(remaining, schema)
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the samples that are not deleted, in order, as `samples_of`."""
+        """Yield the samples that are not deleted, in order; see `samples_of`."""
         for batch in self.batches():
             yield from samples_of(batch)
 
@@ -76,7 +76,7 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 def _live_rows(split: Split, number: int) -> Integers | None:
     """Return the stored rows that are not deleted, ascending; None if none is deleted."""
-    # None spares the copy of all batches of a shard without deletions.
+    # None lets the caller use the batches of a shard without deletions as they are, without a copy.
     if not split.table.deleted_per_shard[number]:
         return None
     return np.sort(split.stored_rows(number, np.arange(split.table.samples_per_shard[number])))

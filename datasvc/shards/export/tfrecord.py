@@ -1,7 +1,7 @@
 """Export format of TFRecord: one file of `tf.Example` messages per shard, with a feature for each non-null column.
 
 `tf.Example` has bytes, float32 and int64. Text is stored as UTF-8, booleans as 0 or 1, lists as features of several
-values. A column whose values would lose precision is refused.
+values. A column whose values could lose precision is refused.
 """
 
 from __future__ import annotations

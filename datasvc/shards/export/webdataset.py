@@ -1,4 +1,4 @@
-"""Export format of WebDataset: one tar per shard, the files of a sample next to each other, the same bytes each time.
+"""Export format of WebDataset: one tar per shard, the same bytes each time, the files of a sample in a row.
 
 WebDataset takes the part of a file name before the first dot as the key of the sample. Therefore the extension of an
 image is removed from the key, and other dots are percent-encoded. Where the name differs from the key, the exact key
@@ -104,7 +104,7 @@ def _member_name(key: str, extension: str | None) -> str:
 
 
 def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iterator[tuple[str, Any]]:
-    """Yield extension and content of the files of a sample, none for null columns."""
+    """Yield extension and content of each file of a sample; a null column gives no file."""
     num_members = 0
     values = {}
     for column in columns:
@@ -117,6 +117,7 @@ def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iter
     present = {column: value for column, value in values.items() if value is not None}
     if present:
         yield "json", encode_json(present, sample[KEY])
+    # This file also keeps a sample that has no other file.
     if name != sample[KEY] or not (num_members or present):
         yield "key.txt", sample[KEY].encode()
 

@@ -1,4 +1,4 @@
-"""Write the units of an export in worker processes, each process one unit at a time."""
+"""Write the units of an export in worker processes; each process writes one unit at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_in_processes(
         futures = {
             pool.submit(
                 _write_unit,
-                # Names and numbers only: a worker opens the repository, the table and the destination by itself.
+                # Only names and numbers are sent: a worker opens repository, table and destination by itself.
                 (unit.split.repository.url, unit.split.dataset, unit.split.name),
                 (unit.shards, unit.number, unit.num_units),
                 export_format.name,

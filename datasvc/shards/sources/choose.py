@@ -1,4 +1,4 @@
-"""Choose the source class for a URL: by `--format`, else by the names of its files, without opening them."""
+"""Choose the source class for a URL: `--format` decides, or else the names of the files, which are not opened."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
 
-# Imported on use: an image folder needs neither tokenizers nor lmdb.
+# The classes are imported on use, because an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {
     "image-folder": "images.image_folder.ImageFolderSource",
     "manifest": "images.manifest.ManifestSource",
@@ -88,7 +88,7 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
 
 
 def choose_format(url: str, options: SourceOptions) -> str:
-    """Return the format of the files at `url`. Raises as `open_source`."""
+    """Return the format of the files at `url`. Raise as `open_source`."""
     if options.manifest is not None:
         return "manifest"
     first = expand_braces(url)[0]
@@ -104,10 +104,10 @@ def choose_format(url: str, options: SourceOptions) -> str:
     if not names:
         problem = "it is empty" if is_folder else "there is no such folder"
         raise NotFoundError(f"cannot ingest {redact_url(url)}: {problem}")
-    return _by_content(names, url)
+    return _by_all_names(names, url)
 
 
-def _by_content(names: list[str], url: str) -> str:
+def _by_all_names(names: list[str], url: str) -> str:
     unique_names = set(names)
     if unique_names & _IMAGENET_TARS:
         return "imagenet"

@@ -1,4 +1,4 @@
-"""Source of samples from a Python iterable of dicts, for data that is made or fetched by a program."""
+"""Source that reads samples from a Python iterable of dicts, for data that a program makes or fetches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_FIRST_SAMPLES: Final = 100
 
 
 class PythonSource(StreamedSource):
-    """Samples from an iterable, which is read once and in this process.
+    """Samples of an iterable, which is read only once, in the calling process.
 
     Columns and their types are inferred from the first samples; a later sample that does not fit is a `BadSample`.
 
@@ -59,11 +59,11 @@ class PythonSource(StreamedSource):
         self.parts = [SourcePart(options.split or DEFAULT_SPLIT, "python", 0)]
 
     def fingerprint(self) -> Digest:
-        """Return a random digest: the content of an iterable is unknown until it is read, so no two are equal."""
+        """Return a random digest: the content is unknown before it is read, so no two sources are equal."""
         return digest_of(secrets.token_bytes(32))
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples on the first call. Raise ConfigError for a sample that is not a mapping."""
+        """Yield the samples; a second call yields none. Raise ConfigError for a sample that is not a mapping."""
         names = set(self._raw.names)
         raw = SampleBatcher(self._raw, part.split)
         for number, original in enumerate(self._samples):

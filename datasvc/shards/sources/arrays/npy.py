@@ -25,7 +25,7 @@ from datasvc.shards.sources.common.streams import skip
 _HEADER_BYTES: Final = 1 << 16
 # An archive over both limits is refused as a zip bomb: deflate reaches 1000:1 on zeros, real data does not.
 _MAX_RATIO: Final = 200
-_MAX_UNBOUND_BYTES: Final = 1 << 30
+_ALWAYS_ALLOWED_BYTES: Final = 1 << 30
 # `zipfile` raises NotImplementedError for an unknown compression, RuntimeError for an encrypted member.
 _ZIP_ERRORS: Final = (
     zipfile.BadZipFile,
@@ -91,13 +91,13 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
 
     Raises:
         ConfigError: see `read_npy_header`; or the archive declares too large a content for its size.
-        CorruptDataError: the file is not a readable archive, is truncated, or its sizes differ.
+        CorruptDataError: the file is not a readable archive, is truncated, or declares sizes that differ.
     """
     arrays = {}
     with _archive(reader, file.path, file.name) as archive:
         infos = [info for info in archive.infolist() if info.filename.endswith(".npy")]
         declared_bytes = sum(info.file_size for info in infos)
-        if declared_bytes > max(_MAX_UNBOUND_BYTES, _MAX_RATIO * file.size_bytes):
+        if declared_bytes > max(_ALWAYS_ALLOWED_BYTES, _MAX_RATIO * file.size_bytes):
             raise ConfigError(
                 f"{file.name} declares {declared_bytes} bytes in {file.size_bytes}: refused as a zip bomb; "
                 "save the arrays with numpy.savez"
@@ -133,7 +133,7 @@ def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> It
 
 
 def check_member(reader: FileReader, array: NpyArray) -> None:
-    """Read an array of an archive to its end, where zipfile verifies the checksum.
+    """Verify the checksum of an array in an archive: zipfile does so at the end of a read.
 
     Raises:
         CorruptDataError: the array does not decompress, or its checksum does not match.

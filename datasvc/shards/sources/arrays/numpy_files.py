@@ -47,9 +47,9 @@ class _Table:
 
     Attributes:
         split: split of its samples.
-        name: name of its first file, the prefix of made keys.
+        name: name of its first file, the prefix of the keys that the source makes.
         stamp: stamps of all its files.
-        arrays: by name of the column.
+        arrays: arrays by the name of their column.
     """
 
     split: str
@@ -64,7 +64,7 @@ class _Table:
 
 @dataclass(frozen=True, kw_only=True)
 class NumpySource(FileSource):
-    """Listed numpy files. A part is a range of samples, or a whole archive.
+    """Listed numpy files. A part is a range of samples, or all samples of a split in an archive.
 
     Attributes:
         columns: array names of the columns after `key`.
@@ -128,7 +128,7 @@ class NumpySource(FileSource):
                 # The checksum is at the end: verify it before the first sample is used.
                 check_member(reader, array)
             with ExitStack() as stack, map_exceptions("read", part.name):
-                # By ranges, also for local files: pages of mapped memory would count as memory of the worker.
+                # Local files are read by ranges too: pages of a mapped file would count as memory of the worker.
                 streams = {
                     name: stack.enter_context(open_array(reader, array, start, stop))
                     for name, array in arrays.items()
@@ -212,7 +212,7 @@ def _column_name(name: str) -> str:
 def _parts(table: _Table) -> Iterator[SourcePart]:
     sample_bytes = sum(array.sample_bytes for array in table.arrays.values())
     is_archive = any(array.member is not None for array in table.arrays.values())
-    # A member of an archive is compressed and can be read only from its start, so it is one part.
+    # A member of an archive is compressed and can be read only from its start, so it is not divided.
     step = table.num_samples if is_archive else max(1, _PART_BYTES // sample_bytes)
     arrays = {name: asdict(array) for name, array in table.arrays.items()}
     for start in range(0, table.num_samples, step):

@@ -1,6 +1,6 @@
-"""Convert raw column types to sample column types, and find one type for the same column of two files.
+"""Convert the raw types of a format's columns to their types in samples, and find one type for a column of two files.
 
-In samples, top-level bytes are `large_binary` and text is `string`. Run-end encoding and list views are decoded at
+In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.
 """
 
@@ -26,7 +26,7 @@ _BINARY: Final = (
 def sample_type(raw: pa.DataType) -> pa.DataType:
     """Return the type in samples of a column whose raw type is `raw`."""
     raw = _decoded(raw)
-    # One type for all bytes at the top level: readers return its values as zero-copy views.
+    # All bytes at the top level get one type, because readers return its values as zero-copy views.
     if is_binary(raw) or is_file(raw):
         return pa.large_binary()
     if pa.types.is_list_view(raw) or pa.types.is_large_list_view(raw):
@@ -35,12 +35,12 @@ def sample_type(raw: pa.DataType) -> pa.DataType:
 
 
 def is_text(data_type: pa.DataType) -> bool:
-    """Return whether a raw column of this type holds text, encoded by a dictionary or not."""
+    """Return whether a raw column of this type holds text, with or without dictionary encoding."""
     return any(check(_decoded(data_type)) for check in _TEXT)
 
 
 def is_binary(data_type: pa.DataType) -> bool:
-    """Return whether a raw column of this type holds bytes, encoded by a dictionary or not."""
+    """Return whether a raw column of this type holds bytes, with or without dictionary encoding."""
     return any(check(_decoded(data_type)) for check in _BINARY)
 
 
@@ -75,7 +75,7 @@ def decode_column(column: pa.Array) -> pa.Array:
 
 
 def cast_column(column: pa.Array, data_type: pa.DataType) -> pa.Array:
-    """Return a raw column as `data_type`, without a copy where it has this type already.
+    """Return a raw column as `data_type`; it is not copied if it has this type already.
 
     Raises:
         pa.ArrowException: a value does not convert without loss.
@@ -111,7 +111,7 @@ def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
 def checked_names(schema: pa.Schema) -> pa.Schema:
     """Return `schema`. Raise UnicodeDecodeError if a name in it, at any depth, is not UTF-8."""
     for field in schema:
-        _nested_field(field)
+        _nested_field(field)  # reads all names, which raises the error
     return schema
 
 
@@ -137,7 +137,7 @@ def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa
     check_same_names(first, joined.names, name, schema.names)
     fields = []
     for field in joined:
-        # By name: another order of the columns is no difference.
+        # Columns are matched by name, because files may have them in different orders.
         other = schema.field(field.name)
         data_type = _join_types(field.type, other.type)
         if data_type is None:
@@ -155,10 +155,10 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return one
     if pa.types.is_null(one):
         return other
-    # Within a kind only: an integer as a float may lose precision.
+    # Integers are never joined with floats: an integer may lose precision as a float.
     for kind in (pa.types.is_integer, pa.types.is_floating):
         if kind(one) and kind(other):
-            # pyarrow offers the wider of two types only for schemas.
+            # pyarrow finds the wider of two types only when it unifies schemas.
             schemas = [pa.schema([("", data_type)]) for data_type in (one, other)]
             return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     if pa.types.is_list(_decoded(one)) and pa.types.is_list(_decoded(other)):
@@ -169,7 +169,7 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 def _list_from_views(views: pa.Array) -> pa.Array:
     """Return the lists of an array of list views."""
-    # Built by hand: Arrow's own cast writes offsets out of range (seen in pyarrow 26).
+    # Arrow's own cast is not used, because it writes offsets out of range (seen in pyarrow 26).
     is_small = pa.types.is_list_view(views.type)
     kind, offset = (pa.ListArray, pa.int32()) if is_small else (pa.LargeListArray, pa.int64())
     lengths = pc.fill_null(pc.list_value_length(views), 0)

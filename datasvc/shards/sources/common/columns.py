@@ -1,7 +1,9 @@
 """Map the columns of a format to sample columns (names, types, images, keys), and build batches of samples.
 
-Blobs are `large_binary`. A blob column whose first value starts like an encoded image is an image column. A single
-image column is renamed to `image`, the name that image loaders read. All other columns keep their name and type.
+Raw columns are those that the reader of a format yields. In samples, blobs are `large_binary`. A blob column whose
+first value starts like an encoded image is an image column. A single image column is renamed to `image`, the name
+that image loaders read. Other columns keep their names, except the label and those that collide with the measured
+size of `image`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def looks_like_image(blob: bytes | None) -> bool:
     if not blob:
         return False
     is_webp = blob[:4] == b"RIFF" and blob[8:12] == b"WEBP"
-    is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # the two letters alone also start texts
+    is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # a text may start with the two letters
     return blob.startswith(_MAGIC) or is_webp or is_bitmap
 
 
@@ -50,7 +52,7 @@ class ColumnMap:
     Args:
         raw: schema of the batches that the format's reader yields.
         first: the first samples, with the columns of `raw`; image columns are detected in them.
-        key: raw column that holds the keys; default: a column called `key`; without one, the source makes the keys.
+        key: raw column that holds the keys; default: a column called `key`; without it, the source makes the keys.
         images: raw columns that hold encoded images according to the format.
         label: raw column that holds the class index according to the format; default: an integer column called
             `label`, or else `cls`, `class` or `target`.
@@ -74,7 +76,7 @@ class ColumnMap:
     ) -> None:
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
-        # The width and height in an exported version are measured again from its images.
+        # Width and height in an exported version are left out, because the ingest measures the images again.
         measured = measured_columns(raw)
         given = [name for name in raw.names if name != self.key and name not in measured]
         fields = {name: _sample_field(raw.field(name), first, images) for name in given}
@@ -86,7 +88,7 @@ class ColumnMap:
         if label is not None:
             fields[label] = fields[label].with_name(LABEL)
         has_image = any(field.name == IMAGE and is_image(field) for field in fields.values())
-        self._fields = {name: _finished(field, has_image=has_image) for name, field in fields.items()}
+        self._fields = {name: _final_field(field, has_image=has_image) for name, field in fields.items()}
         sample_fields = [pa.field(KEY, pa.string(), nullable=False), *self._fields.values()]
         _check_names([field.name for field in sample_fields])
         self.schema = pa.schema(sample_fields)
@@ -128,7 +130,7 @@ class SampleBatcher:
     """Collects samples given as dicts into batches; a sample that does not fit the schema becomes a `BadSample`.
 
     Args:
-        schema: of the batches.
+        schema: columns of the batches.
         split: split of the samples, for `BadSample`.
     """
 
@@ -145,7 +147,7 @@ class SampleBatcher:
             yield BadSample(self._split, str(sample.get(KEY)), f"has unknown columns {sorted(unknown)}")
             return
         size_bytes = sum(map(_size_of, sample.values()))
-        # Before the sample is added: a batch exceeds the limit only if a single sample does.
+        # Flush before the sample is added, so that a batch exceeds the limit only if a single sample does.
         if self._size_bytes + size_bytes > BATCH_BYTES or len(self._samples) >= BATCH_SAMPLES:
             yield from self.flush()
         self._samples.append(sample)
@@ -183,8 +185,8 @@ def to_batches(
     Args:
         schema: columns of the samples.
         part: part that is read.
-        contents: name and content of each sample, or the error of reading it. CorruptDataError ends the part: it
-            becomes a last `BadSample`.
+        contents: pairs of a sample's name and its content, or the error of reading it. If the iterator raises
+            CorruptDataError, the part ends, with this error as its last `BadSample`.
         to_sample: function that makes a sample of a name and its content, or raises BadSampleError.
     """
     batcher = SampleBatcher(schema, part.split)
@@ -214,7 +216,7 @@ def bisect_errors(
     Args:
         num_samples: number of samples.
         convert: function that converts the samples `start` to `stop`.
-        errors: exceptions by which `convert` says that one of the samples does not convert.
+        errors: exceptions that `convert` raises if one of the samples does not convert.
 
     Yields:
         The number of the first sample, and the result of `convert` or the error of this single sample, in order.
@@ -228,7 +230,7 @@ def bisect_errors(
             if stop - start == 1:
                 yield start, error
                 continue
-            # Arrow does not tell which sample fails. Bad ones are rare, so halving costs less than one by one.
+            # Arrow does not tell which sample fails. Bad samples are rare, so halving is faster than one by one.
             middle = (start + stop) // 2
             pending += [(middle, stop), (start, middle)]
         else:
@@ -236,7 +238,7 @@ def bisect_errors(
 
 
 def infer_columns(samples: Sequence[Mapping[str, Any]], *, key: str | None = None) -> ColumnMap:
-    """Infer the columns of samples given as dicts from the first of them.
+    """Infer the columns from the first samples, given as dicts.
 
     Raises:
         ConfigError: a column holds values of several types; or see `ColumnMap`.
@@ -307,16 +309,16 @@ def _size_of(value: Any) -> int:
     if isinstance(value, (bytes, str)):
         return len(value)
     if isinstance(value, (list, tuple)):
-        # The first value tells whether all are numbers, which need no loop.
+        # If the first value is a number, all count as numbers of 8 bytes, which needs no loop.
         return 8 * len(value) if value and isinstance(value[0], (int, float)) else sum(map(_size_of, value))
     if isinstance(value, dict):
         return sum(map(_size_of, value.values()))
     return int(getattr(value, "nbytes", 8))
 
 
-def _finished(field: pa.Field, *, has_image: bool) -> pa.Field:
+def _final_field(field: pa.Field, *, has_image: bool) -> pa.Field:
     if has_image and field.name in (WIDTH, HEIGHT):
-        # The image's own columns of this name are measured when the sample is written.
+        # The writer adds columns of these names with the measured size of the image.
         return field.with_name(f"{_SOURCE_PREFIX}{field.name}")
     if field.name == LABEL and pa.types.is_integer(field.type):
         return field.with_type(pa.int32())

@@ -28,7 +28,7 @@ from datasvc.shards.sources.common.streams import BUFFER_BYTES, COMPRESSIONS, Wr
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 1_000_000
-# A remote stream requests blocks of this size, this many at the same time, which bounds its memory.
+# A remote stream requests `_BLOCKS_AHEAD` blocks of this size at the same time, which bounds its memory.
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 4
 _BLOCKS_KEPT = 8
@@ -41,7 +41,7 @@ class SourceFile(NamedTuple):
         name: path below the source's root, with forward slashes; the file name for a single file.
         path: path on the source's file system.
         size_bytes: size when it was listed.
-        stamp: modification time or entity tag; differs if the file may have changed.
+        stamp: modification time or entity tag; another value means that the file may have changed.
     """
 
     # A tuple and not a dataclass: a listing holds millions of them.
@@ -69,7 +69,7 @@ def extension_of(name: str) -> str:
 
 
 def count_extensions(files: Iterable[SourceFile]) -> Counter[str]:
-    """Return the number of files by extension, as in `Source.ignored`."""
+    """Return the number of files by extension, for `Source.ignored`."""
     return Counter(file.extension or "(none)" for file in files)
 
 
@@ -165,7 +165,7 @@ class FileReader:
 
     @contextmanager
     def open_seekable(self, path: str) -> Iterator[pa.NativeFile]:
-        """Open a file for random access by Arrow, not decompressed. Raise as `open`.
+        """Open a file for random access by Arrow, without decompressing it. Raise as `open`.
 
         For a remote file, blocks are cached and the next one is read ahead.
         """
@@ -255,7 +255,7 @@ class _ErrorMappingFile(WrappingStream):
 def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
-        # Tested before patterns: a question mark may start the query of a web address.
+        # A file is tested before a pattern, because a question mark may start the query of a web address.
         if file_system.isfile(root):
             base, infos = root.rpartition("/")[0], {root: file_system.info(root)}
         elif any(sign in root for sign in "*?["):
@@ -309,7 +309,7 @@ def _find_local(root: str) -> Iterator[SourceFile]:
         folder, prefix, parents = pending.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
-                # First: `scandir` has this answer without another system call, and nearly all entries are files.
+                # Asked first: `scandir` knows it without another system call, and nearly all entries are plain files.
                 is_plain_file = entry.is_file(follow_symlinks=False)
                 if not is_plain_file and entry.is_symlink():
                     check_inside(real_root, [entry.path])
@@ -337,12 +337,12 @@ def check_inside(root: str, paths: Sequence[str]) -> None:
 
 
 def is_marker(name: str) -> bool:
-    """Return whether a file marks the root of a repository, whose files are not part of a source."""
+    """Return whether the file `name` marks its folder as a repository, whose files are not part of a source."""
     return name.rpartition("/")[2] == MARKER
 
 
 def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
-    """Return every file below the folder `url` by its path there, and the path of the folder itself.
+    """Return every file below the folder `url` by its path relative to it, and the path of the folder itself.
 
     Raises:
         NotFoundError: there is no such folder.
@@ -374,7 +374,7 @@ def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, 
 
 def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
     """Return the files, named below their common folder: `{train,val}/0.tar` gives two different names."""
-    # Cut at a folder; `commonpath` would turn "http://" into "http:/".
+    # The common prefix is cut at a folder; `commonpath` would turn "http://" into "http:/".
     root = os.path.commonprefix([file.path for file in files]).rpartition("/")[0]  # noqa: RUF071
     return [file._replace(name=file.path[len(root) :].lstrip("/")) for file in files]
 

@@ -1,6 +1,6 @@
 """Split a stream into blocks of whole lines of bounded size, each with its offset and line number.
 
-Workers read ranges of one file side by side, so the ranges must meet: each line belongs to exactly one of them.
+Workers read ranges of one file side by side, so each line must belong to exactly one range.
 """
 
 from __future__ import annotations

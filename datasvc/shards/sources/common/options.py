@@ -20,10 +20,10 @@ class SourceOptions:
         manifest: for image folders: URL of a CSV, JSON lines or Parquet file with files, labels and more columns.
         ground_truth: for ImageNet validation: URL of `ILSVRC2012_validation_ground_truth.txt`.
         synsets: for ImageNet validation: URL of the synset list of the devkit as a text file (not `meta.mat`), one
-            synset a line in the order of the ILSVRC ids.
+            synset per line in the order of the ILSVRC ids.
         tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
-        block_tokens: tokens per block.
-        text: column of JSON lines that holds the text to tokenize.
+        block_tokens: for text: tokens per block.
+        text: for text: column of JSON lines that holds the text to tokenize.
 
     Raises:
         ConfigError: `split` is not a valid name, or a number is out of range.

@@ -24,7 +24,7 @@ _MAX_VARINT_BYTES: Final = 10  # an int64 takes up to ten groups of seven bits
 def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
     """Yield number, wire type and value of each field in the order of the message.
 
-    A varint is an unsigned int; any other value is a view of its bytes.
+    The value of a varint is an unsigned int; the value of any other field is a view of its bytes.
 
     Raises:
         BadSampleError: the message is truncated, has a group, or has an unknown wire type.
@@ -94,7 +94,7 @@ def varint(number: int) -> bytes:
 
 def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
     """Return the concatenated varints of `int64[n]`."""
-    # A row of ten groups of seven bits for each number, of which those up to the last that is not zero are kept.
+    # Each number gives a row of ten groups of seven bits, which ends at its last group that is not zero.
     index = np.arange(_MAX_VARINT_BYTES, dtype=np.uint64)
     groups = (numbers.view(np.uint64)[:, None] >> (index * np.uint64(7))) & np.uint64(0x7F)
     last = np.where(groups.any(axis=1), 9 - np.argmax(groups[:, ::-1] != 0, axis=1), 0)[:, None]

@@ -1,7 +1,7 @@
 """Interface between the formats that can be ingested and the ingest.
 
 A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: the ingest assigns its
-samples to shards one by one. All others are a `StreamedSource`: the ingest assigns their parts to units of work, and
+samples to shards one by one. Any other is a `StreamedSource`: the ingest assigns its parts to units of work, and
 one worker reads each part from start to end. Both are pickled to worker processes, so they hold no open file or
 client.
 """
@@ -23,7 +23,7 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.sources.common.files import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
-# A batch of a source holds at most this many bytes, or one sample. Small, since many parts are read at the same time.
+# Limit of a batch, except of a single larger sample. It is small, since many parts are read at the same time.
 BATCH_BYTES: Final = 1 << 20
 BATCH_SAMPLES: Final = 4096
 
@@ -45,8 +45,8 @@ class SourcePart:
         split: split of its samples.
         name: unique in the source, for messages; in most sources the keys of its samples start with it.
         size_bytes: approximate number of bytes read for it.
-        num_samples: number of samples; None: not in the listing.
-        stamp: modification time or entity tag of its file; differs if the content may have changed.
+        num_samples: number of samples; None: the listing does not tell.
+        stamp: modification time or entity tag of its file; another value means that the content may have changed.
         where: JSON values by which `StreamedSource.read` locates the part.
     """
 
@@ -66,7 +66,7 @@ class ImageFile(NamedTuple):
         path: path on the source's file system.
         size_bytes: size when it was listed.
         label: index of its class; None without classes.
-        stamp: modification time or entity tag; differs if the file may have changed.
+        stamp: modification time or entity tag; another value means that the file may have changed.
         values: values of the source's extra columns, in their order.
     """
 
@@ -85,7 +85,7 @@ class Source(ABC):
 
     Attributes:
         kind: name of the format for `--format` and log entries, such as "webdataset".
-        url: URL with credentials; it is redacted before it is stored or shown.
+        url: URL, which may hold credentials; it is redacted before it is stored or shown.
         schema: columns of the samples, `key` first; `shards.format.schema` defines which of them are images.
         classes: names of the classes by index; empty without labels.
         ignored: number of files left out, by extension.
@@ -112,7 +112,7 @@ class Source(ABC):
         """Return a digest of the listing; it differs if the source has changed."""
 
     def _digest(self, listed: list[Any]) -> Digest:
-        # Redacted: new credentials do not make another source.
+        # The URL is redacted, because new credentials do not make another source.
         described = [self.kind, redact_url(self.url), str(self.schema), list(self.classes), listed]
         return digest_of(json.dumps(described, sort_keys=True, default=str).encode())
 
@@ -146,7 +146,7 @@ class StreamedSource(Source):
     """A source whose listing gives parts, and whose samples are found by reading the parts.
 
     Attributes:
-        parts: in the order of the source.
+        parts: all parts, in the order of the source.
     """
 
     parts: list[SourcePart]
@@ -178,7 +178,7 @@ class StreamedSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(StreamedSource):
-    """Base of the formats that are listed from files. A format adds what its `read` needs beside the part."""
+    """Base of sources that are listed from files. A subclass adds the attributes that its `read` needs."""
 
     url: str
     schema: pa.Schema
@@ -200,11 +200,11 @@ class FileSource(StreamedSource):
 
 
 def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourcePart:
-    """Return the part that is the whole of a file; `where` are further JSON values beside its path."""
+    """Return a part that is a whole file; `where` holds JSON values that are added to its path."""
     where = {"path": file.path, **where}
     return SourcePart(split_of_file(file.name, options), file.name, file.size_bytes, stamp=file.stamp, where=where)
 
 
 def printable(text: str) -> str:
-    """Return a name with the bytes that are not UTF-8 escaped."""
+    """Return a name in which the bytes that are not UTF-8 are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

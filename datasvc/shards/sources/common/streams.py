@@ -15,7 +15,7 @@ import zstandard
 
 # Compressions by the extension of a file.
 COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
-# Errors of reading a stream from `decompress`: it is truncated, or damaged.
+# Reading a stream from `decompress` raises these errors if it is truncated or damaged.
 DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, zstandard.ZstdError)
 BUFFER_BYTES: Final = 1 << 17
 _STEP_BYTES: Final = 4 << 20
@@ -65,7 +65,7 @@ class WrappingStream(io.RawIOBase):
         self._wrapped = wrapped
 
     def readable(self) -> bool:
-        """Return true, as all streams of this kind."""
+        """Return true: all streams of this kind are for reading."""
         return True
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class _InflatedStream(WrappingStream):
                         continue
                 self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
                 self._num_members += 1
-            # At most the size of the buffer, so that a small file cannot fill the memory.
+            # Decompress at most the size of the buffer, so that a small file cannot fill the memory.
             content = self._inflater.decompress(self._compressed, len(buffer))
             self._compressed = self._inflater.unconsumed_tail
             if self._inflater.eof:
@@ -116,7 +116,7 @@ class _ZstdStream(WrappingStream):
 
     def __init__(self, wrapped: Any) -> None:
         super().__init__(wrapped)
-        # Arrow decompresses: the reader of `zstandard` takes a truncated stream for a complete one.
+        # Arrow decompresses, because the reader of `zstandard` takes a truncated stream for a complete one.
         self._unpacked = pa.CompressedInputStream(pa.PythonFile(wrapped, mode="r"), "zstd")
 
     def readinto(self, target: Any) -> int:

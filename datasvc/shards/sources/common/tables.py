@@ -1,8 +1,8 @@
 """Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
 A format yields raw batches, and keys for sources in which no column holds them. This module validates and converts
-the batches, and slices them to the size limits of a source. Of a batch with a sample that does not convert, only this
-sample is left out.
+the batches, and slices them to the size limits of a source. If a sample of a batch does not convert, only this sample
+is left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RawBatch:
 
     Attributes:
         batch: raw columns.
-        keys: `string[samples]`, the keys if no column holds them, and the names of bad samples.
+        keys: `string[samples]`: always the names of bad samples, and also the keys if no column holds them.
     """
 
     batch: pa.RecordBatch
@@ -187,7 +187,7 @@ def _decoded_bytes(column: pa.Array) -> int:
     if not pa.types.is_dictionary(column.type):
         return int(column.nbytes)
     values = column.dictionary
-    # Values of fixed size have at most 8 bytes; text and bytes at most those of the longest value.
+    # A value of fixed size has at most 8 bytes; a text at most as many bytes as the longest one.
     longest = 8
     if len(values) and (is_text(values.type) or is_binary(values.type)):
         longest = pc.max(pc.binary_length(values)).as_py() or 0

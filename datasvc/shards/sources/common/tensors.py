@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 
-# JSON of the shape of one sample's tensor.
+# Key in the field's metadata; its value is the shape of one sample's tensor as JSON.
 SHAPE: Final = b"datasvc.shape"
 MAX_SAMPLE_BYTES: Final = 256 << 20
 
@@ -47,7 +47,7 @@ def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Fi
 
 def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
     """Return `values[samples, ...]` as the array of a column from `tensor_field`."""
-    # Arrow has only the machine's byte order and contiguous values.
+    # Arrow needs contiguous values in the machine's byte order.
     native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     if not pa.types.is_fixed_size_list(field.type):
         return pa.array(native.reshape(-1), field.type)

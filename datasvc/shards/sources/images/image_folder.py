@@ -61,7 +61,7 @@ class ImageFolderSource(ListedSource):
                 f"cannot ingest {redact_url(url)}: no images among its {len(files_below)} files; "
                 f"expected {', '.join(sorted(EXTENSIONS))}"
             )
-        # With a given split, top folders with the names of splits are class folders.
+        # If a split is given, a top folder with the name of a split is a class folder.
         if options.split is None:
             _check_splits(folders, url)
         roles = {folder: _role(folder, options.split) for folder in sorted(folders)}
@@ -102,14 +102,14 @@ def _by_folder(files: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]]
 
 
 def _extension(name: str) -> str:
-    """Return the lower-case extension, as `os.path.splitext` but faster for ordinary names."""
+    """Return the lower-case extension, like `os.path.splitext`, but faster for ordinary names."""
     before, dot, last = name.rpartition(".")
     is_ordinary = dot and "/" not in last and before[-1:] not in ("", "/", ".")
     return f".{last.lower()}" if is_ordinary else os.path.splitext(name)[1].lower()
 
 
 def _check_splits(folders: Iterable[str], url: str) -> None:
-    """Raise ConfigError for top folders by which two files would get the same key in one split."""
+    """Raise ConfigError if the top folders could give two files of one split the same key."""
     tops = {folder.partition("/")[0] for folder in folders}
     spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
     # "train/1.jpg", "Train/1.jpg" and "1.jpg" would have the same key in the same split.

@@ -1,7 +1,7 @@
 """Source of ImageNet as distributed: a tar of class tars for training, a tar of images for validation.
 
 The tars are not extracted. The listing reads only the headers of the training tar: some 1,000 small sequential reads,
-which are slow on a remote store. Each class tar is then a part, a range of bytes, so that classes can be read in
+which are slow on a remote store. Each class tar is a part: its range of bytes is known, so classes can be read in
 parallel and mixed. Images are kept unchanged, including the PNG and CMYK ones.
 """
 
@@ -123,7 +123,7 @@ class ImageNetSource(FileSource):
 
 
 class _HeaderFile:
-    """A file in which each read is one small range request, with those methods of a stream that `TarReader` uses."""
+    """A file that sends one range request per read; it has only the stream methods that `TarReader` uses."""
 
     def __init__(self, reader: FileReader, file: SourceFile) -> None:
         self._reader, self._file, self._offset = reader, file, 0
@@ -196,7 +196,7 @@ def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
 
 
 def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> SourcePart:
-    # A range of bytes of the training tar is a complete tar: nothing is extracted or copied.
+    # A class tar is a range of bytes of the training tar, so nothing is extracted or copied.
     where = {"path": tar.path, "offset": member.offset, "length": member.size_bytes, "label": label}
     return SourcePart(split, f"{tar.name}/{member.name}", member.size_bytes, stamp=tar.stamp, where=where)
 

@@ -1,8 +1,8 @@
 """Read the labels of ImageNet's validation images from the ground truth and the synset list of the devkit.
 
 Classes are the synsets in alphabetical order, and a label is an index into them, as is usual for class folders. The
-devkit numbers them differently: line i of its ground truth is the ILSVRC id of image i, id 1 is the first line of its
-synset list, and that list is not in alphabetical order.
+devkit numbers synsets differently: line i of its ground truth is the ILSVRC id of image i, id 1 is the first line of
+its synset list, and that list is not in alphabetical order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOW_TO_LIST: Final = (
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
     """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
-    The synset is the first word of a line. Only the 1,000 classes count; the devkit lists inner nodes after them.
+    The synset is the first word of a line. Only 1,000 lines are read, since inner nodes follow the classes.
 
     Args:
         folder: path of the folder that holds the tars.
@@ -64,7 +64,7 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
 
 
 def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -> list[int]:
-    """Return the ILSVRC ids of the validation images; arguments and errors as of `read_synsets`."""
+    """Return the ILSVRC ids of the validation images; for arguments and errors, see `read_synsets`."""
     option = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
     location, text = _read_text(options.ground_truth, folder, reader, (_GROUND_TRUTH,), option)
     ids = []

@@ -1,4 +1,4 @@
-"""Source of images listed in a manifest: a CSV, JSON lines or Parquet file of files, labels, splits and more columns.
+"""Source of images listed in a manifest: a CSV, JSON lines or Parquet file that names files, labels and splits.
 
 Only the files in the manifest are ingested, and all of them must be below the source; other files are counted and
 left out.
@@ -68,16 +68,16 @@ class ManifestSource(ListedSource):
         splits = _splits(names, manifest, options)
         extras = [manifest.values(name) for name in manifest.extras]
         rows = zip(names, keys, splits, labels, *extras, strict=True)
-        splits_of_files: dict[str, list[ImageFile]] = {}
+        files_by_split: dict[str, list[ImageFile]] = {}
         for name, key, split, label, *values in rows:
             source_file = files_below[name]
             file = ImageFile(key, source_file.path, source_file.size_bytes, label, source_file.stamp, tuple(values))
-            splits_of_files.setdefault(split, []).append(file)
-        for files in splits_of_files.values():
+            files_by_split.setdefault(split, []).append(file)
+        for files in files_by_split.values():
             files.sort(key=lambda file: file.key)
-        _check_keys(splits_of_files)
+        _check_keys(files_by_split)
         ignored = _unlisted(files_below, names, root, options.manifest)
-        return cls(url, manifest.schema(labels), splits_of_files, classes, ignored)
+        return cls(url, manifest.schema(labels), files_by_split, classes, ignored)
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:
@@ -126,7 +126,7 @@ def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
 
 
 def _unlisted(files: Mapping[str, Any], names: Sequence[str], root: str, manifest_url: str) -> Counter[str]:
-    """Count the files that are not in the manifest; the manifest itself may be below the source too."""
+    """Count the files that are not in the manifest; the manifest itself is not counted."""
     unlisted = files.keys() - set(names)
     manifest_path = resolve_url(manifest_url)[1]
     count = sum(f"{root}/{name}" != manifest_path for name in unlisted)

@@ -85,7 +85,7 @@ class ManifestTable:
         return f"line {index + 1 + self.is_csv} of {self.location}"
 
     def texts(self, name: str) -> list[str]:
-        """Return the values of a column of text or integers as text.
+        """Return the values of a column, which holds text or integers, as text.
 
         Raises:
             ConfigError: the column has another type, or a value is empty.
@@ -136,7 +136,7 @@ class ManifestTable:
                 "or integers"
             )
         class_names = [value or None for value in values]
-        # Only a CSV file has no types: integers beside names make a column of text.
+        # A CSV file has no types, so integers beside names give a column of text without an error.
         if self.is_csv:
             _check_unmixed(class_names, self)
         classes = sorted({name for name in class_names if name is not None})
@@ -146,7 +146,7 @@ class ManifestTable:
     def values(self, name: str) -> list[Any]:
         """Return the values of a column in a form from which Arrow can rebuild the column."""
         column = self.table.column(name)
-        # Python dates cannot hold nanoseconds; as integers, Arrow accepts them again.
+        # Python's times cannot hold nanoseconds. They become integers, which Arrow converts back.
         checks = (pa.types.is_timestamp, pa.types.is_duration, pa.types.is_time64)
         is_moment = any(check(column.type) for check in checks)
         values: list[Any] = (column.cast(pa.int64()) if is_moment else column).to_pylist()
@@ -154,7 +154,7 @@ class ManifestTable:
 
 
 def _check_unmixed(names: Sequence[str | None], table: ManifestTable) -> None:
-    """Raise ConfigError if only some labels are integers; a CSV file reads both as one text column."""
+    """Raise ConfigError if only some labels are integers; in a CSV file they are read as text too."""
     integers = [index for index, name in enumerate(names) if name is not None and name.lstrip("-").isdecimal()]
     others = [index for index, name in enumerate(names) if name is not None and not name.lstrip("-").isdecimal()]
     if integers and others:

@@ -28,7 +28,7 @@ _ARRAY_TYPES: Final = {
 _SCALARS: Final = {"int": "int64", **{name: name for name in _ARRAY_TYPES.values()}}
 # Bits per pixel of the modes of raw images that a PNG can hold.
 _MODE_BITS: Final = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
-# A higher level saves little: PNGs are encoded once, in one thread, but decoded in every epoch.
+# Low: a higher level saves little space, but makes encoding slower, which runs in one thread.
 _PNG_LEVEL: Final = 1
 SHAPE_SUFFIX: Final = ".shape"
 
@@ -53,7 +53,7 @@ class MdsColumn:
         return self.encoding in ("jpeg", "png", "pil")
 
     def fields(self, first: dict[str, Any]) -> list[pa.Field]:
-        """Return the fields of the columns made of this column.
+        """Return the fields of the sample columns that hold this column.
 
         Args:
             first: first sample, decoded by `decode`; its arrays give the types that the encoding leaves open.
@@ -73,7 +73,7 @@ class MdsColumn:
         return [pa.field(self.name, _simple(self)[0])]
 
     def decode(self, content: memoryview) -> dict[str, Any]:
-        """Return the values of one sample, by the names of the columns made of this column.
+        """Return the values of one sample, by the names of the sample columns that hold this column.
 
         Raises:
             BadSampleError: `content` does not have this encoding.
@@ -191,6 +191,7 @@ def _images(content: memoryview, offset: int = 4) -> list[bytes]:
 
 
 _BLOBS: Final = pa.list_(pa.large_binary())
+# All encodings except arrays and numbers: type of the sample column, and function that decodes a value.
 _SIMPLE: Final[dict[str, tuple[pa.DataType, Callable[[memoryview], Any]]]] = {
     "bytes": (pa.large_binary(), bytes),
     "str": (pa.string(), _text),

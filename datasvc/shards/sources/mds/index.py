@@ -79,7 +79,7 @@ def _shard(shard: dict[str, Any], location: str) -> MdsShard:
         _file(shard["raw_data"], None, location),
         _file(shard["zip_data"], compression, location) if shard["zip_data"] else None,
         _count(shard["samples"], location),
-        # MosaicML's own reader treats size 0 as None.
+        # Size 0 means that the size varies, as in MosaicML's own reader.
         tuple(MdsColumn(str(name), str(encoding), size or None) for name, encoding, size in columns),
     )
 

@@ -22,19 +22,19 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
-# Samples of a shard that are tried until one can be read, which fixes the types that the index leaves open.
+# Samples of a shard that are tried. The first readable one gives the types that the index leaves open.
 _FIRST_SAMPLES: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class MdsSource(FileSource):
-    """A listed MDS data set: a folder with an index, or with a folder and an index for each split.
+    """A listed MDS data set: a folder with an index, or with one folder per split, each with an index.
 
     Each shard is a part. Without a column that holds it, the key of a sample is `SHARD#ROW`.
 
     Attributes:
         columns: columns of the shards, in the order of their values.
-        names: names in the schema by decoded names, without the column of the keys.
+        names: for each decoded name except that of the keys, the name in the schema.
         key: decoded name of the column that holds the keys; None: keys are made of shard and row.
     """
 
@@ -163,7 +163,7 @@ def _choose_columns(
         raise ConfigError(f"two columns would have the same name: {sorted(names)}; rename one of them")
     images = {column.name for column in columns if column.is_image}
     arrays = [
-        # The magic bytes of a JPEG: the index declares these columns as images, whatever the first value is.
+        # The index declares these columns as images: JPEG magic bytes stand in for their first value.
         pa.array([b"\xff\xd8\xff" if field.name in images else first[field.name]], field.type)
         for field in fields
     ]

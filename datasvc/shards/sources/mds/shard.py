@@ -55,15 +55,15 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
 def check_hashes(reader: FileReader, part: SourcePart) -> str:
     """Return the first mismatch with the hashes in the index; "" if there is none."""
     expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
-    hashes = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
-    if not hashes:
+    hashers = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
+    if not hashers:
         return ""
     offset = 0
     while content := reader.read_range(part.where["path"], offset, _STEP_BYTES):
-        for hasher in hashes.values():
+        for hasher in hashers.values():
             hasher.update(content)
         offset += len(content)
-    for name, hasher in hashes.items():
+    for name, hasher in hashers.items():
         actual = hasher.hexdigest()
         if actual != expected[name]:
             return f"its {name} is {actual}; the index has {expected[name]}; none of its samples is used"
@@ -82,7 +82,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
             _check_end(stream, part.where["raw_bytes"])
         except (_UnreadableRestError, *DECOMPRESSION_ERRORS) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
-            # One entry for all that cannot be read; keyed by the shard if not even the first sample was reached.
+            # One entry stands for all these samples. Its key is the shard if the first sample is one of them.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
 
 

@@ -1,1 +1,1 @@
-"""Sources of record files: TFRecord, and LMDB databases, also with Caffe's messages."""
+"""Sources of record files: TFRecord, and LMDB databases of Caffe's messages or other values."""

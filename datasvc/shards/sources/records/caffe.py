@@ -21,7 +21,7 @@ from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_
 _WIRE_TYPES: Final = {
     1: (VARINT,), 2: (VARINT,), 3: (VARINT,), 4: (BYTES,), 5: (VARINT,), 6: (FIXED32, BYTES), 7: (VARINT,),
 }  # fmt: skip
-# A higher level saves little: PNGs are encoded once, in one thread, but decoded in every epoch.
+# Low: a higher level saves little space, but makes encoding slower, which runs in one thread.
 _PNG_LEVEL: Final = 1
 
 
@@ -45,7 +45,7 @@ class Datum:
 
     @property
     def is_image(self) -> bool:
-        """Whether the message is one image, encoded or of bytes in 1 or 3 channels."""
+        """Whether the message is one image: either encoded, or bytes in 1 or 3 channels."""
         return self.is_encoded or (not len(self.floats) and self.shape[0] in (1, 3))
 
 
@@ -59,7 +59,7 @@ def parse_datum(message: bytes | memoryview) -> Datum:
     data = b""
     floats: list[bytes] = []
     for number, wire_type, value in read_fields(message):
-        # Strict, although protobuf skips unknown fields: this is also how `is_datum` detects a Datum.
+        # Unknown fields are errors, although protobuf skips them, because `is_datum` detects a Datum by its fields.
         if wire_type not in _WIRE_TYPES.get(number, ()):
             raise BadSampleError(f"not a Datum: it has a field {number} of wire type {wire_type}")
         if isinstance(value, int):
@@ -99,7 +99,7 @@ def datum_image(datum: Datum) -> bytes:
             f"not an image: shape {list(datum.shape)}, {len(datum.floats)} floats; expected 1 or 3 channels of bytes"
         )
     planes = np.frombuffer(datum.data, np.uint8).reshape(datum.shape)
-    # Pillow takes pixel by pixel, in the order red, green, blue.
+    # Pillow expects the values pixel by pixel, in the order red, green, blue.
     pixels = planes[0] if len(planes) == 1 else planes[::-1].transpose(1, 2, 0)
     buffer = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels)).save(buffer, "PNG", compress_level=_PNG_LEVEL)

@@ -102,11 +102,11 @@ class LmdbSource(FileSource):
 
 def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]]:
     """Yield key and value of the samples of a part. Raise CorruptDataError if the database has fewer."""
-    start, num_missing, is_read = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
+    start, num_missing, skip_first = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
     while num_missing:
         problem = "the database has fewer keys than when it was listed"
         try:
-            pairs = read_pairs(part.where["path"], start, min(num_missing, BATCH_SAMPLES), skip_first=is_read)
+            pairs = read_pairs(part.where["path"], start, min(num_missing, BATCH_SAMPLES), skip_first=skip_first)
         except CorruptDataError as error:
             pairs, problem = [], str(error)
         if not pairs:
@@ -119,8 +119,8 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
             else:
                 reason = "its key is not UTF-8 (shown in hexadecimal), but the first key is"
                 yield part.where["prefix"] + key.hex(), BadSampleError(reason)
-        # The next read starts at the last key again and skips it: the database is closed in between.
-        start, num_missing, is_read = pairs[-1][0], num_missing - len(pairs), True
+        # The database is closed between two reads, so the next one starts at the last key and skips it.
+        start, num_missing, skip_first = pairs[-1][0], num_missing - len(pairs), True
 
 
 def _find(root: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Open LMDB files safely: a damaged or truncated file is an error, never a crash.
 
-A database is open only while one batch is read: one process may open it only once, parts are read in parallel, and
-mapped pages count as memory of the worker.
+A database is open only while one batch is read. There are two reasons: a process may open it only once at a time, but
+reads parts in parallel; and mapped pages count as memory of the worker.
 """
 
 from __future__ import annotations

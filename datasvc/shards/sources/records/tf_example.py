@@ -20,7 +20,7 @@ from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_
 
 FeatureKind = Literal["bytes", "float", "int64"]
 _KINDS: Final[dict[int, FeatureKind]] = {1: "bytes", 2: "float", 3: "int64"}
-# Feature names of TensorFlow's own ImageNet scripts, and the columns that loaders read.
+# Features that TensorFlow's own ImageNet scripts write, and the column names that loaders expect for them.
 _USUAL_NAMES: Final = {"image/encoded": "image", "image/class/label": "label"}
 
 
@@ -76,7 +76,7 @@ class FeatureColumn:
     is_text: bool
 
     def value(self, name: str, feature: Feature | None) -> Any:
-        """Return the column's value for one sample; None if it lacks the feature.
+        """Return the column's value for one sample; None if the sample lacks the feature.
 
         Raises:
             BadSampleError: the feature has another kind, or more values, than in the first samples.
@@ -105,30 +105,30 @@ def choose_columns(
 
     Args:
         examples: the first samples, at least one.
-        key: feature that holds the keys; None: one called `key`; without one, the source makes the keys.
+        key: feature that holds the keys; None: one called `key`; without it, the source makes the keys.
 
     Raises:
         ConfigError: a feature is of two kinds, two would have the same name, or `key` is not a feature of text or
             integers.
     """
     names = list(dict.fromkeys(name for example in examples for name in example))
-    shapes = {name: _shape(name, [example[name] for example in examples if name in example]) for name in names}
+    inferred = {name: _infer(name, [example[name] for example in examples if name in example]) for name in names}
     renamed = {name: _usual_name(name, names) for name in names}
     arrays = {
-        renamed[name]: pa.array([shape.value(name, example.get(name)) for example in examples], _type(shape))
-        for name, shape in shapes.items()
+        renamed[name]: pa.array([column.value(name, example.get(name)) for example in examples], _type(column))
+        for name, column in inferred.items()
     }
     first = pa.table(arrays)
     columns = ColumnMap(first.schema, first, key=renamed.get(key, key) if key is not None else None)
     final_names = iter(columns.schema.names[1:])  # in the order of the raw columns, without the key
     chosen = {
-        name: replace(shape, column=None if renamed[name] == columns.key else next(final_names))
-        for name, shape in shapes.items()
+        name: replace(column, column=None if renamed[name] == columns.key else next(final_names))
+        for name, column in inferred.items()
     }
     return chosen, columns.schema
 
 
-def _shape(name: str, features: Sequence[Feature]) -> FeatureColumn:
+def _infer(name: str, features: Sequence[Feature]) -> FeatureColumn:
     kinds = sorted({feature.kind for feature in features})
     if len(kinds) > 1:
         raise ConfigError(
@@ -140,9 +140,13 @@ def _shape(name: str, features: Sequence[Feature]) -> FeatureColumn:
     return FeatureColumn(name, kinds[0], is_list, bool(values) and all(map(_is_text, values)))
 
 
-def _type(shape: FeatureColumn) -> pa.DataType:
-    types = {"float": pa.float32(), "int64": pa.int64(), "bytes": pa.string() if shape.is_text else pa.large_binary()}
-    return pa.list_(types[shape.kind]) if shape.is_list else types[shape.kind]
+def _type(column: FeatureColumn) -> pa.DataType:
+    types = {
+        "float": pa.float32(),
+        "int64": pa.int64(),
+        "bytes": pa.string() if column.is_text else pa.large_binary(),
+    }
+    return pa.list_(types[column.kind]) if column.is_list else types[column.kind]
 
 
 def _usual_name(name: str, names: Sequence[str]) -> str:
@@ -151,7 +155,7 @@ def _usual_name(name: str, names: Sequence[str]) -> str:
 
 
 def _is_text(value: bytes) -> bool:
-    """Return whether `value` is UTF-8 without NULs; binary zeros are valid UTF-8 too."""
+    """Return whether `value` is UTF-8 without NUL bytes: these are valid UTF-8, but a sign of binary data."""
     try:
         return "\0" not in value.decode()
     except UnicodeDecodeError:
@@ -178,7 +182,7 @@ def _parse_feature(message: memoryview) -> Feature | None:
     for number, value in _messages(message, "Feature"):
         if number not in _KINDS:
             raise BadSampleError(f"not a valid Feature: it has a field {number}")
-        feature = Feature(_KINDS[number], _PARSERS[_KINDS[number]](value))  # of a protobuf oneof, the last one counts
+        feature = Feature(_KINDS[number], _PARSERS[_KINDS[number]](value))  # in a protobuf oneof, the last field wins
     return feature
 
 

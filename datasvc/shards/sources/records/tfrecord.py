@@ -1,8 +1,8 @@
-"""Source of TFRecord files of `tf.Example` messages, plain, gzip or zlib, without TensorFlow.
+"""Source of TFRecord files of `tf.Example` messages, uncompressed, gzip or zlib; TensorFlow is not needed.
 
-The frame of a message is its length, a checksum of the length, and a checksum of its bytes (masked CRC32C). Both are
-verified. A message with a bad checksum is one bad sample. After a bad length the next message cannot be located, so
-the rest of the file is one bad sample.
+The frame of a message is its length, a checksum of the length, and a checksum of its bytes (masked CRC32C). Both
+checksums are verified. A message with a bad checksum is one bad sample. After a bad length the next message cannot be
+located, so the rest of the file is one bad sample.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NAME: Final = re.compile(
 _HEADER: Final = struct.Struct("<QI")
 _CRC: Final = struct.Struct("<I")
 _MASK: Final = 0xA282EAD8
-# Bounds of the samples of each split that determine the columns.
+# Limits of the first samples of each split, which determine the columns.
 _FIRST_SAMPLES: Final = 64
 _FIRST_BYTES: Final = 16 << 20
 
@@ -130,7 +130,7 @@ def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> li
 
 
 def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
-    """Return the first samples of a file, and the last problem with one that does not parse."""
+    """Return the first samples of a file, and the problem of the last one that does not parse, if any."""
     examples, problem, size_bytes = [], "", 0
     # Closed here, since the loop may end before the messages do.
     with closing(_read_messages(reader, part)) as messages:

@@ -65,7 +65,7 @@ class ArrowSource(TableSource):
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
     ) -> ArrowSource:
-        """Return the source of listed `files`, with the numbers of `ignored` files by extension. Raise as `list`.
+        """Return the source of listed `files`; `ignored` counts the other files by extension. Raise as `list`.
 
         `features` are Hugging Face features by column; None: taken from the files.
         """
@@ -153,7 +153,7 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
         # Safe while slices are in use: the kernel reads released pages from the file again.
         yield open_reader(content), lambda: mapped.madvise(mmap.MADV_DONTNEED)
         return
-    if _is_file(reader.read_range(path, 0, len(_MAGIC))):
+    if _is_ipc_file(reader.read_range(path, 0, len(_MAGIC))):
         with reader.open_seekable(path) as opened:
             yield pa.ipc.open_file(opened), _release_nothing
     else:
@@ -162,11 +162,12 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
 
 
 def _reader_for(start: bytes) -> Callable[[Any], Any]:
-    opener: Callable[[Any], Any] = pa.ipc.open_file if _is_file(start) else pa.ipc.open_stream
+    opener: Callable[[Any], Any] = pa.ipc.open_file if _is_ipc_file(start) else pa.ipc.open_stream
     return opener
 
 
-def _is_file(start: bytes) -> bool:
+def _is_ipc_file(start: bytes) -> bool:
+    """Return whether a file that starts with `start` is an IPC file; if not, it is a stream."""
     if start.startswith(_FEATHER_1):
         raise pa.ArrowInvalid("Feather version 1 is not supported; write the file again with a current pyarrow")
     return start == _MAGIC

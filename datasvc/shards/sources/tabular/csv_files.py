@@ -64,7 +64,7 @@ class CsvSource(TableSource):
     def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvSource:
         """List the source: read every header, and the first block of each file until one has a row.
 
-        Columns called as one of `texts` hold text even if all their values look like numbers. Raise as
+        Columns named in `texts` hold text even if all their values look like numbers. Raise as
         `FileSource.list`.
         """
         options = options or SourceOptions()
@@ -119,7 +119,7 @@ class CsvSource(TableSource):
 
 
 def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
-    """Return `values` as `data_type`, null where one does not convert, with the index and reason of each of those."""
+    """Return `values` as `data_type`, null where one does not convert, and the index and reason of each of these."""
     parsed, misfits = [], []
     errors = (pa.ArrowException, UnicodeDecodeError)
     for index, piece in bisect_errors(len(values), lambda start, stop: _parse(values[start:stop], data_type), errors):
@@ -139,7 +139,7 @@ def _parse(values: pa.Array, data_type: pa.DataType) -> pa.Array:
     texts = pc.ascii_trim_whitespace(texts)
     texts = pc.if_else(pc.is_in(texts, value_set=_NULLS), pa.scalar(None, pa.string()), texts)
     if pa.types.is_time(data_type):
-        # Arrow casts no text to a time of day, but to a timestamp.
+        # Arrow casts text to a timestamp, but not to a time of day.
         moments = pc.binary_join_element_wise(_TIME_OF_DAY, texts, "").cast(pa.timestamp(data_type.unit))
         return moments.cast(data_type)
     return texts.cast(data_type)
@@ -150,7 +150,7 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
-    # Of a remote file, only the start is requested; a compressed file has no known length.
+    # Only the start of a remote file is requested. The length of compressed bytes to request is not known.
     stop = None if file.is_compressed else min(file.size_bytes, _HEADER_BYTES)
     try:
         with reader.open(file.path, stop=stop) as stream:
@@ -172,7 +172,7 @@ def _column_names(header: Sequence[str]) -> list[str]:
 
 
 def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]) -> pa.Schema | None:
-    """Return the schema of the first file that has a row; None if all are empty."""
+    """Return the schema of the first file that has a row; None if no file has one."""
     for file in files:
         try:
             schema = _first_block(reader, file)
@@ -208,5 +208,6 @@ def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
 
 
 def _value_type(inferred: pa.DataType) -> pa.DataType:
-    # Arrow infers bytes for a column with text that is not UTF-8. As text, only the rows with such text are bad.
+    # Arrow infers bytes for a column with text that is not UTF-8. As a column of text, only the rows
+    # with such text are bad samples.
     return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred

@@ -22,6 +22,7 @@ from datasvc.errors import ConfigError
 BLOCKS_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
 # Row numbers, from 0 after the header, and the reason for skipping each row.
 Skipped = list[tuple[int, str]]
+# Words in the error messages of Arrow.
 _TOO_LONG: Final = "straddling object"
 _EMPTY: Final = "Empty CSV file"
 _SHOWN_CHARACTERS: Final = 100
@@ -69,7 +70,7 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
     for block_bytes in BLOCKS_BYTES:
         try:
             for rows in _read_blocks(open_file, names, delimiter, block_bytes):
-                # With a larger block, the file is read again from its start.
+                # A larger block reads the file again from its start; the rows that were yielded already are left out.
                 if rows.stop > first:
                     yield rows.since(first)
                     first = rows.stop
@@ -164,8 +165,8 @@ def _read_blocks(
                 f"its header has changed since it was listed, to {opened.schema.names}; list the source again"
             )
         for batch in opened:
-            # Arrow does not return row numbers. The rows of this batch are those that it did not skip, in order; a
-            # skipped row after the last of them may belong to the next batch.
+            # Arrow does not return row numbers. The rows of this batch are those that Arrow did not skip, in order.
+            # A skipped row after the last of these rows may belong to the next batch.
             candidates = np.arange(start, start + batch.num_rows + len(skipped))
             numbers = candidates[~np.isin(candidates, [number for number, _ in skipped])][: batch.num_rows]
             start = int(numbers[-1]) + 1 if len(numbers) else start

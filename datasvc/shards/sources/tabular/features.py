@@ -1,6 +1,7 @@
 """Read Hugging Face features, which declare image columns and class names.
 
-They are in the metadata of a schema, or in `dataset_info.json`. They are hints: what does not parse is ignored.
+Features are in the metadata of a schema, or in `dataset_info.json`. They are only hints, so any that do not parse are
+ignored.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def image_columns(features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
 def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | None, tuple[str, ...]]:
     """Return the column that holds the class index, and the names of the classes.
 
-    Of several such columns it is the one called `label` or `labels`, else the first; the others stay integer columns
-    under their own names.
+    If several columns hold a class index, the one called `label` or `labels` is chosen, else the first; the others
+    stay integer columns under their own names.
     """
     names = [name for name in schema.names if _kind(features.get(name)) == "ClassLabel"]
     names = [name for name in names if pa.types.is_integer(schema.field(name).type)]

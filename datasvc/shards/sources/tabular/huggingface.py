@@ -1,8 +1,8 @@
 """Source of Hugging Face `datasets` folders, read without that library.
 
-Two layouts: that of `save_to_disk` (`state.json` lists Arrow streams, `dataset_dict.json` lists one folder a split),
-and that of a hub repository (Parquet files named by split). Class names come from `dataset_info.json` or from the
-metadata of the schema.
+There are two layouts: that of `save_to_disk` (`state.json` lists Arrow streams, `dataset_dict.json` one folder per
+split), and that of a hub repository (Parquet files named by split). Class names come from `dataset_info.json` or
+from the metadata of the schema.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _is_parquet(file: SourceFile) -> bool:
 
 
 def _hub_split(name: str, options: SourceOptions) -> str:
-    """Return the split of a file of a hub repository; it may be any word: `unsupervised-00000-of-00001.parquet`."""
+    """Return the split of a hub repository's file; a split may be any word: `unsupervised-00000-of-00001.parquet`."""
     if options.split is not None:
         return options.split
     match = _HUB_NAME.fullmatch(posixpath.basename(name))

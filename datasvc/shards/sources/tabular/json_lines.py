@@ -72,13 +72,13 @@ class JsonLinesSource(TableSource):
         reader, where = FileReader(self.url), part.where
         last_block = None
         try:
-            # From one byte before: it tells whether a line starts at the first byte of the range.
+            # Opened one byte early: that byte tells whether a line starts at the first byte of the range.
             with reader.open(where["path"], start=max(where["start"] - 1, 0)) as stream:
                 for block in read_line_blocks(stream, start=where["start"], stop=where["stop"]):
                     last_block = block
                     yield from self._parse_block(part, block)
         except UNREADABLE as error:
-            number = 0 if last_block is None else _number(part, last_block)
+            number = 0 if last_block is None else _block_position(part, last_block)
             yield BadSample(
                 part.split, f"{where['name']}#{number}", f"the file cannot be read to its end: {reason_of(error)}"
             )
@@ -86,14 +86,14 @@ class JsonLinesSource(TableSource):
     def _parse_block(self, part: SourcePart, block: LineBlock) -> Iterator[RawBatch | BadSample]:
         name = part.where["name"]
         if block.content is None:
-            key = f"{name}#{_number(part, block)}"
+            key = f"{name}#{_block_position(part, block)}"
             yield BadSample(part.split, key, f"the line is longer than {LINE_BYTES >> 20} MiB")
             return
         lines = block.content.split(b"\n")
         filled = [index for index, line in enumerate(lines) if line and not line.isspace()]
         if not filled:
             return
-        numbers = _numbers(part, block, lines)[filled]
+        numbers = _line_positions(part, block, lines)[filled]
         filled_lines = [lines[index] for index in filled]
 
         def parse(start: int, stop: int) -> pa.RecordBatch:
@@ -137,11 +137,11 @@ def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
     return parts
 
 
-def _number(part: SourcePart, block: LineBlock) -> int:
+def _block_position(part: SourcePart, block: LineBlock) -> int:
     return block.line if part.where["lines"] else block.offset
 
 
-def _numbers(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) -> Any:
+def _line_positions(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) -> Any:
     """Return the position of each line for its key: line number or byte offset, `int64[lines]`."""
     if part.where["lines"]:
         return block.line + np.arange(len(lines))
@@ -153,7 +153,7 @@ def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Sch
     """Return the name and the columns of the first file that holds a line; None if all are empty."""
     first = None
     for number, file in enumerate(files):
-        # Only a .json file may hold an array; of the others, one with a line is enough.
+        # Each .json file is checked, since it may hold an array; of the others, one that holds a line is enough.
         if first is not None and file.extension != ".json":
             continue
         try:

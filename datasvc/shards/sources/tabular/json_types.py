@@ -38,7 +38,7 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
     read_options = pj.ReadOptions(use_threads=False, block_size=len(content) + 1)
     try:
         table = pj.read_json(io.BytesIO(content), read_options, options).combine_chunks()
-    # A name of a field that is not UTF-8 fails only when it is used.
+    # The name of a field that is not UTF-8 raises UnicodeDecodeError only when it is used.
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error).removeprefix(_ARROW_DETAIL)) from error
     if table.num_rows != num_lines:
@@ -56,13 +56,13 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
     """
     lines = [line for line in content.split(b"\n") if line and not line.isspace()]
     # A line that is nested too deeply would crash Arrow's parser.
-    flat = [line for line in lines if _depth(line) <= _MAX_DEPTH]
+    shallow = [line for line in lines if _depth(line) <= _MAX_DEPTH]
 
     def infer(start: int, stop: int) -> pa.Schema:
-        return _json_schema(parse_json(b"\n".join(flat[start:stop]), None, num_lines=stop - start).schema)
+        return _json_schema(parse_json(b"\n".join(shallow[start:stop]), None, num_lines=stop - start).schema)
 
     schemas, problem = [], "nested too deeply"
-    for _, inferred in bisect_errors(len(flat), infer, (ValueError,)):
+    for _, inferred in bisect_errors(len(shallow), infer, (ValueError,)):
         if isinstance(inferred, Exception):
             problem = str(inferred)
         else:
@@ -80,7 +80,7 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
 def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """Return the union of the columns of files, given as pairs of a name and a schema.
 
-    A column of integers and floats is float. Other differences of types raise ConfigError.
+    A column that holds integers in one file and floats in another is float. Other differences raise ConfigError.
     """
     joined, first = pa.schema([]), ""
     for name, schema in schemas:

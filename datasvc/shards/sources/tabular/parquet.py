@@ -1,4 +1,4 @@
-"""Source of Parquet files: ranges of row groups, decoded in small batches whatever the size of a row group."""
+"""Source of Parquet files. A part is a range of row groups; even large row groups are decoded in small batches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ParquetSource(TableSource):
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
     ) -> ParquetSource:
-        """Return the source of listed `files`; arguments and errors as of `ArrowSource.of_files`."""
+        """Return the source of listed `files`; for arguments and errors, see `ArrowSource.of_files`."""
         reader = FileReader(url)
         footers = map_files(reader, files, lambda file: read_footer(reader, file))
         filled = [(file, footer) for file, footer in zip(files, footers, strict=True) if footer.num_samples]
@@ -81,7 +81,7 @@ class ParquetSource(TableSource):
             part for file, footer in filled for part in plan_parts(file, footer, split_of_file(file.name, options))
         ]
         first = next(read_parquet(reader, parts[0]))
-        # If it cannot be read, the ingest reports the reason; listing does not fail.
+        # If the first samples cannot be read, the listing does not fail: the ingest reports the reason.
         first_samples = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
         columns = ColumnMap(raw, first_samples, key=options.key, images=image_columns(features, raw), label=label)
         return cls(

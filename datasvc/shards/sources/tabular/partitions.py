@@ -24,7 +24,7 @@ def partition_of(name: str) -> dict[str, str | None]:
 
 
 class Partitions:
-    """The partition columns of a source's files; text, except a label, which becomes a class index.
+    """The partition columns of a source's files. They hold text, except a label column, which holds class indices.
 
     Args:
         names: names of all files.

@@ -1,8 +1,8 @@
 """Read tars as streams: one member at a time, in bounded memory; a damaged or truncated tar is always an error.
 
 The reader of the standard library ends without an error if a header is damaged or the tar is truncated at a header,
-so the remaining samples would be lost without a message. Therefore it is not used. Links and devices are never
-followed.
+so the remaining samples would be lost without a message. Therefore that reader is not used. Links and devices are
+never followed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """A member of a tar, except folders.
+    """A member of a tar that is not a folder.
 
     Attributes:
         name: name in the header, with bytes that are not UTF-8 escaped.
@@ -71,7 +71,7 @@ class TarReader:
         return iter(self._next_member, None)
 
     def read(self, member: TarMember) -> bytes:
-        """Return the content of the member that the iteration yielded last, once. Raise as the class."""
+        """Return the content of the member that was yielded last; call it once per member. Raise as the class."""
         assert self._position == member.offset
         return self._read_exactly(member.size_bytes)
 
@@ -126,7 +126,7 @@ class TarReader:
             return None
         if not header:
             raise self._broken(start, "ends without an end mark: it is truncated" if start else "is empty")
-        # At the start a wrong checksum means another format, later a damaged tar.
+        # A wrong checksum at the start means that the file is no tar; later, that the tar is damaged.
         if start == 0 and not tar_header.has_right_checksum(header):
             raise self._broken(start, f"is not a tar: it starts with {header[:16]!r}")
         if len(header) < BLOCK_BYTES:
@@ -202,7 +202,7 @@ class TarReader:
 def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
     """Open the tar at `path`, or in its bytes `start` to `stop`, as a stream that the caller closes.
 
-    It is decompressed according to its first bytes, whatever its name: "x.tgz" and misnamed tars. Raise as
+    Its first bytes, not its name, tell how it is compressed, because a name may be "x.tgz" or wrong. Raise as
     `FileReader.open`.
     """
     stream = reader.open(path, start=start, stop=stop)

@@ -24,7 +24,7 @@ _MAX_NUMBER: Final = (1 << 63) - 1
 
 
 def padded(size_bytes: int) -> int:
-    """Return the size in a tar of a content of `size_bytes`, a multiple of the block size."""
+    """Return the bytes that a content of `size_bytes` takes in a tar: the next multiple of the block size."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 

@@ -5,7 +5,7 @@ is the field "seg.png" of the sample "a/b". Names without a dot or starting with
 files, are skipped. Fields become columns by their extensions, see `webdataset_fields`.
 
 A field "key.txt" overrides the key: `datasvc export` writes it for keys that cannot be a path. WebDataset allows the
-same key in several tars; a data set does not, so the ingest reports the second one.
+same key in several tars; a data set does not, so the ingest reports the second sample.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReade
 from datasvc.shards.sources.tar.webdataset_fields import KEY_FIELD, choose_columns, field_value
 
 _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
-# Bounds of the samples, bytes and tars of each split that are read for the columns.
+# Limits of the samples, bytes and tars of each split that are read to choose the columns.
 _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
 _META: Final = re.compile(r"__[^/]*__(/|$)")
 

@@ -2,13 +2,13 @@
 
 - Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
   extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
-  `image` is the only image field, if there is exactly one. Other image fields ("seg.png") keep their names.
+  a single image field of another name becomes `image`. Other image fields ("seg.png") keep their names.
 - "cls" is an integer; the field with exactly this name is the column `label`.
 - "txt", "text" and "json" are text. JSON is not parsed: its structure may differ from sample to sample, while a
   column has one type.
 - All others are bytes.
 
-A field with the name of one of these columns or `key` gets the prefix "source_"; "key.txt" is the key.
+The field "key.txt" is the key. A field gets the prefix "source_" if it is called `key` or like one of these columns.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def field_value(name: str, content: bytes) -> bytes | str | int:
 
 def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> Sequence[str]:
     """Return the fields that are the column `image`."""
-    without_prefix = [name for name in images if "." not in name]
-    if not without_prefix:
+    extension_only = [name for name in images if "." not in name]
+    if not extension_only:
         return images if len(images) == 1 else []
-    if len(without_prefix) == 1 or all(sum(name in without_prefix for name in fields) <= 1 for fields in samples):
+    if len(extension_only) == 1 or all(sum(name in extension_only for name in fields) <= 1 for fields in samples):
         return sorted(_IMAGES)
     return []
 

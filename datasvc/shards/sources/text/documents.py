@@ -1,7 +1,7 @@
 """Read documents from text files: a `.txt` is one document, a `.jsonl` has one per line.
 
-A piece is a file or a range of one. A line belongs to the piece that contains its first byte, so adjacent pieces
-yield each line exactly once.
+A piece is a file or a byte range of a file. A line belongs to the piece that contains its first byte, so adjacent
+pieces yield each line exactly once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def read_documents(
 ) -> Iterator[tuple[str, str | BadSampleError]]:
     """Yield name and text of each document of a piece in order, or name and error of one that cannot be read.
 
-    The name is FILE, or FILE@OFFSET by the offset of its line. The text of JSON lines is in `column`. Raise
+    The name is FILE for a text file, and FILE@OFFSET for a line. JSON lines have their text in `column`. Raise
     NotFoundError or UnavailableError.
     """
     with map_exceptions("read", reader.location(piece.path)):

@@ -1,7 +1,7 @@
-"""Pack documents into token blocks of one length, for language models: a block has no padding but at the end.
+"""Pack documents into token blocks of one length, for language models; only the last block may have padding.
 
-Documents are concatenated and divided at full blocks. No token is lost or repeated: the tokens of all blocks in
-order, without the padding, are the concatenated documents.
+Documents are concatenated, and the result is cut into blocks. No token is lost or repeated: the tokens of all blocks
+in order, without the padding, are the concatenated documents.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Blocks:
 
     Attributes:
         tokens: `uint16` or `uint32[blocks, block_tokens]`.
-        lengths: `int32[blocks]`, number of real tokens; only the last block of a part may have fewer than all.
-        starts: `int32[documents]`, position in its block of each document that starts in one of the blocks.
+        lengths: `int32[blocks]`, tokens without padding; only the last block of a part may have fewer.
+        starts: `int32[documents]`, for each document that starts in one of the blocks, its position in that block.
         start_offsets: `int32[blocks + 1]`, index of each block's first entry in `starts`.
     """
 
@@ -84,7 +84,7 @@ class BlockPacker:
 
     def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
         num_blocks = len(tokens) // self._block_tokens
-        # Starts are grouped by block: count them, and let the sums be the offsets of the groups.
+        # Starts are grouped by block: count them; the cumulative sums are the offsets of the groups.
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
         return Blocks(
             tokens=tokens.reshape(num_blocks, self._block_tokens),

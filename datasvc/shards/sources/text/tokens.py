@@ -45,7 +45,7 @@ _PART_BYTES: Final = 64 << 20
 # The tokenizer encodes up to this many characters or documents in one call.
 _BATCH_TEXT: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
-# Upper bounds: a document may start at every token; a key has some characters beside the part's name.
+# Upper bounds: a document may start at every token; a key is the part's name and a few more characters.
 _START_BYTES: Final = 4
 _KEY_BYTES: Final = 40
 _MAX_BLOCK_TOKENS: Final = 1 << 24
@@ -53,7 +53,7 @@ _MAX_BLOCK_TOKENS: Final = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSource(FileSource):
-    """Listed text files, read as token blocks with the key `PART#BLOCK`. A part is files, or a range of lines.
+    """Listed text files, read as token blocks with the key `PART#BLOCK`. A part is files or ranges of lines.
 
     Attributes:
         tokenizer_url: URL of `tokenizer.json`.
@@ -214,7 +214,7 @@ def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) 
 
 def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    # Half the size where the vocabulary permits it.
+    # `uint16` halves the size, where every token fits.
     token = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
     fields = [
         pa.field(KEY, pa.string(), nullable=False),
