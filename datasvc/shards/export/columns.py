@@ -23,7 +23,7 @@ _LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_siz
 
 
 def given_columns(schema: pa.Schema) -> list[pa.Field]:
-    """Return all columns but the key, and the width and height of an image, which a reader can measure again."""
+    """Return all columns except the key and the image's width and height, which a reader can measure again."""
     measured = (WIDTH, HEIGHT) if IMAGE in schema.names else ()
     return [field for field in schema if field.name != KEY and field.name not in measured]
 

@@ -92,7 +92,7 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
 
 
 def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
-    """Return the summary of a finished export that still has its records, or None; and whether one was started."""
+    """Return the summary if a finished export still has its records, else None; and whether an export was started."""
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)

@@ -83,6 +83,7 @@ def _live_rows(split: Split, number: int) -> Integers | None:
 
 
 def _take(batch: pa.RecordBatch, rows: Integers, start: int) -> pa.RecordBatch:
+    """Return those of the shard's `rows` that are in `batch`, which starts at row `start` of the shard."""
     first, last = np.searchsorted(rows, [start, start + batch.num_rows])
     return batch.take(pa.array(rows[first:last] - start))
 

@@ -108,6 +108,7 @@ def choose_format(url: str, options: SourceOptions) -> str:
 
 
 def _by_all_names(names: list[str], url: str) -> str:
+    """Return the format of a folder that holds files of these names. Raise ConfigError if it is not clear."""
     unique_names = set(names)
     if unique_names & _IMAGENET_TARS:
         return "imagenet"

@@ -64,7 +64,7 @@ class _Table:
 
 @dataclass(frozen=True, kw_only=True)
 class NumpySource(FileSource):
-    """Listed numpy files. A part is a range of samples, or all samples of a split in an archive.
+    """A source of numpy files. A part is a range of samples, or all samples of a split in an archive.
 
     Attributes:
         columns: array names of the columns after `key`.

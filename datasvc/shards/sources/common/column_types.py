@@ -97,13 +97,13 @@ def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
         ConfigError: the files differ in the names or types of their columns, or a name occurs twice in one file. The
             message names the files and the difference.
     """
-    first, joined = "", None
+    first_name, joined = "", None
     for name, schema in schemas:
         check_unique(schema.names, name)
         if joined is None:
-            first, joined = name, schema
+            first_name, joined = name, schema
         elif not schema.equals(joined):
-            joined = _join_two(first, joined, name, schema)
+            joined = _join_two(first_name, joined, name, schema)
     assert joined is not None, "at least one file"
     return joined
 
@@ -133,8 +133,8 @@ def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequ
         )
 
 
-def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
-    check_same_names(first, joined.names, name, schema.names)
+def _join_two(first_name: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
+    check_same_names(first_name, joined.names, name, schema.names)
     fields = []
     for field in joined:
         # Columns are matched by name, because files may have them in different orders.
@@ -142,7 +142,7 @@ def _join_two(first: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa
         data_type = _join_types(field.type, other.type)
         if data_type is None:
             raise ConfigError(
-                f"column {field.name!r} is {other.type} in {name}, but {field.type} in {first}; "
+                f"column {field.name!r} is {other.type} in {name}, but {field.type} in {first_name}; "
                 "give it one type in all files, or ingest them separately"
             )
         fields.append(field.with_type(data_type).with_nullable(field.nullable or other.nullable))

@@ -1,8 +1,8 @@
 """Interface between the formats that can be ingested and the ingest.
 
 A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: the ingest assigns its
-samples to shards one by one. Any other is a `StreamedSource`: the ingest assigns its parts to units of work, and
-one worker reads each part from start to end. Both are pickled to worker processes, so they hold no open file or
+samples to shards one by one. Any other source is a `StreamedSource`: the ingest assigns its parts to units of work,
+and one worker reads each part from start to end. Both are pickled to worker processes, so they hold no open file or
 client.
 """
 

@@ -35,7 +35,7 @@ _VAL_IMAGE: Final = re.compile(r".*_val_(\d{8})\.jpe?g", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNetSource(FileSource):
-    """The listed tars of ImageNet.
+    """The source of ImageNet's tars.
 
     The parts are the class tars by name, then the validation tar; the classes are the synsets in alphabetical order.
 

@@ -31,7 +31,7 @@ _HOW_TO_LIST: Final = (
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
     """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
-    The synset is the first word of a line. Only 1,000 lines are read, since inner nodes follow the classes.
+    The synset is the first word of a line. Only the first 1,000 lines, the classes, count; inner nodes follow.
 
     Args:
         folder: path of the folder that holds the tars.

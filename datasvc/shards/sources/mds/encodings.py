@@ -28,7 +28,7 @@ _ARRAY_TYPES: Final = {
 _SCALARS: Final = {"int": "int64", **{name: name for name in _ARRAY_TYPES.values()}}
 # Bits per pixel of the modes of raw images that a PNG can hold.
 _MODE_BITS: Final = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
-# Low: a higher level saves little space, but makes encoding slower, which runs in one thread.
+# Low: a higher level saves little space, but slows down the encoding, which runs in one thread.
 _PNG_LEVEL: Final = 1
 SHAPE_SUFFIX: Final = ".shape"
 

@@ -22,13 +22,13 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
-# Samples of a shard that are tried. The first readable one gives the types that the index leaves open.
+# How many samples of a shard are tried. The first readable one gives the types that the index leaves open.
 _FIRST_SAMPLES: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class MdsSource(FileSource):
-    """A listed MDS data set: a folder with an index, or with one folder per split, each with an index.
+    """A source of an MDS data set: a folder with an index, or with one folder per split, each with an index.
 
     Each shard is a part. Without a column that holds it, the key of a sample is `SHARD#ROW`.
 

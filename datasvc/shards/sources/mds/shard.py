@@ -78,7 +78,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
             offsets = _read_offsets(stream, num_samples, part.where["raw_bytes"])
             for row, size_bytes in enumerate(np.diff(offsets).tolist()):
                 yield f"{part.name}#{row}", _read_sample(stream, size_bytes)
-            row = num_samples
+            row = num_samples  # all samples are read; only the end is left to check
             _check_end(stream, part.where["raw_bytes"])
         except (_UnreadableRestError, *DECOMPRESSION_ERRORS) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"

@@ -21,7 +21,7 @@ from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_
 _WIRE_TYPES: Final = {
     1: (VARINT,), 2: (VARINT,), 3: (VARINT,), 4: (BYTES,), 5: (VARINT,), 6: (FIXED32, BYTES), 7: (VARINT,),
 }  # fmt: skip
-# Low: a higher level saves little space, but makes encoding slower, which runs in one thread.
+# Low: a higher level saves little space, but slows down the encoding, which runs in one thread.
 _PNG_LEVEL: Final = 1
 
 

@@ -156,24 +156,24 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
         # LMDB stores no sizes: assume that the pages are shared equally by the samples.
         pages = sum(statistics[name] for name in ("branch_pages", "leaf_pages", "overflow_pages"))
         sample_bytes = -(-pages * statistics["psize"] // num_samples)
-        per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))
-        starts = _scan_keys(env, txn, per_part, num_samples, path)
+        samples_per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))
+        starts = _scan_keys(env, txn, samples_per_part, num_samples, path)
         first = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
         stamp = f"{os.stat(path).st_mtime_ns}-{env.info()['last_txnid']}"
     # The first key decides for all: keys that are not UTF-8 are stored in hexadecimal.
     where = {"path": path, "prefix": prefix, "hex_keys": not _is_text(first[0][0])}
     parts = []
     for number, start in enumerate(starts):
-        count = min(per_part, num_samples - number * per_part)
+        count = min(samples_per_part, num_samples - number * samples_per_part)
         part_where = {**where, "start": start.hex()}
         parts.append(SourcePart(split, f"{name}#{number}", count * sample_bytes, count, stamp, part_where))
     return [value for _, value in first], parts
 
 
 def _scan_keys(
-    env: lmdb.Environment, txn: lmdb.Transaction, per_part: int, num_samples: int, path: str
+    env: lmdb.Environment, txn: lmdb.Transaction, samples_per_part: int, num_samples: int, path: str
 ) -> list[bytes]:
-    """Return every `per_part`-th key. Only the sizes of the values are read."""
+    """Return every `samples_per_part`-th key. Only the sizes of the values are read."""
     starts, count = [], 0
     for key, value in txn.cursor():
         # Only a record of this size can be a named database; opening is tried for these alone.
@@ -182,7 +182,7 @@ def _scan_keys(
                 f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads only the unnamed one: "
                 "copy each of them into a separate database"
             )
-        if count % per_part == 0:
+        if count % samples_per_part == 0:
             starts.append(bytes(key))
         count += 1
     if count != num_samples:

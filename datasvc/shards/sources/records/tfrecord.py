@@ -51,7 +51,7 @@ _FIRST_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class TfRecordSource(FileSource):
-    """Listed TFRecord files, each of which is a part. The key is `FILE#ROW` unless a feature holds it.
+    """A source of TFRecord files, each of which is a part. The key is `FILE#ROW` unless a feature holds it.
 
     Attributes:
         features: column of each feature.

@@ -45,7 +45,7 @@ _FIRST_SAMPLES: Final = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ArrowSource(TableSource):
-    """Listed Arrow files. Without a key column, the key of a sample is `FILE#ROW`."""
+    """A source of Arrow files. Without a key column, the key of a sample is `FILE#ROW`."""
 
     kind: ClassVar[str] = "arrow"
 

@@ -50,7 +50,7 @@ _TIME_OF_DAY: Final = pa.scalar("1970-01-01 ", pa.string())
 
 @dataclass(frozen=True, kw_only=True)
 class CsvSource(TableSource):
-    """Listed CSV files. Without a key column, the key of a sample is `FILE#ROW`; row 0 follows the header.
+    """A source of CSV files. Without a key column, the key of a sample is `FILE#ROW`; row 0 follows the header.
 
     Attributes:
         raw: names and types of the columns.
@@ -150,7 +150,7 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
-    # Only the start of a remote file is requested. The length of compressed bytes to request is not known.
+    # Only the start of a remote file is requested. How many compressed bytes hold the header is unknown.
     stop = None if file.is_compressed else min(file.size_bytes, _HEADER_BYTES)
     try:
         with reader.open(file.path, stop=stop) as stream:
@@ -208,6 +208,5 @@ def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
 
 
 def _value_type(inferred: pa.DataType) -> pa.DataType:
-    # Arrow infers bytes for a column with text that is not UTF-8. As a column of text, only the rows
-    # with such text are bad samples.
+    # Arrow infers bytes if some text is not UTF-8. As a column of text, only the rows with such text are bad.
     return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred

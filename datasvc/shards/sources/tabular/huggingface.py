@@ -33,7 +33,7 @@ _ROW_GROUPS: Final = "row_groups"
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceSource(TableSource):
-    """A listed folder. Without a key column, the key of a sample is `FILE#ROW`."""
+    """A source of one `datasets` folder. Without a key column, the key of a sample is `FILE#ROW`."""
 
     kind: ClassVar[str] = "huggingface"
 

@@ -38,7 +38,7 @@ RANGE_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLinesSource(TableSource):
-    """Listed JSON lines. The key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
+    """A source of JSON lines. The key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
 
     Attributes:
         raw: columns of the objects as they are parsed.

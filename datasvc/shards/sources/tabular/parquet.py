@@ -38,7 +38,7 @@ _PROBED_SAMPLES: Final = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(TableSource):
-    """Listed Parquet files. Without a key column, the key of a sample is `FILE#ROW`.
+    """A source of Parquet files. Without a key column, the key of a sample is `FILE#ROW`.
 
     Attributes:
         partitions: partition columns in the folder names.

@@ -71,7 +71,7 @@ class TarReader:
         return iter(self._next_member, None)
 
     def read(self, member: TarMember) -> bytes:
-        """Return the content of the member that was yielded last; call it once per member. Raise as the class."""
+        """Return the content of the member that was yielded last; call it once per member. Errors: see the class."""
         assert self._position == member.offset
         return self._read_exactly(member.size_bytes)
 

@@ -35,7 +35,7 @@ _META: Final = re.compile(r"__[^/]*__(/|$)")
 
 @dataclass(frozen=True, kw_only=True)
 class WebDatasetSource(FileSource):
-    """Listed tars, each of which is a part.
+    """A source of WebDataset tars, each of which is a part.
 
     Attributes:
         columns: column of each field.

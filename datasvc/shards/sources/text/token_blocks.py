@@ -19,7 +19,7 @@ class Blocks:
 
     Attributes:
         tokens: `uint16` or `uint32[blocks, block_tokens]`.
-        lengths: `int32[blocks]`, tokens without padding; only the last block of a part may have fewer.
+        lengths: `int32[blocks]`, number of tokens without padding; only the last block of a part may be shorter.
         starts: `int32[documents]`, for each document that starts in one of the blocks, its position in that block.
         start_offsets: `int32[blocks + 1]`, index of each block's first entry in `starts`.
     """

@@ -53,7 +53,7 @@ _MAX_BLOCK_TOKENS: Final = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSource(FileSource):
-    """Listed text files, read as token blocks with the key `PART#BLOCK`. A part is files or ranges of lines.
+    """A source of text files, read as token blocks with the key `PART#BLOCK`. A part is files or ranges of lines.
 
     Attributes:
         tokenizer_url: URL of `tokenizer.json`.
