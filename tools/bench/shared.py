@@ -35,7 +35,8 @@ from datasvc.cache import Cache
 from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader
 
 SHARING, SEPARATE, LONE = "sharing", "separate", "one job alone"
-WARM_UP_STEPS = 4
+# Every buffer of a batch is allocated and touched for the first time within a dozen steps; a training takes thousands.
+WARM_UP_STEPS = 24
 DECODED_STEPS = 6  # more than are prefetched
 PAGE_BYTES = 4096
 
