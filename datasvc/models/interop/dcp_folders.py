@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 METADATA_FILE: Final = ".metadata"
 _MAX_DIMENSIONS: Final = 64
-_MAX_STEPS: Final = 100
+_MAX_PATH_KEYS: Final = 100
 
 BlockKey = tuple[str, Shape | None]
 """Name of a tensor and first index of one of its blocks; (name, None) for a value that is not a tensor."""
@@ -60,7 +60,7 @@ def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptDataError(f"{location} is not valid DCP metadata: {type(error).__name__}: {error}") from error
     check_shared_bytes(tensors, sum(extent.length for extent in extents.values()), location)
-    # A flat dict of tensors is a plain state dict, which needs no skeleton.
+    # A flat dict of tensors is a plain state dict, whose names alone describe the tree, so it needs no skeleton.
     is_bare = tree == items and all(isinstance(item, ForeignTensor) for item in items.values())
     return ForeignState("dcp", tensors, None if is_bare else skeleton)
 
@@ -78,7 +78,7 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     with warnings.catch_warnings():
-        # A single process saves here, on purpose.
+        # torch warns if a single process saves, but here it does so on purpose.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             save(dict(state), storage_writer=writer, no_dist=True)
@@ -89,7 +89,7 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return the cause of a failed save; torch wraps it in an exception that is not an `Exception`."""
+    """Return the cause of a failed save, which torch wraps in an exception that only derives from `BaseException`."""
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
     for cause in causes:
         reason: BaseException | None = cause
@@ -106,7 +106,7 @@ def _failure(error: BaseException) -> BaseException:
 def _value(reader: TorchReader, extent: Extent) -> Any:
     """Return a value that is not a tensor, with a `ForeignTensor` for each tensor in it."""
     state = reader.read_state(_existing(extent))
-    # `unflatten` only puts the tensors into the tree.
+    # `unflatten` only puts the tensors into the tree, so it accepts foreign ones.
     return unflatten(state.skeleton, {tensor.name: tensor for tensor in state.tensors})  # type: ignore[misc]
 
 
@@ -157,7 +157,7 @@ def _existing(extent: Extent) -> Extent:
 
 
 def _check_no_overlap(extents: Iterable[Extent]) -> None:
-    """Raise CorruptDataError if two ranges overlap: a range with many names would be loaded once for each name."""
+    """Raise CorruptDataError if two ranges overlap, because a range with many names would be loaded once per name."""
     ordered = sorted(extents, key=lambda extent: (extent.path, extent.offset, extent.length))
     for extent, following in itertools.pairwise(ordered):
         if extent.path == following.path and extent.offset + extent.length > following.offset:
@@ -169,7 +169,7 @@ def _tensor(
 ) -> ForeignTensor:
     dtype, shape = description[0], _sizes(description[1])
     boxes = [(_sizes(start), _sizes(size)) for start, size in description[2]]
-    # An empty block covers no element and may not be stored.
+    # An empty block covers no element, and torch may have stored nothing for it.
     boxes = [box for box in boxes if 0 not in box[1]]
     if not is_tiling(shape, boxes):
         raise ValueError(f"the blocks of tensor {name!r} do not cover each element exactly once")
@@ -205,11 +205,11 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
     root = _Node()
     for name, value in items.items():
         path = paths.get(name, (name,))
-        if not 0 < len(path) <= _MAX_STEPS:
+        if not 0 < len(path) <= _MAX_PATH_KEYS:
             raise CorruptDataError(f"{location}: {name!r} has no valid path in the state")
         node: Any = root
-        for step in path[:-1]:
-            node = node.setdefault(step, _Node())
+        for key in path[:-1]:
+            node = node.setdefault(key, _Node())
         if not isinstance(node, _Node) or path[-1] in node:
             raise CorruptDataError(f"{location}: two values have the same path in the state, {name!r} is one of them")
         node[path[-1]] = value

@@ -1,6 +1,6 @@
 """Read the metadata of a DCP folder, a pickle, with the classes that torch writes there and no others.
 
-Only the child process of `torch_reader` calls this: nothing here limits the memory that a hostile pickle uses.
+Only the child process of `torch_reader` may use this, because nothing here limits the memory that a pickle uses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DCP_CLASSES: Final = frozenset({
 
 
 class _DcpUnpickler(pickle.Unpickler):
-    location = ""  # of the pickle, for messages
+    location = ""  # name of the pickle in error messages
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
@@ -39,17 +39,17 @@ class _DcpUnpickler(pickle.Unpickler):
 
 
 def describe_metadata(extent: Extent) -> dict[str, Any]:
-    """Return the metadata of a DCP folder as lists, whose elements may have any JSON type.
+    """Return the metadata of a DCP folder as lists. Their elements are not checked: each may have any type.
 
     Returns:
-        "items": [name, [dtype, shape, [[start, shape] of each block]]] of a tensor, [name, None] of another value;
+        "items": [name, [dtype, shape, [[start, shape] of each block]]] for a tensor, [name, None] for another value;
         "extents": [name, start of the block or None, file, offset, length, whether an extension transformed it];
         "paths": [name, keys in the state tree].
 
     Raises:
         ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
-        CorruptDataError: it is not DCP metadata.
-        Exception: damaged or hostile bytes may raise any.
+        CorruptDataError: the pickle is not DCP metadata.
+        Exception: damaged or hostile bytes may raise any exception.
     """
     with extent.path.open("rb") as file:
         unpickler = _DcpUnpickler(file)

@@ -56,7 +56,7 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class _ExportPart:
-    """Tensors to export, by their new names, and the dtype for those of floating point; None keeps theirs."""
+    """Tensors to export, by their new names; unless `dtype` is None, floating-point ones are converted to it."""
 
     source: ChunkSource
     read: Callable[[Digest], bytes]  # reads a whole object of the version
@@ -115,7 +115,7 @@ def export_model(
         only: tensors to export; see `name_filter.select_names`.
         exclude: tensors to leave out.
         rename: new names; see `name_filter.map_names`.
-        dtype: dtype to convert floating-point tensors to, such as "bfloat16"; None keeps theirs.
+        dtype: dtype to convert floating-point tensors to, such as "bfloat16"; None keeps their dtypes.
         max_shard_bytes: largest size of the tensors in one file of "huggingface"; a larger tensor gets its own file.
         source: source of the chunks, by default the repository.
         trusted_keys: see `stored_version.read_version`.
@@ -144,7 +144,7 @@ def export_model(
     }
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
     skeleton = None
-    # The stored state tree fits only an unchanged set of tensors.
+    # The stored state tree fits only an unchanged set of tensors, so other sets become a flat dict.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     progress.begin(sum(record.nbytes for record in chosen.values()))
@@ -213,7 +213,7 @@ def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any]
         safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
-    config = _config(part, entry)  # transformers needs it to build the model
+    config = _config(part, entry)  # transformers builds the model from it
     if config is not None:
         durable.write_file(folder / safetensors.CONFIG_FILE, config)
 

@@ -1,4 +1,4 @@
-"""Import models of other file formats as versions. The format is recognised by content, not by file names.
+"""Import models of other file formats as versions. A file's format is recognised by its content, not by its name.
 
 Tensors are read and stored block by block, so memory does not grow with the model. No code in the source is executed.
 """
@@ -42,7 +42,7 @@ class ImportReport:
         format: format of the source: "safetensors", "huggingface", "torch" or "dcp".
         bytes: size of the tensors in memory.
         new_bytes: number of bytes that were not in the repository before.
-        ignored: names of tensors in the source that its index does not contain.
+        ignored: names of tensors that are in the source but not in its index, and were therefore not imported.
     """
 
     version: Resolved
@@ -82,12 +82,12 @@ def import_model(
         exclude: tensors to leave out.
         rename: new names by names in the source; see `name_filter.map_names`.
         prefix: key in the state under which a plain dict of tensors is stored; "" stores it as the state itself.
-        codec: codec of the chunks, see `write.store_tensors`; differences refer to `parent`.
+        codec: codec of the chunks, see `write.store_tensors`; "delta" stores differences to the tensors of `parent`.
         step: number of optimizer steps that the model was trained for; 0 if unknown.
         parent: version that the new one continues.
         message: message of the commit.
-        reader_memory_bytes: memory of the process that reads a torch.save file or a DCP folder, beside its
-            tensors.
+        reader_memory_bytes: maximum memory of the process that reads a torch.save file or a DCP folder, in
+            addition to its tensors.
         progress: counts the bytes of each chunk that was stored.
 
     Raises:
@@ -102,7 +102,7 @@ def import_model(
     # Resolve the parent before the source is read, so that a wrong reference fails at once.
     if parent is not None:
         parent = str(repository.resolve("models", parent))
-    # Differences refer to the tensors of the parent, so only the codec "delta" reads its table.
+    # Only the codec "delta" stores differences to the parent's tensors, so only then its table is read.
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path, reader_memory_bytes)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
@@ -135,7 +135,7 @@ def read_foreign(source: Path, reader_memory_bytes: int = READER_MEMORY_BYTES) -
         NotFoundError: `source` does not exist.
         ConfigError: the format is not supported, or the state has values that only code from the file could create.
         CorruptDataError: the source is damaged.
-        UnavailableError: it cannot be read.
+        UnavailableError: the source cannot be read.
     """
     try:
         return (_read_folder if source.is_dir() else _read_file)(source, reader_memory_bytes)
@@ -182,7 +182,7 @@ def arrange(
     """Return the selected tensors with their new names, and the skeleton of the state tree for them."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
-    # The tree of the source fits only an unchanged set of tensors.
+    # The tree of the source fits only an unchanged set of tensors, so other sets become a flat dict.
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
     parent_key = prefix if foreign.skeleton is None else ""
@@ -215,7 +215,7 @@ def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
 
     placeholders = {name: object() for name in names}
     try:
-        tree = unflatten(skeleton, cast("Any", placeholders))  # it only puts them into the tree
+        tree = unflatten(skeleton, cast("Any", placeholders))  # puts them into the tree as they are
     except (ArithmeticError, CorruptDataError, RecursionError) as error:
         raise CorruptDataError(f"{location}: {error}") from error
     counts = Counter(map(id, pytree.tree_leaves(tree)))

@@ -35,7 +35,7 @@ class OnnxExport:
     Attributes:
         version: version that was exported.
         files: paths of the files: the program, and its weights if they are too large to be part of it.
-        loaded: tensors of the version that were loaded into the module, and those that it lacks.
+        loaded: report on the tensors of the module that were loaded from the version.
     """
 
     version: Resolved
@@ -55,7 +55,7 @@ def export_onnx(
     dynamic_batch: bool = True,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> OnnxExport:
-    """Write a version as `model.onnx`. Other arguments are those of `load_into_module.load_version_into`.
+    """Load a version into a module, and write that module as `model.onnx`.
 
     Args:
         repository: repository of the version.
@@ -64,7 +64,7 @@ def export_onnx(
         model: module of the right architecture. Its tensors are overwritten, and it is set to evaluation mode.
         inputs: an example of each input.
         prefix: key of the module's tensors in the state.
-        rename: new names of tensors.
+        rename: new names of tensors, see `name_filter.map_names`.
         dynamic_batch: whether the first dimension of every input may have any size; the examples then need a size of
             2 or more there.
         trusted_keys: see `stored_version.read_version`.
@@ -104,7 +104,7 @@ def export_onnx(
             raise ConfigError(
                 f"torch cannot export {type(model).__name__} to ONNX: {lines[0] if lines else error!r}"
             ) from error
-        # torch does not sync the files that it writes.
+        # torch does not sync the files that it writes, and `create_folder` requires it.
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())

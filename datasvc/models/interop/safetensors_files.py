@@ -45,7 +45,7 @@ _METADATA: Final = {"format": "pt"}
 
 
 def read_safetensors(path: Path) -> ForeignState:
-    """Return the tensors of a file.
+    """Return the tensors of a safetensors file.
 
     Raises:
         CorruptDataError, ConfigError: see `read_header`.
@@ -71,7 +71,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         )
     tensors = _tensors(files[0])
     state = folder / STATE_FILE
-    # This name means that `models export` wrote the folder, with the state in a file of its own.
+    # This name means that `models export` wrote the folder, with the state tree in a file of its own.
     if files[0].name == TENSORS_FILE:
         names = {tensor.name: tensor.name for tensor in tensors}
         return ForeignState("safetensors", tensors, _read_json(state) if state.exists() else flat_skeleton(names))
@@ -115,7 +115,7 @@ def write_checkpoint(
 ) -> None:
     """Write the tensors, the state and the entry of a version, in the form that `read_safetensors_folder` reads.
 
-    If `skeleton` is None, no `state.json` is written. Other arguments and errors as of `write_safetensors`.
+    If `skeleton` is None, no `state.json` is written. For other arguments and errors, see `write_safetensors`.
     """
     write_safetensors(folder / TENSORS_FILE, specs, load)
     if skeleton is not None:
@@ -177,8 +177,8 @@ def _with_config(state: ForeignState, folder: Path) -> ForeignState:
     raw = path.read_bytes()
     config: Mapping[str, Any] = {}
     if len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
-        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. The parsed
-        # content may then be absent, because an export uses the bytes.
+        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. Then the
+        # entry has no parsed content. An export does not need it, because it uses the bytes.
         with suppress(CorruptDataError, ConfigError):
             parsed = parse_object(raw, str(path))
             encode_entry(parsed)
@@ -194,8 +194,8 @@ def _tensors(path: Path) -> list[ForeignTensor]:
 
 def _reader(path: Path, placed: PlacedTensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
-        # Ordinary reads, and not the package safetensors, which maps the file: if another process truncates the file,
-        # a read raises an error, but an access to a mapped page would kill this process with SIGBUS.
+        # Use ordinary reads, because the package safetensors maps the file. If another process truncates the file, a
+        # read raises an error, but an access to a mapped page would kill this process with SIGBUS.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)
             for start, shape in plan_chunks(placed.shape, ITEM_BYTES[placed.dtype]):

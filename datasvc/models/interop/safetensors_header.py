@@ -1,4 +1,4 @@
-"""Header of a safetensors file: read it with the package safetensors; encode one before the tensors are in memory.
+"""Read headers of safetensors files with the package safetensors; encode headers before tensors are in memory.
 
 Layout: length of the header (8 bytes, little-endian); the header, a JSON object; the bytes of the tensors, without
 gaps. See https://github.com/huggingface/safetensors, "Format".
@@ -57,7 +57,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    # The package checks the length against the file, but has a higher limit.
+    # The package refuses a header that is longer than the file, but its limit for others is higher than ours.
     if MAX_HEADER_BYTES < header_bytes < path.stat().st_size:
         raise CorruptDataError(
             f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are supported"
@@ -69,7 +69,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
     except SafetensorError as error:
         raise CorruptDataError(f"{path} is damaged, or is not a safetensors file: {error}") from None
     placed: list[PlacedTensor] = []
-    # safetensors has checked that the tensors fill the file without gaps.
+    # safetensors has checked that there are no gaps, so each tensor begins where the one before it ends.
     offset = _LENGTH_BYTES + header_bytes
     for name, dtype, shape in described:
         check_tensor_name(name, str(path))
@@ -86,7 +86,7 @@ def parse_object(raw: bytes, location: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CorruptDataError: it is not a JSON object, or a key occurs twice.
+        CorruptDataError: `raw` is not a JSON object, or a key occurs twice.
     """
 
     def from_pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

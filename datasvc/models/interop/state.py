@@ -26,8 +26,8 @@ class ForeignTensor:
     Attributes:
         name: name in the file.
         dtype: torch's name of the dtype.
-        blocks: function that reads the tensor: yields pairs (first index, values) of blocks that tile it, a few MiB
-            each if the format allows. Raises CorruptDataError, OSError.
+        blocks: function that reads the tensor. It yields pairs (first index, values) of blocks that tile the tensor,
+            of a few MiB each if the format allows that. It raises CorruptDataError or OSError.
     """
 
     name: str
@@ -80,7 +80,7 @@ def check_file_name(folder: Path, name: object, *, listed_in: str, suffix: str =
     """Return the path of a file that the file `listed_in` of an untrusted folder refers to.
 
     Raises:
-        CorruptDataError: it is not the name of a file in the same folder, or does not end with `suffix`.
+        CorruptDataError: `name` is not the name of a file in this folder, or does not end with `suffix`.
     """
     if not isinstance(name, str) or not name.endswith(suffix) or not is_plain_name(name):
         kind = f"{suffix} file".strip()
@@ -113,10 +113,10 @@ def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torc
     import torch
 
     block = torch.empty(shape, dtype=getattr(torch, dtype))
-    # `readinto` may return fewer bytes than requested, from a pipe in particular.
+    # `readinto` may read fewer bytes than requested, from a pipe in particular, so repeat it.
     view, filled = bytes_of(block), 0
     while filled < view.nbytes:
-        length = file.readinto(view[filled:])  # type: ignore[attr-defined] # of every binary file
+        length = file.readinto(view[filled:])  # type: ignore[attr-defined] # every binary file has it
         if not length:
             raise CorruptDataError(f"{location} was truncated while it was read")
         filled += length

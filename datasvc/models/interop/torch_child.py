@@ -1,7 +1,8 @@
 """Child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
 No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` reads the metadata of DCP with the
-classes that torch writes there and no others. A hostile file can still crash or block a reader: it is this process.
+classes that torch writes there and no others. A hostile file can still crash or block a reader, therefore the reader
+is a process of its own.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
 from datasvc.sizes import format_size
 
-# The JSON takes up to 25 times as much memory in the parent. Enough for about 200,000 tensors.
+# Parsed, the JSON takes up to 25 times this memory in the parent. The limit is enough for about 200,000 tensors.
 _MAX_METADATA_BYTES: Final = 32 << 20
 # Limit the processor time: a hostile value can be slow to read, such as a nested tuple as a key of a dict.
 _MIN_CPU_S: Final = 120
 _MIN_BYTES_PER_CPU_S: Final = 16 << 20
 _MAX_MESSAGE: Final = 2000
 
-# torch's messages for a class that it refuses to create; it has no exception of its own for them.
+# Messages of torch that name a class it refuses to create. It has no exception type for this, so match the text.
 _REFUSED = re.compile(
     r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
 )
 _NO_MEMORY = re.compile("allocate memory|bad_alloc|bad allocation")
-_SCRIPT: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
+_SCRIPT_MESSAGE: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
 
 
 class _PickleServer:
@@ -62,7 +63,7 @@ class _PickleServer:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def answer(self, request: ReadRequest) -> tuple[bytes, Any]:
-        """Return the reply to a request, a line of JSON, and the bytes that follow it."""
+        """Return the reply to a request: a line of JSON, and the bytes to send after this line."""
         extent = request.extent
         try:
             if request.kind == "block":
@@ -84,7 +85,7 @@ class _PickleServer:
 
     def _describe_state(self, extent: Extent) -> dict[str, Any]:
         is_whole = extent.path.stat().st_size == extent.length
-        # A part of a file cannot be mapped: it is in memory as bytes and as tensors.
+        # A part of a file cannot be mapped, so it takes its size twice: as bytes and as tensors.
         self._set_limits(extent.length if is_whole else 2 * extent.length, extent)
         value, stored = _load(extent, is_whole=is_whole)
         skeleton, self._tensors = flatten(value, max_nodes=self._max_nodes)
@@ -107,9 +108,9 @@ class _PickleServer:
 
 
 def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
-    """Return the value of torch.save in an extent, and the lengths of the memory that the file fills, by address.
+    """Return the value that torch.save wrote to an extent, and the lengths of the storages read from it, by address.
 
-    A whole file is mapped, unless it is from before torch 1.6.
+    A whole file is mapped into memory, unless its format is from before torch 1.6.
     """
     with extent.path.open("rb") as file:
         file.seek(extent.offset)
@@ -142,7 +143,7 @@ def _check_archive(source: Any, location: str) -> None:
     """Check the zip archive of a state and its checksums, which torch does not check in a file that it maps."""
     with zipfile.ZipFile(source) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise ConfigError(_SCRIPT.format(location))
+            raise ConfigError(_SCRIPT_MESSAGE.format(location))
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise CorruptDataError(f"{location} is a compressed archive, which torch.save never writes")
         if damaged := archive.testzip():
@@ -150,7 +151,7 @@ def _check_archive(source: Any, location: str) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
-    """Check that tensors are dense and consist of bytes of their file: with strides, few bytes make any large tensor.
+    """Check that tensors are dense and have their values in the file: by strides, few bytes can make a huge tensor.
 
     `stored` has the addresses and lengths of the memory that was filled from the file.
     """
@@ -166,11 +167,11 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             )
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
-        # The storage must be inside memory that was filled from the file: that with the nearest start before it.
+        # The storage must be inside memory that was filled from the file. Find the last such memory before it.
         nearest = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
         if length and not nearest <= start <= start + length <= nearest + stored.get(nearest, 0):
             raise CorruptDataError(f"{extent.location}: the values of tensor {name!r} are not in the file")
-        # By address, so that a storage of tied tensors counts once.
+        # Count by address, so that a storage of tied tensors counts once.
         used[start] = max(length, used.get(start, 0))
         if tensor.numel() * tensor.itemsize > max(length, MAX_REPEATED_BYTES):
             raise ConfigError(
@@ -231,7 +232,7 @@ def main() -> None:
     torch.set_num_threads(1)
     messages = sys.stdin.buffer
     server = _PickleServer(*pickle.load(messages))  # noqa: S301 - from our own parent process
-    # The input ends with the parent. A write fails if the parent or the end of a mapped file is gone.
+    # EOFError: the parent has ended. OSError: the parent has ended, or a mapped file was truncated during a write.
     with suppress(EOFError, OSError):
         while True:
             request: ReadRequest = pickle.load(messages)  # noqa: S301 - from our own parent process

@@ -19,12 +19,12 @@ LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a `torch.save` file.
 
-    Its tensors are read block by block, so a file larger than memory can be read. In the format before torch 1.6, the
-    child process holds all of them in memory.
+    Its tensors are read block by block, so a file larger than memory can be read. Only for the format
+    before torch 1.6, the child process holds all of them in memory.
 
     Raises:
-        ConfigError, CorruptDataError, OSError: see `TorchReader.read_state`; or tensors share so much memory that
-            they would become far larger than the file.
+        ConfigError, CorruptDataError, OSError: see `TorchReader.read_state`; or tensors share so much memory that,
+            stored one by one, they would become far larger than the file.
     """
     extent = Extent(path, 0, path.stat().st_size, str(path))
     state = TorchReader(memory_bytes).read_state(extent)

@@ -1,7 +1,7 @@
 """Read files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
 
 Both are pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still need any
-amount of memory, compute without end, or crash the process that reads it. The child process is `torch_child`.
+amount of memory, compute without end, or crash its reader. The reader is therefore a child process, `torch_child`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 READER_MEMORY_BYTES: Final = 1 << 30
 """Default memory of the child, beside the tensors: enough for some millions of values that are not tensors."""
 MAX_NODES: Final = 1 << 20
-"""Maximum number of values in a state: a small file can refer to the same list very often."""
+"""Maximum number of values in a state, because a small file can refer to the same list very often."""
 _CHILD: Final = "datasvc.models.interop.torch_child"
 _ERRORS: Final[dict[str, type[Exception]]] = {
     "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
@@ -35,7 +35,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 # Tied tensors share one storage under several names. All tensors together may have this multiple of the file's bytes.
 _MAX_SHARED: Final = 16
 MAX_REPEATED_BYTES: Final = 1 << 20
-"""Up to this size, a tensor may repeat its values freely."""
+"""Up to this size in memory, a tensor may be larger than its storage, as an expanded tensor is."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class DescribedState:
 
     skeleton: Any
     tensors: Sequence[ForeignTensor]
-    is_bare: bool  # only a tensor, or a dict of tensors
+    is_bare: bool  # whether the state is a single tensor or a flat dict of tensors
 
 
 class TorchReader:
-    """A child process that reads files; it ends when this object is deleted, or with this process.
+    """A child process that reads files; it ends when this object is deleted, or when this process ends.
 
     Args:
         memory_bytes: memory that the child may use, beside the tensors of the file.
@@ -93,9 +93,9 @@ class TorchReader:
         """Return the state in an extent. Its tensors are read later, so the file must not change until then.
 
         Raises:
-            ConfigError: it holds values that only code could create, or that cannot be stored; the message names
-                them. Or it needs more memory than the limit.
-            CorruptDataError: it is damaged, or its tensors are larger than the extent.
+            ConfigError: the state has values that only code could create, or that cannot be stored; the message
+                names them. Or the child needs more memory than its limit.
+            CorruptDataError: the extent is damaged, or smaller than its tensors.
             OSError: the file cannot be read.
         """
         reply = self._request(ReadRequest("state", extent))
@@ -107,7 +107,7 @@ class TorchReader:
 
         Raises:
             ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
-                Or it needs more memory than the limit.
+                Or the child needs more memory than its limit.
             CorruptDataError: the file is damaged or not DCP metadata.
             OSError: the file cannot be read.
         """
@@ -128,7 +128,7 @@ class TorchReader:
     def _request(self, request: ReadRequest) -> Any:
         assert self._child.process.stdout is not None
         self._child.send(request)
-        # Limited, because the child has read a hostile file and may reply anything.
+        # Limit the line: if the file was hostile, it may have taken over the child, which then may send anything.
         line = self._child.process.stdout.readline(MAX_STATE_BYTES + 100)
         if not line.endswith(b"\n"):
             raise self._describe_end(request.extent.location)
@@ -140,7 +140,7 @@ class TorchReader:
 
     def _describe_end(self, location: str) -> CorruptDataError:
         """Return the error for a child that ended without a reply."""
-        # It may still run, after an incomplete line.
+        # The child may still run if its line was too long.
         self._child.process.kill()
         status = self._child.process.wait()
         if status == -signal.SIGXCPU:

@@ -16,9 +16,9 @@ from datasvc.repository.store.retries import map_exceptions
 
 @contextmanager
 def create_folder(folder: Path) -> Iterator[Path]:
-    """Create and yield a temporary folder beside `folder`; rename it to `folder` if the block succeeds.
+    """Create and yield a temporary folder beside `folder`; rename it to `folder` if the `with` block succeeds.
 
-    The block must sync the files that it writes. A process that is killed leaves only a folder `.tmp-...`.
+    The `with` block must sync the files that it writes. A process that is killed leaves only a folder `.tmp-...`.
 
     Raises:
         ConfigError: `folder` is a file, is not empty, or is not writable.
@@ -42,12 +42,12 @@ def create_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_target(folder: Path) -> Path:
-    """Check that `create_folder` can create a folder, and return it without symbolic links.
+    """Check that `create_folder` can create a folder, and return its path with symbolic links resolved.
 
     Call this before anything is downloaded for the folder.
 
     Raises:
-        ConfigError: it is a file, is not empty, cannot be replaced, or its parent folder is not writable.
+        ConfigError: `folder` is a file, is not empty, cannot be replaced, or its parent folder is not writable.
         UnavailableError: the disk fails.
     """
     with map_exceptions("write", str(folder)):
