@@ -79,7 +79,7 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     # The version's own segments stay out: its entry has them in the field `data`.
     inherited: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
     gaps = [(version, gap) for gap in copied.gaps]
-    for ancestor in reversed(list(ancestry.above(version))):
+    for ancestor in reversed(list(ancestry.ancestors_of(version))):
         inherited += planned[ancestor.name].consumed
         gaps += [(ancestor.name, gap) for gap in planned[ancestor.name].gaps]
     gaps += [(str(item.get("version")), str(item["gap"])) for item in copied.history if "gap" in item]

@@ -27,7 +27,7 @@ class Version:
     Attributes:
         name: name with version, such as "digits-cnn@3".
         entry: content of its log entry.
-        uses: data sets that it and earlier versions of its run used.
+        uses: data sets that this version and earlier versions of its run used.
         parents: versions that it continues, all of them in the graph.
         gaps: unknown parts of the origin, one line each: a missing parent, or an invalid field.
     """
@@ -63,7 +63,7 @@ class Ancestry:
     versions: dict[str, Version] = field(default_factory=dict)
     requested: list[str] = field(default_factory=list)
 
-    def above(self, name: str) -> Iterator[Version]:
+    def ancestors_of(self, name: str) -> Iterator[Version]:
         """Yield the ancestors of a version, each once, nearest first."""
         seen = {name}
         generation = list(self.versions[name].parents)
@@ -138,7 +138,7 @@ class _AncestryReader:
     def _parents(self, entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Return the parents of a version, and a gap for each parent that is not known."""
         if HISTORY in entry:
-            # The parents are versions of another repository: here, their names may belong to other versions.
+            # The recorded parents are versions of another repository; here, their names may belong to other versions.
             return [], []
         parents: list[str] = []
         gaps: list[str] = []
@@ -146,7 +146,7 @@ class _AncestryReader:
         refs = [entry.get("parent"), *(merged if isinstance(merged, list) else [])]
         for ref in (ref for ref in refs if ref is not None):
             try:
-                parents += self._parent(ref)
+                parents.append(self._parent(ref))
             except (ConfigError, NotFoundError, TypeError) as error:
                 gaps.append(f"it continues {ref!r}, which is not in this repository: {error}")
         origin = entry.get("origin")
@@ -156,21 +156,21 @@ class _AncestryReader:
             gaps.append(f"it continues {names} of another repository, and has no record of what they consumed")
         return list(dict.fromkeys(parents)), gaps
 
-    def _parent(self, ref: str) -> list[str]:
+    def _parent(self, ref: str) -> str:
         parent = parse_reference(ref, "model")
         if parent.version is None:
             # Tags move: the version that a tag or a name stood for at the time of the save is not recorded.
             raise ConfigError("a parent without a version number is ambiguous")
         if parent.version not in self._entries.numbers(parent.name):
             raise NotFoundError(f"there is no version {parent.version} of {parent.name}")
-        return [f"{parent.name}@{parent.version}"]
+        return f"{parent.name}@{parent.version}"
 
 
 def _sorted(versions: dict[str, Version]) -> dict[str, Version]:
     """Return versions with parents before children; a cycle of parents is cut and recorded in `gaps`."""
     done: dict[str, Version] = {}
     on_path: set[str] = set()
-    for root in sorted(versions, key=_by_number):
+    for root in sorted(versions, key=_model_and_number):
         stack = [root]  # not recursion: a history may be longer than Python's recursion limit
         while stack:
             name = stack[-1]
@@ -184,13 +184,13 @@ def _sorted(versions: dict[str, Version]) -> dict[str, Version]:
                 stack += unvisited
                 continue
             # Parents that are neither done nor unvisited are on the path: they form a cycle with this version.
-            done[name] = _without(versions[name], unfinished)
+            done[name] = _without_parents(versions[name], unfinished)
             on_path.discard(name)
             stack.pop()
     return done
 
 
-def _without(version: Version, circular: Sequence[str]) -> Version:
+def _without_parents(version: Version, circular: Sequence[str]) -> Version:
     if not circular:
         return version
     parents = tuple(parent for parent in version.parents if parent not in circular)
@@ -198,6 +198,6 @@ def _without(version: Version, circular: Sequence[str]) -> Version:
     return replace(version, parents=parents, gaps=(*version.gaps, gap))
 
 
-def _by_number(name: str) -> tuple[str, int]:
+def _model_and_number(name: str) -> tuple[str, int]:
     model, _, number = name.partition("@")
     return model, int(number)

@@ -159,8 +159,8 @@ def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
 def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> TensorsDifference:
     """Compare two tensor tables without reading any tensor.
 
-    A tensor that is divided into other chunks in `b` than in `a` counts as changed: chunk digests of different slices
-    cannot be compared.
+    A tensor that is divided into other chunks in `b` than in `a` counts as changed, because chunk digests of
+    different slices cannot be compared.
     """
     ours, theirs = ({record.name: record for record in table} for table in (a, b))
     common = [(ours[name], theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
@@ -176,7 +176,7 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
 
 
 def measure_change(source: ChunkSource, a: TensorRecord, b: TensorRecord, *, progress: Progress) -> TensorChange:
-    """Measure the change from `a` to `b`, which have the same dtype and shape; errors as of `load_chunk`."""
+    """Measure the change from `a` to `b`, which have the same dtype and shape; for errors, see `load_chunk`."""
     change_squared = base_squared = 0.0
     num_changed = num_nonfinite = 0
     for chunk, before, after in _aligned(source, a, b):
@@ -203,7 +203,7 @@ def _aligned(
     decoders = Decoders()
     for chunk in b.chunks:
         same = ours.get(chunk.box)
-        # `a` is divided differently: read the same slice from the chunks of `a` that overlap it.
+        # If `a` is divided differently, read the same slice from the chunks of `a` that overlap it.
         if same is None:
             before = load_window(source, a, chunk.start, chunk.shape)
         else:
@@ -216,7 +216,7 @@ def _aligned(
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both tensors as float64, in blocks: a whole chunk in float64 takes up to eight times its bytes."""
+    """Yield both tensors as float64, block by block: as a whole, a chunk would take up to eight times its bytes."""
     import torch
 
     old, new = (
@@ -239,6 +239,7 @@ def _use_name(use: Mapping[str, Any]) -> str:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    # An empty mapping below the root is a value of its own, so that adding or removing it is a change.
     if isinstance(value, Mapping) and (value or not path):
         for key, child in value.items():
             yield from _leaves(child, f"{path}.{key}" if path else str(key))

@@ -20,7 +20,7 @@ from datasvc.models.registry.registry import ModelVersion, model_ancestry, parse
 from datasvc.repository import Repository
 
 _VersionKey = tuple[str, int]  # model name and version number
-# If the versions that were read do not determine the drawing, four times as many are read next.
+# While the versions that were read do not determine the drawing, read this many times as many.
 _READ_GROWTH: Final = 4
 
 
@@ -109,25 +109,25 @@ def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: st
         for parent in parents_of_one:
             num_children[parent] += 1
 
-    def rank(key: _VersionKey) -> tuple[bool, str, int]:
+    def drawing_order(key: _VersionKey) -> tuple[bool, str, int]:
         return key[0] != name, key[0], -key[1]
 
-    ready = [(rank(key), key) for key, count in num_children.items() if not count]
+    ready = [(drawing_order(key), key) for key, count in num_children.items() if not count]
     heapq.heapify(ready)
-    # Candidates at which a cycle is cut; the first in drawing order is at the end.
-    waiting = sorted(num_children, key=rank, reverse=True)
+    # Versions at which a cycle may be cut, in reverse drawing order, so that `pop` removes the first.
+    waiting = sorted(num_children, key=drawing_order, reverse=True)
     ordered: dict[_VersionKey, None] = {}
     while len(ordered) < len(parents):
         if not ready:  # only versions of a cycle and their ancestors remain
             while waiting[-1] in ordered:
                 waiting.pop()
-            ready.append((rank(waiting[-1]), waiting[-1]))
+            ready.append((drawing_order(waiting[-1]), waiting[-1]))
         _, key = heapq.heappop(ready)
         ordered[key] = None
         for parent in parents[key]:
             num_children[parent] -= 1
             if not num_children[parent] and parent not in ordered:
-                heapq.heappush(ready, (rank(parent), parent))
+                heapq.heappush(ready, (drawing_order(parent), parent))
     return list(ordered)
 
 
@@ -151,54 +151,54 @@ def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> 
 
 
 class _Drawing:
-    """Columns of the graph. `_lanes` holds, for each column, the parent that its line leads to, or None if free."""
+    """Columns of the graph. `_targets` has, for each column, the parent that its line leads to; None if free."""
 
     def __init__(self) -> None:
-        self._lanes: list[_VersionKey | None] = []
+        self._targets: list[_VersionKey | None] = []
         self._drawn: set[_VersionKey] = set()
 
     def draw(self, key: _VersionKey, parents: Sequence[_VersionKey]) -> list[str]:
         """Return the line of a version, followed by the lines that connect it to its parents."""
         self._drawn.add(key)
-        ahead = [parent for parent in parents if parent not in self._drawn]  # cuts cycles
+        undrawn = [parent for parent in parents if parent not in self._drawn]  # a drawn parent closes a cycle
         column = self._column(key)
-        self._lanes[column] = key
-        lines = [self._row({column: "*" if ahead else "o"})]
-        self._lanes[column] = ahead[0] if ahead else None
-        lines.extend(self._connect(column, parent) for parent in ahead[1:])
-        if ahead and self._lanes.count(ahead[0]) == 2:
+        self._targets[column] = key
+        lines = [self._row({column: "*" if undrawn else "o"})]
+        self._targets[column] = undrawn[0] if undrawn else None
+        lines.extend(self._connect(column, parent) for parent in undrawn[1:])
+        if undrawn and self._targets.count(undrawn[0]) == 2:
             # Two columns lead to the same parent. End the right one, so that long lines stay on the left.
-            right = len(self._lanes) - 1 - self._lanes[::-1].index(ahead[0])
-            self._lanes[right] = None
-            lines.append(self._connect(right, ahead[0]))
-        while self._lanes and self._lanes[-1] is None:
-            self._lanes.pop()
+            right = len(self._targets) - 1 - self._targets[::-1].index(undrawn[0])
+            self._targets[right] = None
+            lines.append(self._connect(right, undrawn[0]))
+        while self._targets and self._targets[-1] is None:
+            self._targets.pop()
         return lines
 
     def _connect(self, start: int, parent: _VersionKey) -> str:
-        """Return a horizontal line from column `start` to the column of `parent`; open that column if necessary."""
-        ends = self._lanes[start] is None
-        is_open = parent in self._lanes
+        """Return a horizontal line from column `start` to the column of `parent`; open that column if needed."""
+        start_ends = self._targets[start] is None
+        stop_exists = parent in self._targets
         stop = self._column(parent)
-        self._lanes[stop] = parent
+        self._targets[stop] = parent
         low, high = sorted((start, stop))
         # The horizontal line crosses the vertical lines of the columns between.
-        marks = {column: "+" if self._lanes[column] else "-" for column in range(low + 1, high)}
-        marks |= {start: "'" if ends else "|", stop: "|" if is_open else "."}
+        marks = {column: "+" if self._targets[column] else "-" for column in range(low + 1, high)}
+        marks |= {start: "'" if start_ends else "|", stop: "|" if stop_exists else "."}
         # If both columns continue, only an arrow shows the column that the line leads to.
-        toward = "" if ends or not is_open else ">" if stop > start else "<"
+        toward = "" if start_ends or not stop_exists else ">" if stop > start else "<"
         return self._row(marks, low, high, toward)
 
     def _column(self, key: _VersionKey) -> int:
         """Return the column that leads to a version, or the first free column if there is none."""
-        if key in self._lanes:
-            return self._lanes.index(key)
-        if None not in self._lanes:
-            self._lanes.append(None)
-        return self._lanes.index(None)
+        if key in self._targets:
+            return self._targets.index(key)
+        if None not in self._targets:
+            self._targets.append(None)
+        return self._targets.index(None)
 
     def _row(self, marks: Mapping[int, str], low: int = 0, high: int = 0, toward: str = "") -> str:
-        columns = [marks.get(column, "|" if lane else " ") for column, lane in enumerate(self._lanes)]
+        columns = [marks.get(column, "|" if target else " ") for column, target in enumerate(self._targets)]
         between = ["-" if low <= column < high else " " for column in range(len(columns))]
         if toward:
             between[high - 1 if toward == ">" else low] = toward

@@ -14,7 +14,7 @@ from datasvc.errors import ConfigError
 
 MetricMode = Literal["max", "min"]
 
-# Whole words, in lower case.
+# These patterns must match whole words, in lower case.
 _LOWER: Final = re.compile(r"loss(es)?|perplexity|ppl|err(ors?)?|nll|r?mse|mae|wer|cer|xent")
 _HIGHER: Final = re.compile(r"acc(uracy)?|top\d+|precision|recall|f1|auc|auroc|m?iou|dice|bleu|psnr|ssim")
 _NEUTRAL: Final = re.compile(
@@ -51,14 +51,14 @@ def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "
 
 def _direction(metric: str) -> MetricMode | None:
     words = [word.lower() for word in _WORD.findall(_SPLIT_TOP_K.sub(r"top\1", metric))]
-    directed = [index for index, word in enumerate(words) if _mode_of(word) is not None]
-    modes = {_mode_of(words[index]) for index in directed}
+    directed_at = [index for index, word in enumerate(words) if _mode_of(word) is not None]
+    modes = {_mode_of(words[index]) for index in directed_at}
     if len(modes) != 1 or any(map(_NEGATING.fullmatch, words)):
         return None
-    # A number after the word is a rank or a count, as in "acc@1". One before it makes a formula, as in "1-accuracy".
-    if any(word.isdigit() for word in words[: directed[0]]):
+    # A number after the word is a parameter, as in "acc@1". A number before it makes a formula, as in "1-accuracy".
+    if any(word.isdigit() for word in words[: directed_at[0]]):
         return None
-    after = [word for word in words[directed[0] :] if _mode_of(word) is None]
+    after = [word for word in words[directed_at[0] :] if _mode_of(word) is None]
     return modes.pop() if all(map(_NEUTRAL.fullmatch, after)) else None
 
 

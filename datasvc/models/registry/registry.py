@@ -1,4 +1,4 @@
-"""List models and describe their versions: log entries together with the tags and removals of today."""
+"""List models and describe their versions: log entries together with the current tags and removals."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
 
 
 def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
-    """Return the `last` versions of a model, or all, oldest first, with removed ones; see `Repository.entries`."""
+    """Return all or the `last` versions of a model, oldest first, with removed ones; see `Repository.entries`."""
     return _versions(repository, name, repository.entries("models", name, last=last))
 
 
 def model_ancestry(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
-    """Return the `last` versions of a model, or all, and their ancestors in other models, in unspecified order.
+    """Return all or the `last` versions of a model, and their ancestors in other models, in unspecified order.
 
     Parents that are not in this repository are left out. Errors are those of `Repository.entries`.
     """
@@ -100,7 +100,7 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
     reader, state_of = EntryReader(repository), dict[str, _MutableState]()
     missing = _missing_parents(versions.values(), versions)
     while missing:
-        others = (key for key in missing if key[0] != name)  # `last` limits the versions of the model itself
+        others = (key for key in missing if key[0] != name)  # no more of the model itself: `last` limits it
         existing = sorted(key for key in others if key[1] in reader.numbers(key[0]))
         for other, number in existing:
             if other not in state_of:
@@ -137,7 +137,7 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
-    # A tagged version is not removed: a removal that ran at the same time as the tag was set is reverted.
+    # A tagged version does not count as removed: its removal ran while the tag was set, and will be reverted.
     return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
 
 

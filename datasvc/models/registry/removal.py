@@ -45,7 +45,7 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
 
     Raises:
         ConfigError: a reference is a name alone, or a version is tagged and `force` is not set; nothing was removed.
-        NotFoundError: a version does not exist or is removed already; nothing was removed.
+        NotFoundError: a version does not exist or was removed earlier; nothing was removed now.
         ConflictError: another process moved a tag of one of the versions during the removal. The message lists what
             was removed. The tags of the other versions are restored.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
@@ -91,7 +91,7 @@ def retain(
     versions = [version for version in model_log(repository, name) if not version.removed]
     plan = plan_retention(versions, policy)
     if plan.removed and not dry_run:
-        # The plan keeps every tagged version: a tag on a version to remove was set after the log was read.
+        # The plan keeps every tagged version, so a tag on a version to remove was set after the log was read.
         tagged = _tags_on(repository, name, set(plan.removed))
         if tagged:
             raise ConflictError(f"another process moved tags of {name}: {tagged}; nothing was removed, plan again")
@@ -110,7 +110,7 @@ def swept_versions(repository: Repository, name: str, before_s: float) -> frozen
 
 
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a removed version's entry whose objects `gc` keeps: consumed samples and code."""
+    """Return those fields of a removed version's entry whose objects `gc` keeps: consumed samples and code."""
     return {field: entry[field] for field in _KEPT_FIELDS if field in entry}
 
 

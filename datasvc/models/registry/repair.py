@@ -24,7 +24,7 @@ from datasvc.threads import run_in_threads
 
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
-# An object of another kind of problem matches its digest, and an entry has none: a copy would be no better.
+# A "contradictory" object matches its digest, so a copy would be the same; "not trusted" concerns an entry.
 _REPAIRABLE: Final = ("missing", "changed", "unreadable")
 
 
@@ -33,7 +33,7 @@ class Repair:
     """Result of the repair of one object.
 
     Attributes:
-        kept_at: location of the bad bytes in the quarantine; None if there were none or nothing was replaced.
+        kept_at: location of the bad bytes in the quarantine; None if there were no bytes, or nothing was replaced.
         failure: why the object is still bad; None if it is good now.
     """
 
@@ -47,7 +47,7 @@ class RepairReport:
     """Result of `verify_and_repair`.
 
     Attributes:
-        verified: report of the first pass, with the problems of all passes.
+        verified: report of the first pass, to which the problems of later passes were added.
         repairs: result for each object whose repair was tried.
         remaining: problems that could not be repaired.
     """
@@ -63,7 +63,7 @@ def repair(
     copies: Sequence[Repository],
     progress: Progress = NO_PROGRESS,
 ) -> list[Repair]:
-    """Replace missing, changed and unreadable objects by good copies. A failure does not stop the others.
+    """Replace missing, changed and unreadable objects by good copies. A failed repair does not stop the others.
 
     Args:
         repository: repository with the problems.
@@ -111,7 +111,8 @@ def verify_and_repair(
         good = {result.digest for result in tried if result.failure is None}
         repaired = [problem for problem in remaining if problem.digest in good and problem.kind in _REPAIRABLE]
         remaining = [problem for problem in remaining if problem not in repaired]
-        # Without `deep`, a tensor object hides nothing. With it, tensors of a bad object could not be decoded before.
+        # A bad object can hide problems of its versions. Without `deep`, an object of tensors hides none. With
+        # `deep`, its tensors can be decoded only now.
         hidden = {version for problem in repaired if deep or problem.role != "tensors" for version in problem.hit}
         if not hidden:
             break
@@ -159,14 +160,14 @@ def _replace(repository: Repository, digest: Digest, source: Objects, progress: 
         with map_exceptions("write", str(writer.path)):
             writer.sync()
         # Quarantine before the replacement, so that a crash between the two never loses the bad bytes.
-        kept_at = _keep(repository, digest)
+        kept_at = _quarantine(repository, digest)
         repository.storage.adopt(Objects.path(digest), writer.path)
     finally:
         objects.abandon(writer)
     return kept_at
 
 
-def _keep(repository: Repository, digest: Digest) -> str | None:
+def _quarantine(repository: Repository, digest: Digest) -> str | None:
     """Link or copy the bad bytes of an object into the quarantine; return the location, or None if there are none."""
     storage, path = repository.storage, Objects.path(digest)
     size_bytes = storage.size(path)

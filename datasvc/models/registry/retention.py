@@ -29,7 +29,7 @@ class RetentionPolicy:
         every_steps: keep the first version at or after each multiple of this number of steps.
 
     Raises:
-        ConfigError: no count is given or a count is below 1, or `mode` is missing for an unclear metric name.
+        ConfigError: no count is given, a count is below 1, or the metric's name is unclear and `mode` is missing.
     """
 
     last: int | None = None
@@ -91,7 +91,7 @@ def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) ->
 
 
 def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
-    scores = {version.version: _numbers(version.entry.get("metrics")) for version in living}
+    scores = {version.version: _finite_metrics(version.entry.get("metrics")) for version in living}
     metrics = sorted({name for score in scores.values() for name in score})
     # Without a metric, it is unknown which value is better: keep both ends.
     if policy.metric is None:
@@ -105,9 +105,9 @@ def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[t
             f"{', '.join(metrics) or 'none'}"
         )
     assert policy.mode is not None  # set together with the metric
-    word = "highest" if policy.mode == "max" else "lowest"
+    end = "highest" if policy.mode == "max" else "lowest"
     for place, number in enumerate(_ranked(scores, policy.metric, policy.mode)[: policy.best or 1], 1):
-        yield number, f"{word} {policy.metric}" if place == 1 else f"{word} {policy.metric}, place {place}"
+        yield number, f"{end} {policy.metric}" if place == 1 else f"{end} {policy.metric}, place {place}"
 
 
 def _ranked(scores: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
@@ -134,8 +134,8 @@ def _every(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[
                 yield version.version, f"every {policy.every_steps} steps"
 
 
-def _numbers(metrics: Any) -> dict[str, float]:
-    """Return the finite metrics: NaN and infinity have no rank."""
+def _finite_metrics(metrics: Any) -> dict[str, float]:
+    """Return the finite metrics, because NaN and infinity cannot be ordered."""
     items = metrics.items() if isinstance(metrics, Mapping) else ()
     return {
         str(name): float(value)

@@ -1,7 +1,7 @@
 """First step of `verify`: read and check entries, tensor tables, states, shardings and code of model versions.
 
-The bytes of the tensors are not read here. Memory is proportional to the number of objects: a digest and a size is
-kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
+The bytes of the tensors are not read here. Memory is proportional to the number of objects: a digest and a size
+are kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _MAX_BYTES: Final[Mapping[Role, int]] = {
 }
 
 BAD: Final = (CorruptDataError, NotFoundError)
-# On a local disk, an I/O or permission error is a fault of the stored data. A remote store can have other reasons.
+# On a local disk, an I/O or permission error means that the stored data are bad. On a remote store, it may come from
+# the network or the credentials, so it ends the check.
 BAD_DISK: Final = (*BAD, UnavailableError, ConfigError)
 
 
@@ -42,11 +43,11 @@ class ModelProblem:
     Attributes:
         kind: "unreadable": a local disk fails to read it. "contradictory": its bytes match the digest, but its
             content is impossible. "not trusted": it has no valid signature.
-        role: content of the object or entry.
+        role: what the object holds; "entry" for an entry.
         digest: digest of the object; None for an entry.
         detail: message with what was expected and what was found.
-        hit: by version, names of the tensors that cannot be restored; () means all tensors or other parts of the
-            state.
+        hit: by version, names of the tensors that cannot be restored; () means all tensors, or parts of the state
+            that are not tensors.
     """
 
     kind: Kind
@@ -104,7 +105,7 @@ class Survey:
             entry = self._repository.entry(version)
             refs = objects_of_entry(entry.content, version)
         except (*BAD, UnavailableError) as error:
-            # Not `except self.bad`: on a local disk that includes ConfigError, which means a later format here.
+            # Not `except self.bad`: on a local disk, it includes ConfigError, which here means a later format.
             if type(error) not in self.bad:
                 raise
             self._note("entry", kind_of(error), str(version), version, str(error))
@@ -118,12 +119,12 @@ class Survey:
             self._read("code", refs.code, version)
         state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
         sharding = None if refs.sharding is None else self._read("sharding", refs.sharding, version)
-        # `_read` has noted why one of them is missing; the following checks need both.
+        # If one of them is missing, `_read` has noted why. The following checks need both.
         if state is None or records is None:
             return
         try:
             skeleton = decode_state(state, str(version))
-            # Without tensors, this only finds names in the state that are not in the table.
+            # The tensors are all None: this only finds names in the state that are not in the table.
             unflatten(skeleton, cast("Any", dict.fromkeys(record.name for record in records)))
         except CorruptDataError as error:
             self._note("state", "contradictory", refs.state, version, f"{version}: {error}")

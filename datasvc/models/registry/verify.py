@@ -1,7 +1,7 @@
 """Verify model versions: read every object once, and list the tensors of each version that cannot be restored.
 
-`Survey` checks the metadata. Then each object of tensors is read and compared with its digest. The tensor tables are
-read again only if an object is bad, to name its tensors, or with `deep`, to decode every tensor.
+`Survey` checks the metadata. Then each object that holds tensors is read and compared with its digest. The tensor
+tables are read again only if an object is bad, to name its tensors, or with `deep`, to decode every tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def verify(
     bad = _find_bad_objects(repository.objects, survey, progress)
     tensor_problems: list[ModelProblem] = []
     if bad:
-        tensor_problems += _describe(repository.objects, survey, bad)
+        tensor_problems += _name_damaged(repository.objects, survey, bad)
     if deep:
         tensor_problems += _find_wrong_tensors(repository.objects, survey, bad, progress)
     # Filter last: a version can be removed at any time during the check, and then `gc` may delete its objects.
@@ -82,7 +82,7 @@ def verify(
 
 
 def resolve_versions(repository: Repository, refs: str | Iterable[str | Resolved]) -> list[Resolved]:
-    """Return the version of one or of each reference, each version once; for errors, see `Repository.resolve`."""
+    """Return the distinct versions that one or several references name; for errors, see `Repository.resolve`."""
     every = [refs] if isinstance(refs, str) else refs
     resolved = (ref if isinstance(ref, Resolved) else repository.resolve("models", ref) for ref in every)
     return list(dict.fromkeys(resolved))
@@ -128,12 +128,12 @@ def _find_bad_objects(objects: Objects, survey: Survey, progress: Progress) -> d
     return {digest: error for digest, error in zip(survey.objects, errors, strict=True) if error is not None}
 
 
-def _describe(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[ModelProblem]:
+def _name_damaged(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[ModelProblem]:
     """Yield a problem for each bad object, with the tensors that cannot be restored."""
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
     referenced: set[Digest] = set()
     # `bool` selects the chunks that have a bad object. They are loaded one by one, because several tensors may share
-    # an object: those whose own bytes are intact are not listed.
+    # an object: a tensor whose own bytes are intact is not listed.
     for versions, loads in _try_to_load(objects, survey, bool, bad):
         for record, chunk, is_bad in loads:
             suspects = bad.keys() & {link.object for link in chunk.chain}
@@ -152,7 +152,7 @@ def _find_wrong_tensors(
     objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError], progress: Progress
 ) -> Iterator[ModelProblem]:
     """Yield a problem for each tensor that does not match its digest although all its objects are intact."""
-    # `not_` selects the chunks whose objects are all good; `_describe` has reported the others.
+    # `not_` selects the chunks whose objects are all good; `_name_damaged` has reported the others.
     for versions, loads in _try_to_load(objects, survey, not_, bad, progress):
         for record, chunk, is_bad in loads:
             if is_bad:
@@ -168,9 +168,9 @@ def _try_to_load(
     bad: Mapping[Digest, DatasvcError],
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[tuple[Sequence[str], list[tuple[TensorRecord, Chunk, bool]]]]:
-    """Try to load chunks; yield for each table its versions, and whether each of its chunks cannot be restored.
+    """Try to load chunks; yield for each table its versions, and for each of its chunks whether it is bad.
 
-    `choose` decides by the bad objects of a chunk whether to load it. A chunk that is not loaded counts as good.
+    `choose` gets the bad objects of a chunk and returns whether to load it. Chunks that are not loaded count as good.
     """
     verdicts: dict[Chunk, bool] = {}  # versions share most chunks: load each once
     decoders = Decoders()
