@@ -1,7 +1,7 @@
 """Ranges of positions that the training of a version consumed, computed from its entry. No file is read here.
 
 A version adds a few segments to those of the versions that it continues. A segment has the start and the batch size
-of the run that read it. They determine which positions were dropped at the end of an epoch, and which optimizer step
+of the run that read it. Both determine which positions were dropped at the end of an epoch, and which optimizer step
 consumed each other position. Where an entry does not record them, the result is marked as uncertain, never guessed.
 """
 
@@ -58,7 +58,7 @@ class Segment:
 
     Attributes:
         order: order in which the samples were read.
-        span: span of the run that read it; its batches start at `span.start`.
+        span: span of the run that read the range; the batches start at `span.start`.
         since: first position of the version's own part; an ancestor consumed the positions before it.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
@@ -79,8 +79,8 @@ class EpochPart(NamedTuple):
         first: first position of the first batch of this epoch, at most `start`.
         step: number of optimizer steps before the batch at `first`; None if unknown.
         global_batch: number of samples of a step over all ranks; None if unknown.
-        is_certain: False if the last positions may have been dropped, because the entry does not record what the run
-            did with an incomplete last batch.
+        is_certain: False if it is unknown whether the last positions were dropped, because the entry does not record
+            what the run did with an incomplete last batch.
     """
 
     epoch: int
@@ -147,8 +147,8 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
 
     Args:
         use: data use of the version.
-        before: data use of that ancestor: of the same run, or, if `use` has no spans, with the same order. None if
-            there is no such ancestor.
+        before: data use of that ancestor; if `use` has spans, the ancestor is of the same run. None if there is no
+            such ancestor.
         step: number of optimizer steps of the version's weights; None if unknown.
 
     Raises:
@@ -166,14 +166,14 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
 
 def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None) -> list[Segment]:
     """Return the spans of a run without those that an earlier version already had."""
-    # Both are records of one run from its start, so equal spans are at the start.
+    # Both record one run from its beginning, so the spans that both have come first.
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, before, strict=False)))
     new = spans[num_same:]
     starts = [span.start for span in new]
     if new and num_same < len(before) and new[0].start == before[num_same].start:
-        # The span grew; or the run was reset to an earlier position, and then nothing of the span is new.
+        # The span grew. Or the run was reset to an earlier position; then nothing of the span is new.
         starts[0] = min(before[num_same].stop, new[0].stop)
-    # The step at the end of a span is that at the start of the next one.
+    # A span ends at the step at which the next one starts.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]
     return [
         Segment(order, span, start, stop_step)
@@ -198,11 +198,11 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
             f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
         )
     # A step is reported only if the batches determine it.
-    step = span.step if _is_counted(segment, num_samples) else None
+    step = span.step if _has_batch_per_step(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0
         ends_here = epoch == span.stop[0]
-        stop = span.stop[1] if ends_here else _last_served(first, num_samples, span)
+        stop = span.stop[1] if ends_here else _stop_of_batches(first, num_samples, span)
         start = max(first, segment.since[1]) if epoch == segment.since[0] else first
         # Epochs before `since` belong to an ancestor; they only advance the step.
         if epoch >= segment.since[0] and start < stop:
@@ -216,7 +216,7 @@ def _has_known_tail(span: ReadSpan) -> bool:
     return span.tail in {"short", "pad"} or (span.tail == "drop" and span.global_batch is not None)
 
 
-def _last_served(first: int, num_samples: int, span: ReadSpan) -> int:
+def _stop_of_batches(first: int, num_samples: int, span: ReadSpan) -> int:
     if span.tail != "drop" or span.global_batch is None:
         return num_samples
     return num_samples - (num_samples - first) % span.global_batch
@@ -228,7 +228,7 @@ def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
     return count_steps(first, num_samples, span.global_batch, span.tail)
 
 
-def _is_counted(segment: Segment, num_samples: int) -> bool:
+def _has_batch_per_step(segment: Segment, num_samples: int) -> bool:
     """Return whether the span has one batch per optimizer step; only then the batch determines the step."""
     span = segment.span
     if span.step is None or segment.stop_step is None or span.global_batch is None or span.tail is None:

@@ -44,9 +44,9 @@ def find_consumers(
         keys: keys of the samples. Give either this or `deleted_in`.
         deleted_in: a data-set version: search the samples that it deleted, in every data set that uses a shard which
             contained them.
-        data: count the keys only in this data set or version. With `deleted_in`: also count them here, even if it has
-            no shard in common.
-        split: count the keys only in splits of this name.
+        data: match the keys only in this data set or version. With `deleted_in`: match them here as well, even if no
+            shard is in common.
+        split: match the keys only in splits of this name.
 
     Raises:
         ConfigError: both or none of `keys` and `deleted_in` are given, or a reference is not valid.
@@ -66,11 +66,11 @@ def find_consumers(
 
 
 class _Lookup(NamedTuple):
-    """Lookup of a query, by its number, in the split with a shard table."""
+    """Search for the keys of the query with this number, in the shards of a shard table."""
 
     number: int
     table: Digest
-    in_all: bool  # search all shards; otherwise only those of the query's deletion
+    in_all: bool  # whether to search all shards, or only those of the query's deletion
 
 
 class _ConsumerSearch:
@@ -88,10 +88,10 @@ class _ConsumerSearch:
 
     def run(self) -> ConsumerReport:
         readers = self._open_readers()
-        chunks = self._find(readers)
+        batches = self._find(readers)
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
-        for name, chunk in chunks:
-            own[name] |= _bits(chunk.served.keys, len(self._keys))
+        for name, batch in batches:
+            own[name] |= _bits(batch.served.keys, len(self._keys))
         seen = self._inherit(own)
         is_present = np.zeros(len(self._keys), np.bool_)
         for reader in readers.values():
@@ -101,13 +101,13 @@ class _ConsumerSearch:
             missing=np.flatnonzero(~is_present),
             versions=self._versions(seen, own),
             gaps={name: tuple(dict.fromkeys(gaps)) for name, gaps in self._gaps.items() if gaps},
-            chunks=[chunk for _, chunk in chunks],
+            chunks=[batch for _, batch in batches],
             seen=seen,
         )
 
     def _find(self, readers: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
         """Return what each version consumed in its own training, ordered by version and training."""
-        # Grouped by order and epoch: an epoch is computed once, even if many versions have a part of it.
+        # Group by order and epoch, so that an epoch is computed once, even if many versions consumed a part of it.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
         number = 0
         for name, planned in self._planned.items():
@@ -123,11 +123,11 @@ class _ConsumerSearch:
                 within = served[find_in(part, served.positions)]
                 if len(within.keys):
                     numbered.append((number, name, UseBatch(consumed, part, within)))
-        return [(name, chunk) for _, name, chunk in sorted(numbered, key=lambda item: item[0])]
+        return [(name, batch) for _, name, batch in sorted(numbered, key=lambda item: item[0])]
 
     def _open_readers(self) -> dict[ReadOrder, KeyPositions]:
         """Return key positions for each order that may contain the samples; note a gap for unreadable orders."""
-        # Equal orders may have different names for their splits, and a query counts if one of the names matches.
+        # Equal orders may have different names for their splits, and a query applies if one of the names matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
         for version, planned in self._planned.items():
             for order in (consumed.segment.order for consumed in planned.consumed):
@@ -158,26 +158,27 @@ class _ConsumerSearch:
     def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
         # Whether a deletion concerns an order is known only from its shard tables, which are not read yet.
         return any(
-            query.deletion is not None or any(map(query.counts_in, names, order.tables)) for query in self._queries
+            query.deletion is not None or any(map(query.matches_whole_split, names, order.tables))
+            for query in self._queries
         )
 
     def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
-        """Return the lookups for each split of an order; note a gap for each split that cannot be decided."""
+        """Return the lookups for each split of an order; note a gap for each split for which this is unknown."""
         lookups: list[list[_Lookup]] = [[] for _ in order.tables]
         for number, query in enumerate(self._queries):
             splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)
             for split_lookups, names, digest, name in splits:
                 table, deletion = self._tables[digest], query.deletion
-                if query.counts_in(names, digest):
+                if query.matches_whole_split(names, digest):
                     split_lookups.append(_Lookup(number, digest, in_all=True))
                 elif deletion is None:
                     continue
                 elif table is not None and any(shard.digest in deletion.shards for shard in table.shards()):
                     split_lookups.append(_Lookup(number, digest, in_all=False))
-                elif query.may_be_older(names) and table is None:
+                elif query.is_of_deletion_dataset(names) and table is None:
                     self._add_missing_table(order, digest, name)
-                elif query.may_be_older(names) and digest not in deletion.tables:
-                    # The data set has no version with this table here: other shards may contain the same samples.
+                elif query.is_of_deletion_dataset(names) and digest not in deletion.tables:
+                    # The data set has no version with this table here, so other shards may contain the same samples.
                     self._add_gap(
                         order,
                         f"it read {name} of shard table {digest[:12]}..., which belongs to no version of "
@@ -250,7 +251,7 @@ class _ConsumerSearch:
 def _bits(numbers: Integers, size: int) -> Bits:
     flags = np.zeros(size, np.bool_)
     flags[numbers] = True
-    # Packed, because there is one set per version.
+    # Packed to save memory, because there is one set per version.
     return np.packbits(flags, bitorder="little")
 
 

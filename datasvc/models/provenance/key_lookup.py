@@ -31,7 +31,7 @@ class KeyPlaces:
         keys: `int64[n]`, number of each key that was found, in the list of requested keys.
         shards: `int64[n]`, number of the key's shard in the table.
         rows: `int64[n]`, row of the key in the shard, counted without deleted samples, as an access order counts.
-        num_lost: number of shards whose keys or deletions are not in the repository.
+        num_lost: number of shards that could not be searched: their keys or deletions are not in the repository.
     """
 
     keys: Integers
@@ -88,7 +88,7 @@ def find_places(
         return _Hits(numbers.drop_null().to_numpy().astype(np.int64), rows)
 
     hits = dict(zip(indexes, map_in_threads(scan, indexes, _READS_AT_ONCE), strict=True))
-    return {digest: _place(objects, table, hits) for digest, table in tables.items()}
+    return {digest: _places_in(objects, table, hits) for digest, table in tables.items()}
 
 
 def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> pa.Array:
@@ -101,7 +101,7 @@ def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> p
     return joined.cast(pa.string())
 
 
-def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits | None]) -> KeyPlaces:
+def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits | None]) -> KeyPlaces:
     deletions = _deletions(objects, table)
     deleted = table.deleted_per_shard
     keys, shards, rows = [], [], []
@@ -110,7 +110,7 @@ def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits 
         if shard not in hits:
             continue
         hit = hits[shard]
-        # Without the deletions, a key that was found may be that of a deleted sample.
+        # Without the deletions, a key that was found may be that of a deleted sample, so the shard counts as lost.
         if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
             num_lost += 1
             continue
@@ -120,7 +120,7 @@ def _place(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits 
         if deleted[number] and deletions is not None:
             remaining = deletions.kept_rows(number)
             kept_rows = np.searchsorted(remaining, hit.rows)
-            # The -1 stands for a row after the last remaining one: it equals no stored row.
+            # A row after the last remaining one gets the index of the -1, which equals no stored row.
             is_kept = np.append(remaining, -1)[kept_rows] == hit.rows
             kept_keys, kept_rows = kept_keys[is_kept], kept_rows[is_kept]
         keys.append(kept_keys)

@@ -23,7 +23,7 @@ class Served:
     Attributes:
         positions: `int64[n]`, positions in the epoch, ascending.
         keys: `int64[n]`, number of the key served at each position.
-        sources: `int64[n]`, number of its split in the read order.
+        sources: `int64[n]`, number of the split of each key in the read order.
     """
 
     positions: Integers
@@ -96,10 +96,10 @@ class KeyPositions:
         )
         ordinals, keys = [], []
         for split_epoch in mixed.own_epochs(source, epoch):
-            served = AccessOrder(counts, config, split_epoch).positions_of(places.shards, places.rows)
-            served = split_epoch * size + served
-            inside = (served >= begin) & (served < end)
-            ordinals.append(served[inside])
+            split_positions = AccessOrder(counts, config, split_epoch).positions_of(places.shards, places.rows)
+            found = split_epoch * size + split_positions
+            inside = (found >= begin) & (found < end)
+            ordinals.append(found[inside])
             keys.append(places.keys[inside])
         positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
         return Served(positions, concatenate(keys), np.full(len(positions), source))

@@ -20,7 +20,7 @@ from datasvc.shards.format.shard_table import ShardTable
 
 @dataclass(frozen=True)
 class ModelOrigin:
-    """Origin of a model version, from its log entry; empty or None for a field that the entry does not have.
+    """Origin of a model version, from its log entry. A field that the entry does not have is empty or None.
 
     Attributes:
         name: name with version, such as "digits-cnn@3".
@@ -75,7 +75,7 @@ class Lineage:
         version: name of the version, such as "digits-cnn@3".
         models: the version and all its ancestors, by name, newest first.
         datasets: all data-set versions that these models read, and the ancestors of these data sets, by name.
-        shards: digests of the shards, in order, by digest of the shard table that was read.
+        shards: for the digest of each shard table that was read, the digests of its shards in order.
         gaps: data that is not in this repository, one line each.
     """
 
@@ -88,7 +88,7 @@ class Lineage:
     def to_dict(self) -> dict[str, Any]:
         """Return the lineage as JSON values.
 
-        Versions are a flat list: nested, a chain of a thousand versions would exceed the depth limit of JSON parsers.
+        Versions are a flat list, because a nested chain of a thousand would exceed the depth limit of JSON parsers.
         """
         return {
             "version": self.version,
@@ -165,7 +165,7 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
             lineage.shards[table] = [shard.digest for shard in shards]
     if _add_dataset(repository, lineage, version):
         current = lineage.datasets[version].splits.get(name, {})
-        # A version copied from another repository may have read data that had this name there.
+        # A version copied from another repository may have read other data, which had this name there.
         if current.get("table") != table:
             _add_gap(
                 lineage, f"{version} in this repository is not the data that was read: its {name!r} has another table"
@@ -173,6 +173,7 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
 
 
 def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
+    """Add a data-set version and its ancestors; return whether that version is in this repository."""
     pending = [root]  # not recursion: a history may be longer than Python's recursion limit
     while pending:
         name = pending.pop()

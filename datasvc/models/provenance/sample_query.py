@@ -41,15 +41,15 @@ class Deletion:
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Requested samples: their keys, and the splits in which the keys count.
+    """Requested samples: their keys, and where a key means a requested sample ("matches").
 
     Attributes:
         keys: distinct keys.
-        data: data set ("imagenet") or version ("imagenet@3") in which the keys count; None means all data sets, or
-            with `deletion` none.
-        split: name of the splits in which the keys count; None means all splits.
-        tables: shard tables of the version `data`, if it is in this repository; the keys then count only in these.
-        deletion: the keys also count in the shards of this deletion.
+        data: data set ("imagenet") or version ("imagenet@3") in which the keys match; None means all data sets, or
+            with `deletion` no data set.
+        split: name of the splits in which the keys match; None means all splits.
+        tables: shard tables of the version `data`, if it is in this repository; then the keys match only in these.
+        deletion: the keys also match in the shards of this deletion.
     """
 
     keys: tuple[str, ...]
@@ -58,8 +58,8 @@ class SampleQuery:
     tables: frozenset[Digest] | None = None
     deletion: Deletion | None = None
 
-    def counts_in(self, names: Iterable[str], table: Digest) -> bool:
-        """Return whether the keys count in every shard of a split.
+    def matches_whole_split(self, names: Iterable[str], table: Digest) -> bool:
+        """Return whether the keys match in every shard of a split.
 
         Args:
             names: recorded names of the split, such as "imagenet@3/train".
@@ -71,7 +71,7 @@ class SampleQuery:
             return False
         return any(_is_of(name, self.data, self.split) for name in names)
 
-    def may_be_older(self, names: Iterable[str]) -> bool:
+    def is_of_deletion_dataset(self, names: Iterable[str]) -> bool:
         """Return whether the names of a split belong to the data set that the samples were deleted from."""
         return self.deletion is not None and any(_is_of(name, self.deletion.name, self.split) for name in names)
 
@@ -114,7 +114,7 @@ def query_deleted(
     queries = []
     for name, changes in splits.items():
         if split in {None, name} and len(changes.deleted):
-            # All earlier versions, not only the parent: in each, the samples may be in other shards.
+            # Use all earlier versions and not only the parent, because in each the samples may be in other shards.
             before = {
                 by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
             }
@@ -144,7 +144,7 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
 
 
 def _tables_of(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest] | None:
-    """Return the shard tables of the version `data`; None if it is no reference of a version of this repository."""
+    """Return the shard tables of the version `data`; None if it names no version, or one not in this repository."""
     reference = None if data is None else parse_reference(data)
     if data is None or reference is None or (reference.version is None and reference.tag is None):
         return None

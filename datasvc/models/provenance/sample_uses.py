@@ -24,8 +24,8 @@ class SampleUse(NamedTuple):
     Attributes:
         key: key of the sample.
         data: split that it came from, such as "imagenet@3/train".
-        version: version whose training consumed it; "digits-cnn@3 elsewhere" if that is in another repository. The
-            use counts for all versions that continue this one, too.
+        version: version whose training consumed it; "digits-cnn@3 elsewhere" if it is only in another
+            repository. The use also counts for all versions that continue this one.
         epoch: epoch of the split, or of the mixture if the run read one.
         position: position in that epoch.
         step: optimizer step that consumed it, counted from 1; None if the entry does not determine it.
@@ -74,9 +74,9 @@ class ConsumerReport:
     Attributes:
         keys: requested keys, in the requested order.
         missing: numbers of the keys that occur in no data that these versions read.
-        versions: the requested versions.
+        versions: the requested versions, with the number of samples that each consumed.
         gaps: unknown parts, one line each, by name of a requested version or of an ancestor.
-        chunks: uses of the samples, ordered by version and training.
+        chunks: uses of the samples, grouped by version and epoch, ordered by version and training.
         seen: by version, the samples that it or an ancestor consumed.
     """
 
@@ -89,27 +89,27 @@ class ConsumerReport:
 
     def uses(self, number: int) -> list[SampleUse]:
         """Return the uses of the sample `keys[number]`, ordered by version and training."""
-        return [use for chunk in self.chunks for use in self._uses(chunk, chunk.served.keys == number)]
+        return [use for batch in self.chunks for use in self._uses(batch, batch.served.keys == number)]
 
     def all_uses(self) -> Iterator[SampleUse]:
         """Yield the uses of all requested samples, ordered by version and training."""
-        for chunk in self.chunks:
-            yield from self._uses(chunk, np.ones(len(chunk.served.keys), np.bool_))
+        for batch in self.chunks:
+            yield from self._uses(batch, np.ones(len(batch.served.keys), np.bool_))
 
     def versions_with(self, number: int) -> list[str]:
         """Return the requested versions that consumed the sample `keys[number]`, or have an ancestor that did."""
         byte, bit = divmod(number, 8)
         return [version.name for version in self.versions if self.seen[version.name][byte] >> bit & 1]
 
-    def _uses(self, chunk: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
-        served = chunk.served[np.flatnonzero(chosen)]
-        steps = chunk.part.steps_of(served.positions)
-        names = chunk.consumed.segment.order.names
-        # Lists of Python integers: reading numpy arrays element by element is much slower.
+    def _uses(self, batch: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
+        served = batch.served[np.flatnonzero(chosen)]
+        steps = batch.part.steps_of(served.positions)
+        names = batch.consumed.segment.order.names
+        # Use lists of Python integers, because reading numpy arrays element by element is much slower.
         step_list = [None] * len(served.keys) if steps is None else steps.tolist()
         rows = zip(served.keys.tolist(), served.sources.tolist(), served.positions.tolist(), step_list, strict=True)
         for key, source, position, step in rows:
             yield SampleUse(
-                self.keys[key], names[source], chunk.consumed.version, chunk.part.epoch, position, step,
-                chunk.part.is_certain,
+                self.keys[key], names[source], batch.consumed.version, batch.part.epoch, position, step,
+                batch.part.is_certain,
             )  # fmt: skip

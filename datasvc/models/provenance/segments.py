@@ -19,7 +19,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 
 _ELSEWHERE: Final = " elsewhere"
-_RunOrder = tuple[str | None, ReadOrder]
+_RunOrder = tuple[str | None, ReadOrder]  # a run, or None for any run; and the order in which it read
 
 
 class Consumed(NamedTuple):
@@ -66,8 +66,8 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
 def history_of(repository: Repository, ref: str, *, entries: EntryReader | None = None) -> list[dict[str, Any]]:
     """Return what the ancestors of a version consumed, as JSON values; `entries` is a cache that several calls share.
 
-    This is the field `history` of the version's entry in a repository without its ancestors: there, the names of its
-    parents may belong to other versions.
+    This becomes the field `history` of the version's entry in a repository without its ancestors, because there the
+    names of its parents may belong to other versions.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `read_ancestry`.
@@ -76,7 +76,7 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     ancestry = read_ancestry(repository, [version], entries=entries)
     planned = plan_segments(ancestry)
     copied = ancestry.versions[version]
-    # The version's own segments stay out: its entry has them in the field `data`.
+    # Leave out the version's own segments, because its entry has them in the field `data`.
     inherited: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
     gaps = [(version, gap) for gap in copied.gaps]
     for ancestor in reversed(list(ancestry.ancestors_of(version))):
@@ -102,9 +102,9 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
     uses = trainings(version.uses)
     for use in uses:
         try:
-            # With spans, match the run as well: another run may have read the same order.
+            # With spans, match the run as well, because another run may have read the same order.
             before = earlier.get((use.run if use.spans else None, parse_use(use)[0]))
-            if not _is_joined(ancestry, version, use, earlier):
+            if not _is_start_known(ancestry, version, use, earlier):
                 gaps.append(
                     f"its run began at step {use.spans[0].step}, but no version that it continues has this step: "
                     "what its weights consumed before is unknown"
@@ -123,12 +123,12 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
     return PlannedVersion(tuple(consumed), tuple(gaps))
 
 
-def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_RunOrder, DataUse]) -> bool:
+def _is_start_known(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_RunOrder, DataUse]) -> bool:
     """Return whether the run's record starts at the step of a version that this version continues."""
     step = use.spans[0].step if use.spans else None
     if not step or HISTORY in version.entry or (version.gaps and not version.parents):
-        return True  # the run started from nothing, or its parents are unknown, which is a gap already
-    # If an ancestor is of the same run, its record joins that of this version.
+        return True  # the run began at step 0, or the history or a gap describes what it continued
+    # If an ancestor is of the same run, this version's record continues that of the ancestor.
     if any(run == use.run for run, _ in earlier if run is not None):
         return True
     steps = {ancestry.versions[parent].step for parent in version.parents}
@@ -136,13 +136,13 @@ def _is_joined(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapp
 
 
 def _has_own_steps(ancestry: Ancestry, version: Version) -> bool:
-    """Return whether a version has more steps than its parents. Averages and copies have not."""
+    """Return whether a version has more steps than its parents. Averages and copies of versions have not."""
     steps = [ancestry.versions[parent].step for parent in version.parents]
     return version.step is None or version.step > max((step for step in steps if step is not None), default=0)
 
 
 def _by_run_order(uses: Sequence[DataUse]) -> dict[_RunOrder, DataUse]:
-    """Return uses by (run, order), and under the run None by the order alone."""
+    """Return uses by (run, order); each is also under (None, order), to find it by its order alone."""
     by_run: dict[_RunOrder, DataUse] = {}
     for use in uses:
         order = _order_of(use)
@@ -165,7 +165,7 @@ def _merged(parents: Sequence[Mapping[_RunOrder, DataUse]]) -> dict[_RunOrder, D
 
 def _history_uses(version: Version) -> list[DataUse]:
     """Return the data uses of ancestors that are only in another repository, one per run."""
-    # The record of a run is one data use with all its spans, as the entry of a version in this repository has it.
+    # Build one data use with all spans for each run, as the entry of a version in this repository would have it.
     runs: dict[str, list[Consumed]] = {}
     for item in version.history:
         try:
@@ -188,7 +188,7 @@ def _order_of(use: DataUse) -> ReadOrder | None:
 
 
 def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
-    """Yield the segments, with consecutive segments of the same run and span as one."""
+    """Yield the segments, with consecutive segments of the same run and span joined to one."""
     joined: dict[tuple[Any, ...], Consumed] = {}
     for item in consumed:
         span = item.segment.span
