@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LedgersArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="LEDGER...", help="Folder that the loaders got as ledger=; or one folder of each node."),
+    typer.Argument(metavar="LEDGER...", help="Folder that the loaders got as ledger=; or that folder of each node."),
 ]
 KeysOption = Annotated[
     str | None,
@@ -38,9 +38,9 @@ def audit(
 
     Example: datasvc audit /shared/run7/ledger --epoch 0 --repo ./repo
 
-    A sample that is served again after a restart from an older state counts once: the weights from before the restart
-    are discarded. Exit status: 0 if all finished epochs, at least one, are proven, 1 if not, 3 if the ledger is
-    damaged.
+    A sample that is served again after a restart from an older state counts once, because the weights from before the
+    restart are discarded. Exit status: 0 if all finished epochs (at least one) are proven, 1 if not, 3 if the ledger
+    is damaged.
     """
     result = _read_ledgers(ledgers, epoch)
     if as_json:
@@ -66,9 +66,9 @@ def _read_ledgers(ledgers: list[Path], epoch: int | None) -> Audit:
 
 
 def _open_names(result: Audit, repo: str | None) -> SampleNames | None:
-    """Return a lookup of sample keys; None without a repository, or if there is no sample to list.
+    """Return a lookup of sample keys; None if no repository is given, or if there is no sample to list.
 
-    Without samples to list, the repository is not opened.
+    The repository is opened only if there are samples to list.
     """
     if repo is None or not any(epoch.never.count or epoch.repeated.count for epoch in result.epochs):
         return None
@@ -116,7 +116,7 @@ def _print_audit(result: Audit, show: int, repo: str | None) -> None:
         _print_line(f"{path}: its end was cut off by a crash; complete records count")
     for epoch in result.epochs:
         _print_line(f"epoch {epoch.epoch}: {_verdict(epoch)}")
-        for line in (*_counts(epoch), *epoch.reasons):
+        for line in (*_count_lines(epoch), *epoch.reasons):
             _print_line(f"  {line}")
         for title, uneven in (("never served", epoch.never), ("served more than once", epoch.repeated)):
             if uneven.count:
@@ -131,7 +131,7 @@ def _verdict(epoch: EpochAudit) -> str:
     return f"not proven: {epoch.never.count} samples never, {epoch.repeated.count} more than once"
 
 
-def _counts(epoch: EpochAudit) -> list[str]:
+def _count_lines(epoch: EpochAudit) -> list[str]:
     counts = {
         f"served {epoch.served}": True,
         f"masked {epoch.masked} that did not decode": epoch.masked,

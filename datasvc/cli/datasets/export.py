@@ -11,7 +11,7 @@ from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, Spl
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
-# The keys of `datasvc.shards.export.FORMATS`, whose import is too slow for `--help`.
+# These are the keys of `datasvc.shards.export.FORMATS`, repeated because its import is too slow for `--help`.
 DatasetFormat = Literal["webdataset", "parquet", "mds", "lmdb", "folder", "tfrecord"]
 
 

@@ -75,7 +75,7 @@ def ingest(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Number of samples to read of each split, bad ones included.")
+        int | None, typer.Option(help="Maximum number of samples to read from each split, bad ones included.")
     ] = None,
     on_bad: Annotated[
         Literal["fail", "skip"], typer.Option(help="If samples do not decode: commit nothing, or skip them.")
@@ -107,8 +107,8 @@ def ingest(
     Example: datasvc ingest ./photos pets --repo ./repo
 
     SOURCE/train/cat/1.jpg becomes a sample of split "train" with label "cat"; without split folders, all samples are
-    in "train". After an interruption, the same command continues. Exit status 6: committed without the bad samples.
-    --json prints one event per line.
+    in "train". After an interruption, the same command continues. Exit status 6 means: committed without the bad
+    samples. --json prints one event per line.
     """
     from datasvc.repository import Repository
     from datasvc.repository.logs.references import check_name
@@ -187,7 +187,7 @@ def _show_progress(name: str, source: Source, *, as_json: bool) -> Iterator[Prog
 
 
 class _EventPrinter(Progress):
-    """Printer of progress as JSON lines: one per second, and one per finished shard."""
+    """Prints progress as JSON lines: at most one per second, and one per finished shard."""
 
     def __init__(self) -> None:
         self._started = self._printed = time.monotonic()
@@ -270,7 +270,7 @@ def _print_report(report: IngestReport) -> None:
             f"added {format_counts(report.num_added)} samples; left out {format_counts(report.num_left_out)} "
             "samples of earlier versions, which were replaced or are in another split"
         )
-    # Notes and warnings go to standard error, so that standard output has the result alone.
+    # Notes and warnings go to standard error, so that standard output has only the result.
     if report.num_resumed:
         typer.echo(f"resumed an interrupted ingest: {report.num_resumed} shards were already stored", err=True)
     if report.has_source_changed:

@@ -9,7 +9,7 @@ from datasvc.errors import ConfigError, NotFoundError
 
 
 def read_keys(path: str) -> list[str]:
-    """Return the lines of a file that are not empty; "-" is standard input. For errors, see `read_lines`."""
+    """Return the non-empty lines of a file; "-" is standard input. For errors, see `read_lines`."""
     return [line for line in read_lines(path, "keys") if line]
 
 

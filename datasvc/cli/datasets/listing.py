@@ -48,7 +48,7 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
     if as_json:
         print_json([{**entry.content, "version": entry.number} for entry in entries])
         return
-    # Newest first for people; programs get the order of the log.
+    # People read the newest version first; programs get the order of the log.
     rows = [
         (
             f"{name}@{entry.number}",

@@ -20,7 +20,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only print what would be removed.")]
 NoWritersOption = Annotated[
-    bool, typer.Option("--no-writers", help="Assert that no process writes to the repository, and allow any grace.")
+    bool, typer.Option("--no-writers", help="Promise that no process writes to the repository; allows any --grace.")
 ]
 
 
@@ -42,7 +42,7 @@ def verify(
     with byte_progress(f"verifying {ref}") as progress:
         result = run_verify(Repository.open(repo), ref, deep=deep, progress=progress)
     if as_json:
-        # An overlap may have millions of samples; `overlap_facts` lists the first ones.
+        # An overlap may have millions of samples, so leave it out here; `overlap_facts` lists only the first ones.
         facts = asdict(replace(result, overlaps=()))
         print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})
     else:
@@ -73,7 +73,7 @@ def verify(
 
 def gc(
     repo: RepoOption,
-    grace: Annotated[str, typer.Option(help="Keep everything that is younger: 7d, 48h, 30m.")] = "7d",
+    grace: Annotated[str, typer.Option(help="Keep everything that is younger than this: 7d, 48h, 30m.")] = "7d",
     yes: YesOption = False,
     no_writers: NoWritersOption = False,
     as_json: JsonOption = False,

@@ -67,7 +67,7 @@ def head(
     from datasvc.shards.versions.dataset import choose_split
 
     dataset = open_dataset(Repository.open(repo), ref)
-    # A generator: the text of the first samples is printed before the last samples are read.
+    # A generator, so that the first samples are printed before the last ones are read.
     samples = (sample for chosen in choose_split(dataset, split) for sample in preview_samples(chosen, num))
     if html is not None:
         num_written = write_contact_sheet(html, str(dataset.resolved), samples)
@@ -94,8 +94,8 @@ def sql(
 
     Example: datasvc sql pets@1 "select name, count(*) from train join classes using (label) group by name"
 
-    The tables are one for each split, `samples` with all splits and a column `split`, and `classes` with `label` and
-    `name`. For blobs, their sizes are printed.
+    There is one table for each split, a table `samples` with all splits and a column `split`, and a table `classes`
+    with `label` and `name`. For blobs, their sizes are printed.
     """
     from datasvc.repository import Repository
     from datasvc.shards.query.query import query as run_query

@@ -199,7 +199,7 @@ def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:
 
 
 def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
-    """Return printable changes: counts with some keys, and the changes of columns and classes if there are any."""
+    """Return changes as printable text: counts, some keys, and changes of columns and classes if there are any."""
     facts = _facts(split, max_keys)
     keys = facts.pop("keys")
     lines: dict[str, object] = {}
@@ -211,5 +211,5 @@ def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
 
 
 def _list_keys(keys: Sequence[str], count: int) -> str:
-    """Return keys as text, with an ellipsis if they are not all of `count`."""
+    """Return keys as text, with an ellipsis if there are more: `count` is the number of all keys."""
     return ", ".join([*keys, *(["..."] if len(keys) < count else [])])

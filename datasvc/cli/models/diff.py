@@ -23,7 +23,7 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="Version to compare with A.")],
     repo: RepoOption,
     norms: Annotated[
-        bool, typer.Option(help="Read tensors that differ, and print the norm of the difference.")
+        bool, typer.Option(help="Read the tensors that differ, and print the norm of each difference.")
     ] = True,
     all_tensors: Annotated[
         bool, typer.Option("--all", help=f"List all tensors, instead of the first {_MAX_TENSORS}.")
@@ -81,7 +81,7 @@ def _lines(changes: ValueChanges) -> dict[str, object]:
 def _value_change(old: Any, new: Any) -> str:
     if old == new:
         return str(old)
-    # For Python a boolean is an integer; a difference of booleans says nothing.
+    # In Python a boolean is an integer, but a difference of booleans means nothing.
     are_numbers = isinstance(old, int | float) and isinstance(new, int | float)
     return f"{old} -> {new}" + (f" ({new - old:+.4g})" if are_numbers and not isinstance(old, bool) else "")
 

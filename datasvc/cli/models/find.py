@@ -21,7 +21,7 @@ def find(
         str | None, typer.Option(metavar="EXPRESSION", help="Sort by this SQL expression, highest first.")
     ] = None,
     ascending: Annotated[bool, typer.Option("--ascending", help="Sort lowest first.")] = False,
-    removed: Annotated[bool, typer.Option("--removed", help="Search removed versions too.")] = False,
+    removed: Annotated[bool, typer.Option("--removed", help="Also search removed versions.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of versions; 0: all.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,8 +57,8 @@ def sql(
 
     Example: datasvc models sql "select model, max(metrics.top1) from versions group by model" --repo ./repo
 
-    The table `versions` has the columns that `find` lists; `all_versions` has removed versions too, and a column
-    `removed`.
+    The table `versions` has the columns that `datasvc models find --help` lists. The table `all_versions` also has
+    removed versions, and a column `removed`.
     """
     from datasvc.models.search import query_versions
     from datasvc.repository import Repository

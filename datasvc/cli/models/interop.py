@@ -58,7 +58,7 @@ def import_model(
     exclude: ExcludeOption = None,
     rename: MapOption = None,
     prefix: Annotated[
-        str, typer.Option(help="Key in the state for a source that is a plain state dict of tensors.")
+        str, typer.Option(help="If the source is a plain state dict of tensors: key in the state to store it under.")
     ] = "model",
     codec: Annotated[CodecName, typer.Option(help="How tensors are stored.")] = CodecName.delta,
     step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the model was trained for; 0: unknown.")] = 0,
@@ -66,7 +66,7 @@ def import_model(
     message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
     reader_memory: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Memory to read a file of torch.save or a DCP folder, beside its tensors."),
+        typer.Option(metavar="SIZE", help="Memory limit to read torch.save or DCP files, besides their tensors."),
     ] = "1GiB",
     as_json: JsonOption = False,
 ) -> None:

@@ -15,7 +15,7 @@ from datasvc.cli.terminal.values import text_value
 if TYPE_CHECKING:
     from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
 
-_STEP = "  "
+_INDENT = "  "
 
 
 def lineage(
@@ -40,7 +40,7 @@ def lineage(
 
 
 def _model_lines(tree: Lineage) -> Iterator[str]:
-    """Yield the lines about the model versions, newest first; consecutive versions of a run are one entry."""
+    """Yield the lines about the model versions, newest first; consecutive versions of a run are one group."""
     printed: dict[str, Any] = {}
     for _, group in groupby(tree.models.values(), key=_run_key):
         versions = list(group)
@@ -48,27 +48,27 @@ def _model_lines(tree: Lineage) -> Iterator[str]:
         name = newest.name if len(versions) == 1 else f"{newest.name} to {oldest.name}, {len(versions)} versions"
         facts = [f"step {newest.step}", *([newest.created] if newest.created else []), newest.message]
         yield f"{name}: {', '.join(fact for fact in facts if fact)}"
-        # Code and environment that are equal to those of the entry before are not repeated.
+        # Code and environment are printed only if they differ from those of the group before.
         settings = {"code": _code(newest.code), "environment": _environment(newest.environment)}
         for title, text in settings.items():
             if text and text != printed.get(title):
-                yield f"{_STEP}{title}: {text}"
+                yield f"{_INDENT}{title}: {text}"
         printed = settings
         if newest.origin:
-            yield f"{_STEP}copied from {newest.origin.get('version')} of {newest.origin.get('repository')}"
+            yield f"{_INDENT}copied from {newest.origin.get('version')} of {newest.origin.get('repository')}"
         for line in dict.fromkeys(_consumed(use, versions) for use in reversed(newest.consumed)):
-            yield f"{_STEP}{line}"
+            yield f"{_INDENT}{line}"
         for data in newest.evaluated:
-            yield f"{_STEP}evaluated on {data}"
+            yield f"{_INDENT}evaluated on {data}"
         for version in versions:
-            yield from (f"{_STEP}{version.name}: {gap}" for gap in version.gaps)
+            yield from (f"{_INDENT}{version.name}: {gap}" for gap in version.gaps)
         if oldest.parents:
-            yield f"{_STEP}continues {', '.join(oldest.parents)}"
+            yield f"{_INDENT}continues {', '.join(oldest.parents)}"
 
 
 def _run_key(model: ModelOrigin) -> tuple[Any, ...]:
-    """Return a key that is equal for versions that are printed as one entry."""
-    # A version with no parent, several parents, or a parent of another model is the start of an entry of its own.
+    """Return a key that is equal for versions that are printed as one group."""
+    # A version with no parent, several parents, or a parent of another model gets a group of its own.
     name = model.name.partition("@")[0]
     has_plain_parent = len(model.parents) == 1 and model.parents[0].partition("@")[0] == name
     data = {(use["data"], use["table"]) for use in model.consumed}
@@ -94,7 +94,7 @@ def _consumed(use: Mapping[str, Any], versions: Sequence[ModelOrigin]) -> str:
 
 
 def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
-    """Yield the lines about the data: the versions that were read, their ancestors and sources; then shard tables."""
+    """Yield the lines about the data: the versions that were read, with ancestors and sources; then shard tables."""
     tables = {use["table"]: str(use["data"]) for model in tree.models.values() for use in model.consumed}
     printed: set[str] = set()
     for version in dict.fromkeys(data.rpartition("/")[0] for data in tables.values()):
@@ -103,7 +103,7 @@ def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
     for table, data in tables.items():
         table_shards = tree.shards[table]
         yield f"{data}: shard table {table}, {len(table_shards)} shards"
-        yield from (f"{_STEP}{shard}" for shard in table_shards if shards)
+        yield from (f"{_INDENT}{shard}" for shard in table_shards if shards)
 
 
 def _dataset_lines(tree: Lineage, root: str, printed: set[str]) -> Iterator[str]:
@@ -112,12 +112,12 @@ def _dataset_lines(tree: Lineage, root: str, printed: set[str]) -> Iterator[str]
         name, depth = stack.pop()
         origin = tree.datasets.get(name)
         if origin is None:
-            yield f"{_STEP * depth}{name}: not in this repository"
+            yield f"{_INDENT * depth}{name}: not in this repository"
         elif name in printed:
-            yield f"{_STEP * depth}{name}: see above"
+            yield f"{_INDENT * depth}{name}: see above"
         else:
             printed.add(name)
-            yield f"{_STEP * depth}{name}: {_origin(origin)}"
+            yield f"{_INDENT * depth}{name}: {_origin(origin)}"
             dataset = name.partition("@")[0]
             for parent in reversed(origin.parents):
                 # Successive versions of one data set have the same indentation, so that a long history is readable.

@@ -58,7 +58,7 @@ def log(
 
 
 def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
-    """Show the metadata of a model version, removed ones included: data, position, code, configuration, metrics.
+    """Show the metadata of a model version, even a removed one: data, position, code, configuration, metrics.
 
     Example: datasvc models show digits-cnn@3 --repo ./repo
     """
@@ -149,7 +149,7 @@ def _removal_line(removal: Entry | None) -> dict[str, object]:
 
 
 def _tag_line(repository: Repository, name: str, tag: str) -> str:
-    """Return a tag with the time since when it points at this version, and the versions it pointed at before."""
+    """Return a tag, the time since when it points at this version, and the versions it pointed at before."""
     *earlier, newest = repository.tag_history("models", name, tag)
     versions = [str(move.content["version"] or "none") for move in reversed(earlier)]
     return f"{tag} since {newest.content['created']}" + (f", before on {', '.join(versions)}" if versions else "")

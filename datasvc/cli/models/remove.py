@@ -37,7 +37,7 @@ def rm(
 
     Example: datasvc models rm digits-cnn@3 digits-cnn@4 --repo ./repo
 
-    `datasvc models gc` frees the bytes that no other version has, after its grace period.
+    After a grace period, `datasvc models gc` frees the bytes that no other version uses.
     """
     from datasvc.models.registry.removal import remove
     from datasvc.repository import Repository
@@ -60,7 +60,10 @@ def retain(
         int | None, typer.Option(min=1, help="Keep this number of the best versions by --metric.")
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="Metric that ranks versions; default: the best and the worst of every metric.")
+        str | None,
+        typer.Option(
+            help="Metric that ranks versions; default: the highest and the lowest value of every metric are best."
+        ),
     ] = None,
     mode: Annotated[
         ModeChoice | None,
@@ -86,7 +89,7 @@ def retain(
     policy = RetentionPolicy(last, best, metric, None if mode is None else mode.value, every, every_steps)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
-        # Keys of JSON objects are texts.
+        # Version numbers become texts, because keys of JSON objects are texts.
         kept = {str(number): list(reasons) for number, reasons in plan.kept.items()}
         print_json({"name": name, "applied": apply, "kept": kept, "removed": list(plan.removed)})
         return
@@ -102,7 +105,7 @@ def retain(
 def gc(
     repo: RepoOption,
     grace: Annotated[
-        str, typer.Option(help="Keep everything that is younger, or was removed later: 7d, 48h, 30m.")
+        str, typer.Option(help="Keep everything that is younger than this, or was removed later: 7d, 48h, 30m.")
     ] = "7d",
     yes: maintain.YesOption = False,
     no_writers: maintain.NoWritersOption = False,

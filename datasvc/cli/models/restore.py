@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 CacheOption = Annotated[
     Path | None,
-    typer.Option("--cache", envvar="DATASVC_CACHE", help="Folder of this node's cache; read through it."),
+    typer.Option("--cache", envvar="DATASVC_CACHE", help="Folder of this node's cache; objects are read through it."),
 ]
 FallbackOption = Annotated[
     list[str] | None,
@@ -62,7 +62,7 @@ def restore(
     repository = Repository.open(repo)
     check_target(folder)
     with (
-        _opened(cache, budget, peers) as node,
+        _open_cache(cache, budget, peers) as node,
         byte_progress(f"restoring {ref}") as progress,
     ):
         checkpoint = run_restore(
@@ -99,8 +99,8 @@ def describe_restore(report: RestoreReport) -> list[str]:
 
 
 @contextmanager
-def _opened(folder: Path | None, budget: str | None, peers: str | None) -> Iterator[Cache | None]:
-    # DATASVC_PEERS may be set for every command of a node; without a cache, peers are not used.
+def _open_cache(folder: Path | None, budget: str | None, peers: str | None) -> Iterator[Cache | None]:
+    # DATASVC_PEERS may be set for all commands of a node, so peers without a cache are no error; they are not used.
     if folder is None:
         yield None
         return

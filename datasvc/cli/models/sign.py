@@ -35,7 +35,7 @@ def sign(
     repo: RepoOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Sign a model version: its name, its number, and through its digests all of its bytes.
+    """Sign a model version: its name, its number and its digests, and thereby all of its bytes.
 
     Example: datasvc models sign digits-cnn@3 --key ~/.datasvc/signing.pem --repo s3://bucket/repo
     """

@@ -53,19 +53,19 @@ def tag(
     elif history:
         _print_moves(_moves(repository, model, name), as_json=as_json)
     elif at is not None:
-        _print_place(model, name, _moves(repository, model, name), parse_time(at), as_json=as_json)
+        _print_version_at(model, name, _moves(repository, model, name), parse_time(at), as_json=as_json)
     elif remove:
         repository.untag("models", model, name, expect=_expected(expect, model))
-        _print_done(model, name, None, as_json=as_json)
+        _print_result(model, name, None, as_json=as_json)
     else:
         target = repository.tag("models", ref, name, expect=_expected(expect, model))
-        _print_done(model, name, str(target), as_json=as_json)
+        _print_result(model, name, str(target), as_json=as_json)
 
 
 def parse_time(text: str) -> datetime:
     """Parse "2026-11-21", "2026-11-21T08:00+01:00", "yesterday" or "36h ago".
 
-    A day is its first instant; the default time zone is UTC.
+    A day means its first instant; the default time zone is UTC.
 
     Raises:
         ConfigError: `text` is not a time.
@@ -124,7 +124,7 @@ def _print_moves(moves: list[Entry], *, as_json: bool) -> None:
     print_table(("moves back", "version", "moved"), rows)
 
 
-def _print_place(model: str, tag: str, moves: list[Entry], when: datetime, *, as_json: bool) -> None:
+def _print_version_at(model: str, tag: str, moves: list[Entry], when: datetime, *, as_json: bool) -> None:
     from datasvc.repository.logs.tags import choose_move, version_of
 
     move = choose_move(moves, when)
@@ -138,7 +138,7 @@ def _print_place(model: str, tag: str, moves: list[Entry], when: datetime, *, as
         raise NotFoundError(f"{model} had no tag {tag!r} at {time}; its first move was {moves[0].content['created']}")
 
 
-def _print_done(model: str, tag: str, version: str | None, *, as_json: bool) -> None:
+def _print_result(model: str, tag: str, version: str | None, *, as_json: bool) -> None:
     if as_json:
         print_json({"tag": tag, "version": version})
     else:

@@ -51,13 +51,13 @@ def trained_on(
     Example: datasvc models trained-on digits-cnn --deleted-in digits@2 --repo ./repo
 
     The answer is computed from the recorded access order and positions. A version consumed a sample if its training,
-    or the training of a version that it continues, did. Samples after a run's last checkpoint are in no version.
+    or the training of a version that it continues, did. Samples read after a run's last checkpoint are in no version.
     """
     from datasvc.models import find_consumers
     from datasvc.repository import Repository
 
     sample_keys = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
-    # Compare the options and not the keys: a file without keys is a valid request for no sample.
+    # Check the options and not the keys, because a file without keys is valid: it requests no sample.
     if (sample is None and keys is None) == (deleted_in is None):
         raise ConfigError("give the samples with --sample KEY or --keys FILE, or with --deleted-in DATA alone")
     report = find_consumers(
@@ -148,7 +148,7 @@ def _range(names: Sequence[str]) -> str:
 
 
 def _ranges(names: Sequence[str]) -> Iterator[str]:
-    """Yield version names, with consecutive versions of one model as one: "digits-cnn@3 to digits-cnn@9"."""
+    """Yield version names, with consecutive versions of one model as a range: "digits-cnn@3 to digits-cnn@9"."""
 
     def run_key(indexed: tuple[int, str]) -> tuple[str, int]:
         # Within consecutive versions of a model, the version number minus the index is constant.

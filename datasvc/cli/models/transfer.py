@@ -28,7 +28,7 @@ RenameDataOption = Annotated[
     typer.Option(
         "--rename-data",
         metavar="OLD=NEW",
-        help="Name of a data set in the target repository, if that has another data set of the name. May be given "
+        help="New name of a data set, if the target repository has another data set of its name. May be given "
         "several times.",
     ),
 ]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def verify(
     repo: RepoOption,
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions; with --all, names of models.")
+        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to verify; with --all, names of models.")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Every version of the given models, or of all models.")
+        bool, typer.Option("--all", help="Verify every version of the given models, or of all models.")
     ] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also decode every tensor.")] = False,
     repair_from: Annotated[

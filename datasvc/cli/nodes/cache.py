@@ -62,7 +62,7 @@ def stage(
     peers: PeersOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Copy data sets, or any files by URL, into this node's cache; all bytes are verified, the budget is kept.
+    """Copy data sets, or any files by URL, into this node's cache; all bytes are verified, and the budget is kept.
 
     For files, the local paths are printed, one per line, in the order of the URLs.
 
@@ -138,7 +138,7 @@ def pin(
     Example: datasvc cache pin pets@1 --repo s3://bucket/repo --cache /nvme/cache
     """
     version, splits = _open_splits(repo, ref, split)
-    # The pin has the name of the version: a tag may move, but `datasvc cache unpin` must still find the pin.
+    # Name the pin by the version, because a tag may move and `datasvc cache unpin` must still find the pin.
     name = version if split is None else f"{version}/{split}"
     with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
         report = _stage_splits(node, splits, name, pinned=True)
@@ -193,7 +193,7 @@ def quota(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
     cache: CacheOption,
     guaranteed: Annotated[
-        str, typer.Option(help="Space reserved for the tenant, used or not, such as 100GB or 20%.")
+        str, typer.Option(help="Space reserved for the tenant even if unused, such as 100GB or 20%.")
     ] = "0",
     maximum: Annotated[
         str | None, typer.Option(help="Upper limit for the tenant; default: the whole budget.")
@@ -207,7 +207,7 @@ def quota(
     from datasvc.cache import Quota, parse_budget
 
     with open_existing_cache(cache) as node:
-        # `parse_budget` rejects 0, which is not a size for a cache, but is the guarantee of most tenants.
+        # `parse_budget` rejects 0 because no cache has this size, but most tenants have a guarantee of 0.
         guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
         maximum_bytes = None if maximum is None else parse_budget(maximum, node.folder)
         node.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))

@@ -74,7 +74,7 @@ def plan(
     )
     rates = Rates(images_per_second, origin_bytes_s, peer_bytes_s)
     table = open_dataset(Repository.open(repo), ref)[split].table
-    # The folder is needed for a percentage only. No cache exists yet, so the disk is that of the current folder.
+    # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
     budget_bytes = parse_budget(budget, Path.cwd())
     result = forecast(table.samples_per_shard, table.bytes_per_shard, budget_bytes, workload, rates)
     if as_json:

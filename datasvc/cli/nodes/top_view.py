@@ -21,7 +21,7 @@ from datasvc.sizes import format_size
 
 Status = Mapping[str, Any]
 
-_RATES = (
+_RATE_COUNTERS = (
     ("from origin", "origin_bytes"),
     ("from peers", "peer_bytes"),
     ("to peers", "served_bytes"),
@@ -32,9 +32,9 @@ _RATES = (
 def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threading.Event) -> None:
     """Read and draw the status at each interval, until interrupted or `stop` is set.
 
-    If the node does not respond, its error is drawn instead, and the next interval tries again.
+    If the node does not respond, the error is drawn instead, and the next interval tries again.
     """
-    # Without the refresh of rich: between two readings there is nothing new to draw.
+    # The automatic refresh of rich is off, because between two readings there is nothing new to draw.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         previous: tuple[float, Status] | None = None
         while not stop.is_set():
@@ -63,8 +63,8 @@ def byte_rates(before: Status, after: Status, elapsed_s: float) -> dict[str, flo
     old, new = before["cache"]["counters"], after["cache"]["counters"]
     if elapsed_s <= 0:
         return {}
-    # A counter restarts at 0 with the process, so the difference may be negative.
-    return {name: max(0, new.get(name, 0) - old.get(name, 0)) / elapsed_s for _, name in _RATES}
+    # A counter restarts at 0 when its process restarts, so the difference may be negative.
+    return {name: max(0, new.get(name, 0) - old.get(name, 0)) / elapsed_s for _, name in _RATE_COUNTERS}
 
 
 def draw(status: Status, rates: Mapping[str, float]) -> RenderableType:
@@ -112,7 +112,7 @@ def _traffic(counters: Status, rates: Mapping[str, float]) -> RenderableType:
     hits, misses = counters.get("hits", 0), counters.get("misses", 0)
     ratio = f"{hits / (hits + misses):.1%}" if hits + misses else "none yet"
     table = _table("traffic", "total", "now")
-    for text, name in _RATES:
+    for text, name in _RATE_COUNTERS:
         rate = f"{format_size(rates[name])}/s" if name in rates else ""
         table.add_row(text, format_size(counters.get(name, 0)), rate)
     bad = f"{counters.get('corrupt', 0)} corrupt objects, {counters.get('refused', 0)} refused for lack of space"
@@ -140,7 +140,7 @@ def _tables(status: Status) -> Iterator[RenderableType]:
             process = str(job["lease_id"]).partition("-")[0]
             table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
         yield table
-    # The first lines already have the numbers of a single tenant.
+    # For a single tenant, the first lines already have the numbers.
     if len(cache["tenants"]) > 1:
         table = _table("tenant", "used", "guaranteed", "maximum")
         for name, usage in sorted(cache["tenants"].items()):

@@ -1,4 +1,4 @@
-"""Arguments that many commands have, and their output: tables for people, JSON for programs."""
+"""Options that many commands have, and the output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def print_json_line(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; without a header and with tabs between values if the output is not a terminal."""
+    """Print a table on a terminal; elsewhere, print rows without a header, with tabs between values."""
     if not sys.stdout.isatty():
         # One line per row, for programs such as cut and awk.
         for row in rows:

@@ -1,4 +1,4 @@
-"""Results of SQL queries as a table, CSV or JSON."""
+"""Print results of SQL queries as a table, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def print_query_result(result: pa.Table, *, as_csv: bool, as_json: bool) -> None
 
 
 def _unique_names(names: list[str]) -> list[str]:
-    """Return the column names with a number added to repeated ones: `a`, `a_1`."""
+    """Return the column names, each once: a repeated name gets a number, as in `a`, `a_1`."""
     unique: list[str] = []
     for name in names:
         candidate, number = name, 0

@@ -1,4 +1,4 @@
-"""Images in a terminal: one character shows two pixels, by its foreground and its background colour."""
+"""Draw images in a terminal: one character shows two pixels, as its foreground and its background colour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def can_draw(console: Console) -> bool:
 def draw_image(image: Image.Image) -> Text:
     """Return an image as lines of half-block characters: one column per pixel, one line per two rows of pixels."""
     pixels = np.asarray(image.convert("RGB"))
-    if len(pixels) % 2:  # the last line needs a lower row of pixels
+    if len(pixels) % 2:  # the last line lacks its lower row of pixels
         pixels = np.concatenate([pixels, np.zeros_like(pixels[:1])])
     lines = (
         Text.assemble(*[(_UPPER_HALF, _style(upper[x], lower[x])) for x in range(len(upper))])

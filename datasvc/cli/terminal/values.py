@@ -9,7 +9,7 @@ from typing import Any
 
 
 def json_value(value: Any) -> Any:
-    """Return a sample's value as JSON values; bytes become `{"bytes": length}`."""
+    """Return a sample's value as a JSON value; bytes become `{"bytes": length}`."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": len(value)}
     if isinstance(value, Mapping):
@@ -26,7 +26,7 @@ def json_value(value: Any) -> Any:
 def text_value(value: Any) -> str:
     """Return a sample's value as one line of text.
 
-    Control characters are escaped: a terminal would execute their escape sequences.
+    Control characters are escaped, because a terminal would execute their escape sequences.
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value)} bytes"
