@@ -124,7 +124,7 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
 
 
 def _is_start_known(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_RunOrder, DataUse]) -> bool:
-    """Return whether the run's record starts at the step of a version that this version continues."""
+    """Return whether a parent has the step at which the run's record starts, or no parent is needed."""
     step = use.spans[0].step if use.spans else None
     if not step or HISTORY in version.entry or (version.gaps and not version.parents):
         return True  # the run began at step 0, or the history or a gap describes what it continued
