@@ -1,6 +1,6 @@
 """The cache of a node, as programs and the command line open it: fetch, stage, pin, scrub and configure.
 
-What one job does is in `job`; which objects are resident is decided in `catalogue`.
+`job` has what one job does; `catalogue` decides which objects are resident.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from datasvc.shards.versions.dataset import Split
 class Cache(CacheJob):
     """The cache of this node in `folder`; any number of processes may open it at the same time.
 
-    It is the job of its process, see `CacheJob`; `new_job` starts further ones, for access orders. An object that
-    this process has acquired is not evicted until it is released, or until the process exits.
+    A `Cache` is also the job of its process, see `CacheJob`; `new_job` starts further jobs, one per access order. An
+    object that this process has acquired is not evicted until it is released, or until the process exits.
 
     Args:
         folder: folder on a local disk, used by the cache alone.
@@ -56,7 +56,7 @@ class Cache(CacheJob):
         peers: Peers | None = None,
     ) -> None:
         path = Path(folder).expanduser().resolve()
-        # Checked before the folder is created: an invalid budget or tenant leaves nothing behind.
+        # Budget and tenant are checked before the folder is created, so that an invalid one leaves nothing behind.
         budget_bytes = None if budget is None else parse_budget(str(budget), path)
         super().__init__(path, check_name(tenant, "tenant"), peers)
         catalogue = self._open().catalogue
@@ -66,7 +66,7 @@ class Cache(CacheJob):
             raise ConfigError(f"the cache {path} has no budget yet; set one, such as budget='50GB'")
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
-        """Return the bytes available for `digests`: the budget minus other pinned objects."""
+        """Return the bytes available for `digests`: the budget minus the pinned objects that are not among them."""
         pinned = {
             digest: size
             for pin in read_pins(self._open().files.pins).values()
@@ -83,12 +83,12 @@ class Cache(CacheJob):
         self._open().catalogue.configure(lambda current: replace(current, quotas={**current.quotas, name: quota}))
 
     def shards(self, repository: Repository) -> CachedShards:
-        """Return a store of the shards of `repository` that reads through this cache, and outlives `close`."""
+        """Return a store of the shards of `repository` that reads through this cache; `close` does not end it."""
         self._open()
         return CachedShards(CacheJob(self.folder, self.tenant, self.peers), repository)
 
     def new_job(self, note: str = "") -> CacheJob:
-        """Start a job of one access order, which has a clock of its own. It is valid until this process exits.
+        """Start a job for one access order. The job has a clock of its own, and is valid until this process exits.
 
         Args:
             note: description of the job, shown in the status.
@@ -107,13 +107,13 @@ class Cache(CacheJob):
 
         Args:
             splits: splits of any data sets.
-            progress: counts the bytes that are there, by source.
+            progress: counts the bytes that are resident, by source.
             num_threads: shards to fetch at once; None: enough to keep all requests of this process busy.
             stop: no further shard is started after this event is set.
 
         Raises:
-            CacheFullError: the shards exceed the budget, and nothing was fetched; or the space that objects in use
-                leave was not enough.
+            CacheFullError: the shards exceed the budget, so nothing was fetched; or, during the fetches, objects in
+                use left too little space.
             CorruptDataError, NotFoundError, UnavailableError: see `CacheJob.acquire`.
         """
         return stage_objects(
@@ -161,7 +161,7 @@ class Cache(CacheJob):
         opened = self._open()
         with changing_pin(opened.files.pins, name):
             pin = find_pin(opened.files.pins, name)
-            # The catalogue first: an object that it pins is listed in a file at every instant.
+            # The catalogue comes first, so that every object that it pins is listed in a pin's file at any time.
             opened.catalogue.unpin(name, pin.objects)
             remove_pin(opened.files.pins, name)
         return pin

@@ -1,6 +1,6 @@
 """The shards of one repository, read through a node's cache, in any order.
 
-`PrefetchingShardStore` reads through it in a known access order.
+`PrefetchingShardStore` builds on it for a known access order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CachedShards:
         self._job = job
         self._repository = repository
         self._held: Counter[Digest] = Counter()
-        # Refers to the job, which therefore stays open until its holds are released.
+        # The finalizer refers to the job, so the job stays open until its holds are released.
         weakref.finalize(self, job.abandon, self._held)
 
     def open_shard(self, info: ObjectInfo) -> Shard:
@@ -41,7 +41,7 @@ class CachedShards:
         return self.open(info)[0]
 
     def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
-        """Return the shard as `open_shard` does, and its source."""
+        """Return the shard as `open_shard` does, and its outcome: "resident", "origin" or "peer"."""
         name, outcome = self._job.hold(info, self._repository)
         self._held[info.digest] += 1
         try:

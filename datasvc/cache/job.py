@@ -26,6 +26,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo
 
 Outcome = Literal["resident", "origin", "peer", "busy", "later"]
+"""How an object became resident; "busy" and "later" mean that it did not, see `CacheJob.prefetch`."""
 
 _ROWS_AT_ONCE = 1000
 
@@ -43,7 +44,7 @@ class Acquired(NamedTuple):
 
 
 class CacheJob:
-    """One job on a node's cache. `Cache` is the job of its process; `Cache.new_job` starts those of access orders.
+    """One job on a node's cache. A `Cache` is the job of its process; `Cache.new_job` starts that of an access order.
 
     A job can be opened again by its id in other processes, such as the stager that fetches for an access order.
 
@@ -93,7 +94,7 @@ class CacheJob:
         return Acquired(Path(name), outcome)
 
     def hold(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> tuple[str, Outcome]:
-        """As `acquire`, but return the path as text: creating a `Path` takes longer than opening a file."""
+        """Like `acquire`, but return the path as text, because creating a `Path` takes longer than opening a file."""
         opened = self._open()
         # The hold comes first: from here on, no process can evict an object that the catalogue says is resident.
         opened.locks.acquire(info.digest)
@@ -116,15 +117,15 @@ class CacheJob:
         Args:
             info: the object.
             repository: origin of the object: a repository, or a remote file.
-            reuse: next use of the object; nothing is evicted for it that is needed sooner.
-            evict: whether objects that a job may need again can be evicted.
+            reuse: next use of the object; objects that are needed sooner are not evicted for it.
+            evict: whether to evict objects that a running job may need again; False: only those that none needs.
 
         Returns:
-            As `acquire`; or "later": the fetch would evict objects needed sooner, and nothing was done; or "busy":
-            another thread or process fetches the object.
+            "resident", "origin" or "peer", see `Acquired`; or "later": the fetch would evict objects needed sooner,
+            so nothing was done; or "busy": another thread or process fetches the object.
 
         Raises:
-            CacheFullError, CorruptDataError, NotFoundError, UnavailableError, ConfigError: as `acquire`.
+            CacheFullError, CorruptDataError, NotFoundError, UnavailableError, ConfigError: see `acquire`.
         """
         opened = self._open()
         if opened.catalogue.is_ready(info):
@@ -145,7 +146,7 @@ class CacheJob:
         if not opened.locks.count(digest):
             raise ConfigError(f"object {digest} cannot be released: it was not acquired, or was released already")
         try:
-            # Before the hold is removed: an eviction right after it must see the next use.
+            # Written before the hold is removed: an eviction right after the removal must see the next use.
             opened.catalogue.release(digest, self.id, reuse, opened.take_hits())
         finally:
             opened.locks.release(digest)
@@ -153,7 +154,7 @@ class CacheJob:
     def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False) -> None:
         """Declare the next uses of objects by this job; those that are resident are assigned to it.
 
-        An object that another running job needs as soon stays assigned to that job.
+        An object that another running job needs at the same time or sooner stays assigned to that job.
 
         Args:
             next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
@@ -186,7 +187,7 @@ class CacheJob:
         self._open().catalogue.count({name: number})
 
     def abandon(self, held: Counter[Digest]) -> None:
-        """Release holds whose user was collected; for finalizers: it never blocks, and does nothing after a fork."""
+        """Release holds whose user was garbage-collected. For finalizers: never blocks; does nothing after a fork."""
         if self._opened is not None and self._opened.process == os.getpid():
             self._opened.locks.abandon(held.elements())
 
@@ -239,7 +240,7 @@ class CacheJob:
                     return reservation
                 else:
                     break
-            # A file was found by a scan, or published by a process that was killed before its commit.
+            # The file may exist: a scan found it, or a process published it and was killed before its commit.
             is_there = opened.fetcher.is_intact(info.digest)
             outcome: Outcome = "resident"
             counts = {"hits": 1}
@@ -255,7 +256,7 @@ class CacheJob:
             # After any error, or an interrupt at any line: a reservation never outlives this call.
             if files.is_locked_by_this_thread(info.digest):
                 try:
-                    # Its failure would hide the first error. A reservation without a lock is void anyway.
+                    # A failure of `drop` would hide the first error. Without its lock, a reservation is void anyway.
                     with suppress(UnavailableError):
                         catalogue.drop(info.digest, self.id)
                 finally:

@@ -26,9 +26,9 @@ class CacheFolder:
     """A cache folder that is open in this process, shared by all its jobs there.
 
     Attributes:
-        lease_id: id of this process's lease, which is the id of its job.
+        lease_id: id of this process's lease, which is also the id of its job.
         process: id of the process that opened the folder.
-        num_users: number of `join_folder` calls without their `leave_folder`.
+        num_users: number of `join_folder` calls minus the number of `leave_folder` calls.
 
     Raises:
         ConfigError, CorruptDataError, UnavailableError: see `Cache`.
@@ -66,7 +66,7 @@ class CacheFolder:
         self._open_lock.close()
 
     def close_locks(self) -> None:
-        """Close the descriptors of locks in a forked child, which would keep them locked after the parent's exit."""
+        """Close the inherited descriptors in a forked child: they would keep the parent's locks after its exit."""
         self.locks.close_after_fork()
         self.files.abandon()
         self._open_lock.close()
@@ -87,7 +87,7 @@ class CacheFolder:
             )
 
     def count_hits(self) -> None:
-        """Add the cache hits since the last release to the counters; otherwise the next release adds them."""
+        """Add the cache hits that are only in memory to the catalogue's counters, before the next release does."""
         hits = self.take_hits()
         if hits:
             self.catalogue.count(hits)
@@ -104,14 +104,14 @@ class CacheFolder:
         return {"hits": taken} if taken else {}
 
 
-# The open folders of this process. Uses that end in a finalizer wait in `_leaving` while the lock is taken.
+# The open folders of this process. `leave_folder` must not block, so its calls wait in `_leaving` for the lock.
 _folders: dict[Path, CacheFolder] = {}
 _folders_lock = threading.Lock()
 _leaving: deque[tuple[Path, CacheFolder]] = deque()
 
 
 def join_folder(folder: Path) -> CacheFolder:
-    """Return the open folder of this process; it is closed when each `join_folder` had its `leave_folder`."""
+    """Return the open folder of this process; it is closed by the last `leave_folder`, one for each `join_folder`."""
     try:
         with _folders_lock:
             if folder not in _folders:
@@ -132,7 +132,7 @@ def leave_folder(folder: Path, opened: CacheFolder) -> None:
 
 
 def _close_unused_folders() -> None:
-    # The thread that has the lock, perhaps this one, repeats the check after it has released the lock.
+    # If the lock is taken, its owner (perhaps this thread) repeats this check after it has released the lock.
     while _leaving and _folders_lock.acquire(blocking=False):
         try:
             while _leaving:
@@ -151,7 +151,7 @@ def _leave(folder: Path, opened: CacheFolder) -> None:
 
 
 def _forget_folders() -> None:
-    """Close the inherited descriptors of locks in a forked child: the locks stand for the parent process."""
+    """Close the inherited descriptors in a forked child, because the locks belong to the parent process."""
     global _folders_lock  # noqa: PLW0603  a thread that does not exist in the child may have locked it
     _folders_lock = threading.Lock()
     for opened in _folders.values():

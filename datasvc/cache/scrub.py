@@ -1,6 +1,7 @@
 """Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk.
 
-Objects in use are checked too: a job that has mapped a corrupt one may have read wrong bytes, so these are reported.
+Objects in use are checked too. A job that has mapped a corrupt object may have read wrong bytes, so the report lists
+these objects as `held`.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
     path = folder.files.object_path(digest)
     try:
         link = path.lstat()
-        if stat.S_ISLNK(link.st_mode):
+        if stat.S_ISLNK(link.st_mode):  # a cache stores no links as objects, so this counts as corrupt
             return _finding_of(folder.catalogue.invalidate(digest, link.st_ino))
-        # Open until `invalidate` has compared the inode: an open file's number is not reused.
+        # The file stays open until `invalidate` has compared its inode: the number of an open file is not reused.
         with path.open("rb", buffering=0) as file:
             if _is_intact(folder, digest, file.fileno()):
                 return "intact"
@@ -81,7 +82,7 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
 
 
 def _finding_of(outcome: EvictOutcome) -> Finding | Literal["mapped"]:
-    # A superseded file was already invalidated, or fetched again, by another process.
+    # Another process has already invalidated a superseded file, or fetched it again, so it counts as intact.
     return "intact" if outcome == "superseded" else "mapped" if outcome == "mapped" else "corrupt"
 
 

@@ -26,7 +26,7 @@ _MAX_FILES_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A staged file at `path` of this node; `outcome` is "resident" if it was on the node already, else "origin"."""
+    """A staged file, at `path` on this node; `outcome` is "resident" if it was on the node already, else "origin"."""
 
     url: str
     path: Path
@@ -35,7 +35,7 @@ class StagedFile:
 
 
 def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGRESS) -> list[StagedFile]:
-    """Fetch files onto the node within the budget; no hold on them remains.
+    """Fetch files onto the node within the budget; after this call, they may be evicted.
 
     Args:
         cache: cache of the node.

@@ -23,9 +23,9 @@ _BYTES_AT_ONCE = 512 << 20
 
 @dataclass(frozen=True)
 class StageReport:
-    """Result of staging: objects and bytes that were resident already (hits), from the origin, and from other nodes.
+    """Result of staging: objects and bytes that were resident already (hits), or came from the origin or other nodes.
 
-    `num_left` objects were not started, because staging was stopped.
+    `num_left` is the number of objects that were not staged because staging was stopped.
     """
 
     num_hits: int
@@ -55,11 +55,11 @@ def stage_objects(
     num_threads: int | None,
     stop: threading.Event,
 ) -> StageReport:
-    """Make objects resident, with holds until all have arrived so that none evicts another; see `Cache.stage`."""
+    """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that none evicts another."""
     objects = {info.digest: (info, repository) for info, repository in requests}
     needed = sum(footprint(info.size_bytes) for info, _ in objects.values())
     # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
-    # A smaller one may fail later, because pinned objects and objects in use are not subtracted here.
+    # A smaller set may fail later, because pinned objects and objects in use are not subtracted here.
     available_bytes = job.budget_bytes
     if needed > available_bytes:
         raise CacheFullError(

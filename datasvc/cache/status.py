@@ -41,10 +41,10 @@ class CacheStatus:
         quarantined_bytes: bytes of corrupt objects that are kept until their space is needed.
         held_bytes: bytes of resident objects that jobs use.
         pinned_bytes: bytes of resident objects that are pinned.
-        pins: bytes by name of the pin, resident or not.
+        pins: bytes of the objects of each pin, resident or not, by name of the pin.
         tenants: usage by tenant.
         jobs: running jobs that have the cache open.
-        counters: counters since the catalogue was created, by name.
+        counters: numbers of events and bytes since the catalogue was created, by name.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""Read single samples by range, and verify them, while their shards are in transfer: for the first batches of a run.
+"""Read and verify single samples by range while their shards are in transfer, so that a run can start sooner.
 
 A shard takes a second or more to arrive, a sample some milliseconds. But each byte that is read early is transferred
 twice, so only a small share of the data is read in this way.
@@ -33,7 +33,7 @@ class PartialShardReader:
         self, objects: Objects, split_bytes: int, *, num_ranks: int = 1, count: Callable[[str, int], None]
     ) -> None:
         self._objects = objects
-        # Also limited absolutely: the samples stay in memory until the shards are resident.
+        # The absolute limit bounds the memory: the samples stay in memory until the shards are resident.
         self._remaining_bytes = min(int(split_bytes * _MAX_SHARE) // num_ranks, _MAX_BYTES)
         self._count = count
         self._partial: dict[Digest, PartialShard | None] = {}

@@ -71,11 +71,11 @@ class PrefetchingShardStore:
         return self.open(info)[0]
 
     def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
-        """Return the shard as `open_shard` does, and its source."""
+        """Return the shard as `open_shard` does, and its outcome: "resident", "origin" or "peer"."""
         shard, outcome = self._shards.open(info)
         self._early.forget(info.digest)
         if outcome != "resident" and self._stager is None:
-            self._start()
+            self._start_stager()
         return shard, outcome
 
     def is_resident(self, info: ObjectInfo) -> bool:
@@ -86,7 +86,7 @@ class PrefetchingShardStore:
         """Return shards still in transfer whose wanted samples were read early; see `PartialShardReader`."""
         missing = [request for request in wanted if not self._shards.is_resident(request.info)]
         if missing and self._stager is None:
-            self._start()
+            self._start_stager()
         for request in missing:
             self._fetch(request.info)
         return self._early.read(missing)
@@ -123,7 +123,7 @@ class PrefetchingShardStore:
             finally:
                 self._fetching.discard(info.digest)
 
-        # Shards above this limit are fetched by the stager, in the order of need, or when they are opened.
+        # Above this limit, a shard is fetched by the stager, in the order of need, or when it is opened.
         if info.digest in self._fetching or len(self._fetching) >= _MAX_FETCHES:
             return
         if self._threads is None:
@@ -132,7 +132,7 @@ class PrefetchingShardStore:
         self._fetching.add(info.digest)
         self._threads.submit(fetch)
 
-    def _start(self) -> None:
+    def _start_stager(self) -> None:
         epoch, position = self._cursor
         self._stager = Stager(replace(self._stager_job, epoch=epoch, position=position))
         weakref.finalize(self, self._stager.close)

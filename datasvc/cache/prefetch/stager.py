@@ -43,7 +43,7 @@ class StagerJob:
     """The input of a stager: the split that a job reads, the job's access order, and its cursor at the start.
 
     Attributes:
-        cache: handle of the job on the cache; sent to another process, it opens the cache there.
+        cache: handle of the job on the cache; unpickled in another process, it opens the cache there.
         lanes: lanes that the job reads; None: all.
         step_bytes: see `UseTimeline`.
     """
@@ -100,8 +100,8 @@ class JobPrefetcher:
             self._is_blocked = False
             now = self._timeline.clock(epoch, position)
             if epoch != previous[0] or self._cursor < previous:
-                # A new epoch, or an earlier state was restored: declare again, so that shards that are not used can
-                # be evicted.
+                # A new epoch, or an earlier state was restored: declare the next uses again, because shards whose
+                # declared use was skipped would seem to be needed now.
                 self._expect(passed_only=self._cursor > previous)
                 self._waiting = deque(self._timeline.needed_shards(epoch, position))
                 self._deferred.clear()
@@ -135,7 +135,8 @@ class JobPrefetcher:
             with self._lock:
                 self._in_progress.discard(needed.shard)
                 if outcome == "later":
-                    self._is_blocked = True  # until the job advances: then it releases shards, and distances shrink
+                    # Until the job advances: then it releases shards, and the distance to this shard shrinks.
+                    self._is_blocked = True
                     self._waiting.appendleft(needed)
                 elif outcome == "busy":
                     # Another process fetches it: check whether it has arrived when the job has advanced.
@@ -145,9 +146,9 @@ class JobPrefetcher:
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:
         info = self._split.table.shard(needed.shard)
-        # Further ahead only into free space: the shards that it would evict are worth more.
+        # Further ahead, a fetch evicts no shards that a job needs: these are worth more.
         evict = needed.first - now <= self._ahead_bytes
-        # A shard at the border of two lanes has several uses, and another one may be earlier.
+        # A shard at the border of two lanes has several uses, and one of these may come before `needed`.
         next_use = self._timeline.next_use(needed.shard, *self._cursor)
         reuse = NextUse(now, max(now, next_use))
         outcome = self._job.prefetch(info, self._split.repository, reuse, evict=evict)

@@ -1,7 +1,7 @@
 """Timeline of one job: when its access order uses each shard, on the clock that compares the jobs of a cache. Pure.
 
-The clock counts the bytes that the order has served since epoch 0, see `next_use`. The timeline ends with the next
-epoch: that is enough, because every shard is used in each epoch.
+The clock counts the bytes that the order has served since epoch 0, see `next_use`. The timeline covers this epoch and
+the next one, which is enough, because every shard is used in each epoch.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class UseTimeline:
         return (epoch * self._num_samples + position) * self._step
 
     def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
-        """Return the next use of a shard that is released at a position, until the end of the next epoch.
+        """Return when a shard released at a position is needed again; NEVER if not until the end of the next epoch.
 
         All lanes count, because another rank of this node may read the lane.
         """
@@ -76,7 +76,7 @@ class UseTimeline:
         return _first_use(shard, ((local, local.stop > now) for _, local in self._uses_of(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
-        """Return the next use by this process, from a position on, of each shard that has one, by its number."""
+        """Return, by shard number, when this process needs each shard next, at a position or later."""
         uses: dict[int, int] = {}
         for needed in self.needed_shards(epoch, position):
             uses.setdefault(needed.shard, needed.first)
@@ -101,7 +101,7 @@ class UseTimeline:
             if pair is None:
                 uses = plan_uses(self._samples, self._bytes, self._config, [number], step_bytes=self._step)
                 pair = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
-                # Replaced, not changed: other threads may be reading. Only neighbouring epochs are kept.
+                # The dictionary is replaced, not changed, because other threads may be reading it.
                 neighbours = {other: entry for other, entry in self._epochs.items() if abs(other - number) <= 1}
                 self._epochs = neighbours | {number: pair}
             yield pair

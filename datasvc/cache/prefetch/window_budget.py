@@ -1,6 +1,6 @@
 """Cache space of an access order: shards in use at the same time, and the distance to fetch ahead. Pure.
 
-Loaders and forecasts refuse an order that does not fit; the stager and forecasts choose by it how far to fetch ahead.
+Loaders and forecasts refuse an order that does not fit. The stager and forecasts choose how far to fetch ahead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def window_bytes(samples_per_shard: Integers, bytes_per_shard: Integers, config:
 
 
 def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
-    """Return the most bytes between a job's clock and a shard's next use at which fetching it may evict others.
+    """Return the distance ahead of a job's clock, in bytes, up to which fetching a shard may evict other shards.
 
-    A shard fetched ahead may displace one that is kept for the next epoch, so this is 1/32 of the budget. It is
-    raised to the size of four of the largest shards, to keep enough requests in progress, but to 1/16 of the
+    A shard fetched ahead may displace one that is kept for the next epoch, so the distance is 1/32 of the budget.
+    It is raised to the size of four of the largest shards, to keep enough requests in progress, but to 1/16 of the
     budget at most. It is never less than the largest shard.
     """
     largest = int(bytes_per_shard.max(initial=0))
