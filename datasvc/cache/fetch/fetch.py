@@ -38,7 +38,7 @@ class Fetcher:
         self._requests = requests
 
     def is_intact(self, digest: Digest) -> bool:
-        """Return whether an unverified file exists and is intact; quarantine it if it is corrupt."""
+        """Return whether the object's file exists and has the right digest; quarantine a corrupt file."""
         path = self._files.object_path(digest)
         try:
             # The target of a link may change at any time, so a link is never intact; the fetched file replaces it.
@@ -94,20 +94,20 @@ class Fetcher:
             repository.check_unchanged()
             FileLink(self._files.folder, info.digest).record_content(report.content)
         counts = {f"{kind}_bytes": count for kind, count in report.bytes_by_kind.items()}
-        # If an earlier fetch had received all bytes, their source was not recorded: count them for the origin.
+        # If an earlier fetch received all bytes, their source is unknown, and "origin" is reported.
         return report.kind or "origin", counts | {"misses": 1, "corrupt": report.num_corrupt}
 
     def _sources(self, info: ObjectInfo, repository: Store, peers: Peers | None) -> list[ObjectSource]:
         origin = OriginSource(repository.objects, info.digest, self._requests)
         if peers is None or isinstance(repository, RemoteFile):
             return [origin]  # no peers: the digest of a remote file is unknown, so their bytes cannot be verified
-        # First nodes that rank higher for this object: the highest one reads it from the origin, the others from it.
-        # Nodes that rank lower receive a request only after the origin has failed.
+        # First come the nodes that rank higher for this object: the highest one reads it from the origin, and the
+        # others read it from that node. Nodes that rank lower receive a request only after the origin has failed.
         return [*peers.sources(info, repository.url), origin, *peers.fallback_sources(info)]
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
-    """Allocate disk space before the transfer; a file system without this feature allocates while it is written."""
+    """Allocate disk space before the transfer; without support by the file system, set only the size of the file."""
     if size_bytes:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)

@@ -1,8 +1,8 @@
 """The incoming file of an object during a transfer: received ranges, bytes per source, and an incremental hash.
 
 Each byte is written once between two calls of `reset`, and hashed after all bytes before it have arrived: from the
-receive buffer if possible, otherwise from the file. So bytes of an earlier process are verified as they are in the
-file, but most bytes of this process as they were received: a fault while they are written is not detected.
+receive buffer if possible, otherwise from the file. So bytes of an earlier process are verified as the file has them.
+Most bytes of this process are verified as they were received, so a fault while they are written is not detected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PartialFile:
         progress: counts the bytes of each received buffer after it was written, by kind of source.
 
     Attributes:
-        is_continued: whether the file contains parts that were received before this object was created.
+        is_continued: whether the file contains parts that an earlier fetch received.
         bytes_by_source: bytes in the file that this process received, by source.
         bytes_by_kind: bytes that arrived in this process by kind of source, wrong ones included.
     """
@@ -50,8 +50,8 @@ class PartialFile:
         self._lock = threading.Lock()
         self._hashing = threading.Lock()  # guards the next two attributes
         self._hash = blake3()
-        self._hashed = 0
-        self._filled = [
+        self._hashed_bytes = 0
+        self._filled = [  # received bytes of each part
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
         self.bytes_by_source: Counter[ObjectSource] = Counter()
@@ -80,7 +80,7 @@ class PartialFile:
         self._filled = [0] * len(self._filled)
         self.bytes_by_source = Counter()
         self.is_continued = False
-        self._hash, self._hashed = blake3(), 0
+        self._hash, self._hashed_bytes = blake3(), 0
 
     def digest(self) -> Digest:
         """Return the digest of the complete file. Raises OSError."""
@@ -100,7 +100,7 @@ class PartialFile:
         return ranges
 
     def _write(self, source: ObjectSource, offset: int, view: memoryview) -> None:
-        # Written before it is recorded: the list of received parts never names bytes that are not in the file.
+        # The bytes are written before they are recorded, so that the list of received parts never names missing ones.
         self._write_all(offset, view)
         with self._lock:
             self._record(offset, len(view))
@@ -132,26 +132,26 @@ class PartialFile:
             return
         try:
             contiguous_bytes = self._contiguous_bytes()
-            if offset == self._hashed:
+            if offset == self._hashed_bytes:
                 self._hash.update(view)
-                self._hashed += len(view)
-            self._hash_file_to(min(contiguous_bytes, self._hashed + _MAX_READ_BACK_BYTES))
+                self._hashed_bytes += len(view)
+            self._hash_file_to(min(contiguous_bytes, self._hashed_bytes + _MAX_READ_BACK_BYTES))
         finally:
             self._hashing.release()
 
     def _hash_file_to(self, stop: int) -> None:
-        buffer = memoryview(bytearray(min(_READ_BACK_BYTES, max(0, stop - self._hashed))))
-        while self._hashed < stop:
-            num_bytes = os.preadv(self._descriptor, [buffer[: stop - self._hashed]], self._hashed)
+        buffer = memoryview(bytearray(min(_READ_BACK_BYTES, max(0, stop - self._hashed_bytes))))
+        while self._hashed_bytes < stop:
+            num_bytes = os.preadv(self._descriptor, [buffer[: stop - self._hashed_bytes]], self._hashed_bytes)
             if not num_bytes:
                 raise OSError(errno.EIO, "an incoming file was truncated by another program")
             self._hash.update(buffer[:num_bytes])
-            self._hashed += num_bytes
+            self._hashed_bytes += num_bytes
 
     def _contiguous_bytes(self) -> int:
         """Return the number of bytes at the start of the file without a gap."""
         with self._lock:
-            number = self._hashed // PART_BYTES
+            number = self._hashed_bytes // PART_BYTES
             while number < len(self._filled) and self._filled[number] == self._part_bytes(number):
                 number += 1
             return min(

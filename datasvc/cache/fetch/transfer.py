@@ -45,10 +45,10 @@ def transfer(
 ) -> FetchReport:
     """Fill a file with an object, and verify it.
 
-    When a source fails, the next one continues the transfer. When the complete bytes are wrong, their sources are
-    marked and the transfer restarts with the next source; the origin gets a second try, because a bit error in
-    transfer is not likely to repeat. Bytes that an earlier process received are kept, and no source is marked for
-    them.
+    When a source fails, the next one continues the transfer. When the complete bytes are wrong, this is recorded for
+    each source that sent some of them, and the transfer restarts with the next source; the origin gets a second try,
+    because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept; while
+    the file has any of these, wrong bytes are recorded for no source.
 
     Args:
         info: the object.
@@ -104,7 +104,7 @@ class _Transfer:
         return FetchReport(self._file.bytes_by_kind, self._num_corrupt, kind, self._file.digest())
 
     def _has_object(self) -> bool:
-        """Return whether the file contains the object; discard other complete contents."""
+        """Return whether the file contains the object; discard complete but wrong bytes."""
         if not self._file.is_complete:
             return False
         digest = self._file.digest()
@@ -122,7 +122,7 @@ class _Transfer:
             )
         if self._file.is_continued:
             # The wrong bytes may be those of the earlier process, so the sources of this one get a second try.
-            # Sources that have failed do not: the transfer must end.
+            # Sources that have failed get none, because the transfer must end.
             failed = {source for source, _ in self._failures}
             self._untried.extendleft(source for source in reversed(bytes_by_source) if source not in failed)
         else:

@@ -23,7 +23,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 
 _EPOCHS: Final = 6
-_STEADY_EPOCHS: Final = 2  # the last of the simulated epochs
+_STEADY_EPOCHS: Final = 2  # the last of the simulated epochs, which stand for all later ones
 _MAX_SHARDS: Final = 30_000  # a simulation of some seconds
 _OWNERS: Final = 48  # purpose of the keys, see `derive_keys`
 
@@ -40,7 +40,7 @@ class EpochForecast:
         origin_rate: bytes per second that all nodes need from the origin; None without a sample rate.
         peer_rate: bytes per second that each node needs from the others; None without a sample rate.
         fed_samples_per_second: highest sample rate of a node that the given bandwidths allow; None: no limit.
-        starves: whether that rate is below the sample rate; None without a sample rate or any bandwidth.
+        starves: whether that rate is below the needed one; None without a sample rate or any bandwidth.
     """
 
     used_bytes: int
@@ -123,7 +123,7 @@ def _replay_sample(
     used, sample_bytes = bytes_per_shard[samples_per_shard > 0], int(bytes_per_shard[chosen].sum())
     # On the disk, files occupy whole blocks; in the simulation, shards have their exact size.
     budget = int(budget_bytes * sample_bytes / int(footprint(used).sum()))
-    # A window of few shards may by chance need a larger share of the sampled budget than of the real one.
+    # By chance, the few sampled shards of a window may need a larger share of the budget than the real window.
     min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
     result = replay(
         nodes,
@@ -157,12 +157,12 @@ def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
 
 
 def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned: float, *, has_peers: bool) -> EpochTraffic:
-    """Return the traffic of all nodes that read the same shards, from that of one which owns the share `owned`."""
+    """Return the traffic of all nodes, given that of one node; `owned` is its share. All read the same shards."""
     if not has_peers:
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
     origin = traffic.origin_bytes / owned
-    # Of very few shards one node may own all: then another node would read all of them from it.
+    # One node may own all of very few shards: then each other node would read all of them from it.
     per_peer = traffic.peer_bytes / (1 - owned) if owned < 1 else origin
     peers = (nodes - 1) * per_peer
     return EpochTraffic(used, round(used - origin - peers), round(origin), round(peers))

@@ -68,8 +68,8 @@ def replay(
         budget_bytes: budget of each node's cache.
         ahead_bytes: fetch shards that are needed within this distance, unless that evicts shards needed sooner; 0:
             fetch a shard when it is needed.
-        owners: `int64[num_shards]`, node that reads each shard from the origin for all; None: each node reads for
-            itself. An owner outside of `nodes` always has its shards.
+        owners: `int64[num_shards]`, the node that reads each shard from the origin for all; None: each node reads
+            all its shards from the origin. An owner outside of `nodes` always has its shards.
 
     Raises:
         CacheFullError: the shards in use at once exceed the budget.
@@ -98,7 +98,7 @@ def replay(
 
 
 def _events(nodes: Sequence[Uses], ahead_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield time, kind, node and number of the use of each event, in the order of events."""
+    """Yield time, kind, node and number of the use of each event, in the order of time, then of kind."""
     columns: list[tuple[Integers, int, int]] = []
     for node, uses in enumerate(nodes):
         columns += [(uses.stop, _RELEASE, node), (uses.first, _ACQUIRE, node)]
@@ -147,7 +147,7 @@ class _SimulatedCaches:
         if missing and cache.make_resident(shard, now, nearest=needed - now):
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
-        # A shard that is resident already, perhaps for a peer, gets its next use declared.
+        # This also declares the next use of a shard that was resident already, perhaps for a peer.
         cache.release(shard, needed)
 
     def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:
@@ -159,7 +159,7 @@ class _SimulatedCaches:
         if owner >= len(self.caches) or not self.caches[owner].missing(shard):
             traffic.peer_bytes += missing
             return
-        # The owner reads the shard from the origin. Without space for it there, the node reads it alone.
+        # The owner reads the shard from the origin. If it has no space, the node reads the shard there instead.
         cache = self.caches[owner]
         traffic.origin_bytes += missing
         cache.hold(shard)

@@ -13,7 +13,7 @@ from datasvc.repository import Digest
 
 
 class SimulatedCache:
-    """A cache that evicts the shard with the furthest next use, by `eviction.choose_victims`; none that is in use.
+    """A cache that evicts the shard with the furthest next use, by `eviction.choose_victims`, unless it is in use.
 
     `sizes` are the bytes of each shard.
     """
@@ -51,15 +51,15 @@ class SimulatedCache:
         bisect.insort(self._evictable, (next_use, shard))
 
     def make_resident(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
-        """Make a shard with a hold resident.
+        """Make a shard resident. The caller has a hold on it.
 
         Args:
             shard: number of the shard.
             now: current time. Bytes.
-            nearest: distance from `now` up to which shards are spared. Bytes.
+            nearest: shards whose next use is at most this distance from `now` are not evicted. Bytes.
 
         Returns:
-            True; False if there is no space, and nothing was changed.
+            True; False if there is no space: then nothing was changed.
         """
         needed = self.missing(shard)
         account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})

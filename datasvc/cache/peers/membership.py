@@ -3,7 +3,7 @@
 An invalid list at the start is an error. While a list is invalid later, the last valid one stays in use, so a typing
 error or a short failure of a name server does not end a job.
 
-The local node is identified among the nodes, so that it never requests an object from itself, and deadlocks.
+Each node identifies itself in the list, because a node that requests an object from itself would deadlock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Nodes:
 
     Attributes:
         urls: base URLs such as "http://node1:8765", each once.
-        local_url: URL of this node; None: it is not in the list, and reads from the nodes without serving.
+        local_url: URL of this node; None: this node is not in the list, so it reads from the others without serving.
     """
 
     urls: tuple[str, ...]
@@ -50,7 +50,7 @@ class FixedMembership:
 
     Args:
         urls: base URLs.
-        local_url: base URL of this node; None: the one whose host is this machine.
+        local_url: base URL of this node; None: the URL whose host is this machine.
 
     Raises:
         ConfigError: an entry is not a base URL, `local_url` is not in the list, or several hosts are this machine.
@@ -81,7 +81,7 @@ class FileMembership:
     def __init__(self, path: Path, *, local_url: str | None = None) -> None:
         self._path = path
         self._local_url = local_url
-        # One value, replaced as a whole: no thread combines the nodes of one file with the identity of another.
+        # File identity and nodes are one value, replaced as a whole, so that every thread sees a matching pair.
         self._current = self._read(_nodes_at_start)
 
     def nodes(self) -> Nodes:
@@ -91,7 +91,7 @@ class FileMembership:
         with suppress(OSError, ConfigError):
             identity = _identity(self._path.stat())
             if identity != old_identity:
-                # Before the file is read: an invalid file is read once, not in every call.
+                # The identity is stored before the file is read, so that an invalid file is not read in every call.
                 self._current = identity, old_nodes
                 self._current = self._read(_nodes_while_running)
         return self._current[1]
@@ -100,7 +100,7 @@ class FileMembership:
         """Return the identity of the file, and its nodes."""
         try:
             with self._path.open(encoding="utf-8") as file:
-                # Before the content is read: a later change of the file changes its identity, and is read next time.
+                # Taken before the content is read: the next call then notices a change that happens during the read.
                 identity = _identity(os.fstat(file.fileno()))
                 lines = [line.strip() for line in file]
             urls = _parse_urls(line for line in lines if line and not line.startswith("#"))
@@ -172,7 +172,7 @@ class DnsMembership:
 
     def _refresh(self) -> None:
         host, port, scheme = self._address
-        # Before the name is resolved: after a failure too, the next attempt waits for the interval.
+        # Set before the name is resolved, so that the next attempt waits for the interval after a failure too.
         self._resolved_s = self._clock()
         urls = _parse_urls(f"{scheme}://{bracketed(address)}:{port}" for address in self._resolve(host))
         self._nodes = _nodes_while_running(urls, self._local_url)
@@ -224,7 +224,7 @@ def _parse_urls(texts: Iterable[str]) -> tuple[str, ...]:
 def _nodes_at_start(urls: tuple[str, ...], local_url: str | None) -> Nodes:
     nodes = _nodes_while_running(urls, local_url)
     if local_url is not None and nodes.local_url is None:
-        # In another spelling, this node would request its own objects from itself, and wait for itself.
+        # A node that is listed in another spelling would request its own objects from itself, and wait for itself.
         raise ConfigError(
             f"this node is {local_url!r}, which is not in the list of nodes: {', '.join(urls)}; use the "
             "same URL in both"
@@ -240,7 +240,7 @@ def _nodes_while_running(urls: tuple[str, ...], local_url: str | None) -> Nodes:
 
 
 def find_local_url(urls: Sequence[str]) -> str | None:
-    """Return the one of `urls` whose host is this machine, by name or address; None if there is none.
+    """Return the URL in `urls` whose host is this machine, by name or address; None if there is none.
 
     Raises ConfigError if several hosts are this machine.
     """
@@ -281,5 +281,5 @@ def bracketed(host: str) -> str:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    # The inode changes with a rename, also within the resolution of the modification time.
+    # The inode shows a rename that the modification time, of limited resolution, does not show.
     return status.st_mtime_ns, status.st_ino, status.st_size

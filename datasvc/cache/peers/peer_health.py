@@ -1,6 +1,6 @@
-"""Health of a peer: no requests for a growing time after failures, and for longer after corrupt data.
+"""Health of a peer: after failures, requests to it pause for a growing time; after corrupt data, for longer.
 
-Otherwise each object would be delayed by the timeouts of a peer that has failed for the objects before it.
+Without these pauses, the timeouts of a failed peer would delay every object.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PeerReport:
     """Results of the requests to one peer.
 
     Attributes:
-        num_ok: objects that contain bytes from the peer and were right.
+        num_ok: objects that contain bytes from the peer and have the right digest.
         num_missing: objects that the peer does not have.
         num_failed: requests that the peer refused, or did not complete in time.
-        num_lying: objects that contain bytes from the peer and were corrupt.
+        num_lying: objects that contain bytes from the peer and have a wrong digest.
         bytes_received: bytes from the peer, right or wrong.
     """
 
@@ -77,7 +77,7 @@ class PeerHealth:
             if self._clock() < self._paused_until_s:
                 return False
             self._is_on_trial = True
-            # A new pause at once, so that no other caller tries the peer before the result is known.
+            # The next pause begins at once, so that no other caller tries the peer before the result is known.
             self._pause()
             return True
 
@@ -109,7 +109,7 @@ class PeerHealth:
                 self._report.num_lying += 1
                 self._extend(self._corruptions)
 
-    # The next two are called with the lock held.
+    # The next two methods are called with the lock held.
 
     def _extend(self, streak: _Streak) -> None:
         # Several threads may lose the same peer at the same time: during a pause, their failures count as one fault.

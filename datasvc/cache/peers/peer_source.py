@@ -129,7 +129,7 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, request a check of the peer's copy, and pause requests."""
+        """See `ObjectSource`. After wrong bytes, ask the peer to check its copy, and pause requests to it."""
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()
@@ -141,7 +141,7 @@ class PeerSource:
             connection.getresponse().close()
 
     def _receive(self, info: ObjectInfo, offset: int, length: int) -> Generator[memoryview, None, None]:
-        """Yield the bytes as they arrive, in one buffer that is overwritten by the next ones."""
+        """Yield the bytes as they arrive. All views share one buffer, so each is valid until the next one."""
         with (
             self._map_errors(),
             closing(self._connect()) as connection,
@@ -168,7 +168,8 @@ class PeerSource:
             stop = offset + length
             headers["Range"] = f"bytes={offset}-{'' if stop == info.size_bytes else stop - 1}"
         connection.request("GET", f"/objects/{info.digest}?{query}", headers=headers)
-        connected_socket = connection.sock  # `getresponse` removes it from the connection if the answer ends it
+        # Kept, because `getresponse` removes the socket from the connection if the peer closes it after the answer.
+        connected_socket = connection.sock
         self._wait_for_answer(connected_socket)
         response = connection.getresponse()
         connected_socket.settimeout(self._settings.stall_timeout_s)
@@ -211,7 +212,7 @@ class PeerSource:
                     f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
                     f"health check (limit {self._settings.connect_timeout_s} s)"
                 )
-        if self._tls is not None:  # the received bytes may be a TLS message instead of the answer
+        if self._tls is not None:  # the received bytes may be a TLS message, and the answer is still to come
             connected_socket.settimeout(max(deadline - time.monotonic(), self._settings.stall_timeout_s))
 
     def _is_alive(self) -> bool:

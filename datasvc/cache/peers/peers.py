@@ -1,9 +1,9 @@
 """The other nodes, as sources of objects before and after the origin.
 
-A node requests an object only from nodes that rank above it, see `placement`: they fetch the object from its origin
-if they do not have it, so that it leaves the origin once. The owner ranks first, and reads from the origin. Other
-nodes skip a peer that is paused after a failure: for them, the next in rank is the owner. If the origin fails, the
-nodes that rank below send the objects that they have.
+A node requests an object only from nodes that rank above it, see `placement`. These fetch the object from its origin
+if they do not have it, so that it is read from the origin once. The owner ranks first, so it reads from the origin.
+Other nodes skip a peer that is paused after a failure: for them, the next in rank is the owner. If the origin fails,
+the nodes that rank below send the objects that they have.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions
 on Networking, 1998): each node has a pseudo-random weight for each object, and the node with the largest weight is
-the owner. A node that leaves moves only its own objects; a node that joins takes an equal share from each of the
-others.
+the owner. When a node leaves, only its objects get a new owner; a node that joins takes an equal share from each of
+the others.
 
 The rank of two nodes relative to each other does not depend on other nodes. Requests for an object go only to nodes
 of higher rank, so they never wait for each other in a cycle, even while nodes have different lists. This requires
@@ -20,7 +20,7 @@ from datasvc.repository import Digest
 
 
 def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
-    """Return `nodes` by descending weight for an object: the first is the owner, the second its replacement.
+    """Return `nodes` by descending weight for an object: the first is the owner, the second replaces it.
 
     The order of `nodes` does not matter.
     """

@@ -75,7 +75,7 @@ class PrefetchingShardStore:
         shard, outcome = self._shards.open(info)
         self._early.forget(info.digest)
         if outcome != "resident" and self._stager is None:
-            self._start_stager()
+            self._start()
         return shard, outcome
 
     def is_resident(self, info: ObjectInfo) -> bool:
@@ -86,7 +86,7 @@ class PrefetchingShardStore:
         """Return shards still in transfer whose wanted samples were read early; see `PartialShardReader`."""
         missing = [request for request in wanted if not self._shards.is_resident(request.info)]
         if missing and self._stager is None:
-            self._start_stager()
+            self._start()
         for request in missing:
             self._fetch(request.info)
         return self._early.read(missing)
@@ -132,7 +132,8 @@ class PrefetchingShardStore:
         self._fetching.add(info.digest)
         self._threads.submit(fetch)
 
-    def _start_stager(self) -> None:
+    def _start(self) -> None:
+        """Start the stager at the job's position."""
         epoch, position = self._cursor
         self._stager = Stager(replace(self._stager_job, epoch=epoch, position=position))
         weakref.finalize(self, self._stager.close)

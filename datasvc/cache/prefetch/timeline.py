@@ -76,7 +76,7 @@ class UseTimeline:
         return _first_use(shard, ((local, local.stop > now) for _, local in self._uses_of(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
-        """Return, by shard number, when this process needs each shard next, at a position or later."""
+        """Return, by shard number, when this process needs each shard next, from a position on."""
         uses: dict[int, int] = {}
         for needed in self.needed_shards(epoch, position):
             uses.setdefault(needed.shard, needed.first)

@@ -54,7 +54,7 @@ class ObjectSource(Protocol):
         """
 
     def record_integrity(self, *, intact: bool) -> None:
-        """Record whether the digest of an object, of which this source sent bytes, was right."""
+        """Record whether an object that has bytes from this source has the right digest."""
 
 
 class Origin(Protocol):
@@ -138,7 +138,7 @@ class RequestPool:
             UnavailableError: the pool was closed.
         """
         with self._slots:
-            # Inside the slot: the pool may have been closed during the wait.
+            # Checked inside the slot, because the pool may have been closed during the wait.
             self.check_open()
             yield max(1, self.num_requests // max(1, len(self._in_progress)))
 
@@ -154,7 +154,7 @@ class RequestPool:
             interrupts = list(self._in_progress)
         for interrupt in interrupts:
             interrupt.set()
-        # Without `cancel_futures`: a thread that waits in `as_completed` would never return.
+        # `cancel_futures` is not used: with it, a thread that waits in `as_completed` would never return.
         self._threads.shutdown(wait=False)
 
 
@@ -188,7 +188,7 @@ class OriginSource:
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # Not waited for: a request that cannot be cancelled continues, and the closed gate drops its bytes.
+                # A request that cannot be cancelled is not waited for: the closed gate drops its bytes.
                 for future in futures:
                     future.cancel()
                 gate.close()
@@ -207,7 +207,7 @@ class OriginSource:
                     self._stream(*span, gate)
                     continue
                 content = self._read(*span)
-            # Outside of the slot: the next request runs while these bytes are written.
+            # Delivered outside of the slot, so that the next request runs while these bytes are written.
             gate.deliver(span[0], memoryview(content))
 
     def _stream(self, start: int, stop: int, gate: RequestGate) -> None:

@@ -15,7 +15,7 @@ from datasvc.repository.store.cancellation import CancellationToken
 Sink = Callable[[int, memoryview], None]
 """Receives the bytes at an offset of the object; the view is valid during the call only."""
 
-# A longer request spends a smaller share of its time on latency: 4 % of it at 35 MB/s and 20 ms.
+# A longer request spends a smaller share of its time on latency: with 4 parts, 4 % at 35 MB/s and 20 ms.
 GATHERED_PARTS: Final = 4
 """Most parts of a request whose answer is collected in memory."""
 STREAMED_PARTS: Final = 16
@@ -33,7 +33,7 @@ class RangeRequests:
     Args:
         start: first byte of the range.
         stop: first byte after the range.
-        max_parts: most parts of a request that is the only one of its object.
+        max_parts: most parts of a request, reached only while it is the only one of its object.
     """
 
     def __init__(self, start: int, stop: int, max_parts: int) -> None:
@@ -68,7 +68,7 @@ class RequestGate:
     A request that cannot be cancelled in time may continue after `close`; its bytes are dropped.
 
     Attributes:
-        interrupt: setting it closes the gate, too, without waiting for calls of the sink in progress.
+        interrupt: setting it also closes the gate, but does not wait for calls of the sink in progress.
     """
 
     def __init__(self, sink: Sink) -> None:

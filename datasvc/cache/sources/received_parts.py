@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Final, Self
 
 PART_BYTES: Final = 4 << 20
-# A number and its complement: zeros, or half a record, are not a valid record.
+# A number and its complement, so that zeros or half a record are recognised as invalid.
 _RECORD = struct.Struct("<II")
 _COMPLEMENT = 0xFFFFFFFF
 
 
 class ReceivedParts:
-    """The received parts of one object. Open it only with the lock of the incoming file.
+    """The received parts of one object. Open it only while the incoming file is locked by the caller.
 
     Args:
         path: file of the list, created if missing.

@@ -1,4 +1,4 @@
-"""A remote file as an origin of one object, which is named by the URL and the state of the file.
+"""A remote file as the origin of one object, which is named by the URL and the state of the file.
 
 `staged_files` fetches such objects. The state is part of the name, so that a changed file is another object.
 """
@@ -41,7 +41,7 @@ class RemoteFile:
 
     Attributes:
         file_name: last part of the path, which names the staged file.
-        info: digest of URL and state, and size of the file.
+        info: name of the object, which is a digest of URL, state and size; and size of the file.
 
     Raises:
         ConfigError: the URL is not a single file, its state is not reported, or its name is not a plain file name.
