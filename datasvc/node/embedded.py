@@ -44,7 +44,7 @@ class EmbeddedNode:
 def main() -> None:
     """Serve with the pickled settings on standard input."""
     settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-    end_with_input()  # safe: the cache survives a kill of its server at any time
+    end_with_input()  # exits with the job, which is safe: the cache survives a kill of its server at any time
     try:
         has_ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
     except ConfigError as error:

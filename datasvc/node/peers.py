@@ -11,7 +11,7 @@ from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
 
 def open_peers(text: str) -> Peers:
-    """Open the nodes in `text` (see `parse_membership`), with the token of `DATASVC_TOKEN`.
+    """Return the peers that `text` lists (see `parse_membership`), with the token in `DATASVC_TOKEN`.
 
     Raises:
         ConfigError: `text` or the token is not valid.

@@ -1,4 +1,4 @@
-"""Make the nodes of a training job each other's peers, by its process group.
+"""Make the nodes of a training job each other's peers, through the job's process group.
 
 No configuration is needed: the first rank of each node starts a server, the addresses are gathered, and every rank
 gets the same list. The servers end with the ranks that started them.
@@ -40,7 +40,7 @@ class _RankNode:
         folder: path of the cache.
         host: address of the machine.
         port: a free port.
-        token: random token; the one of rank 0 is used by all ranks.
+        token: random token; all ranks use that of rank 0.
     """
 
     machine: str
@@ -52,7 +52,7 @@ class _RankNode:
 
     @classmethod
     def of(cls, folder: str | Path, address: str | None) -> _RankNode:
-        """Return that of the calling rank. Raise OSError or ConfigError."""
+        """Return the `_RankNode` of the calling rank. Raise OSError or ConfigError."""
         path = Path(folder).expanduser().resolve()
         path.mkdir(parents=True, exist_ok=True)
         status = path.stat()
@@ -71,7 +71,7 @@ class _RankNode:
 
 
 class RankNodes:
-    """The servers of a job's nodes. Every rank creates one, in the same order among its collectives.
+    """The servers of a job's nodes. Every rank creates a `RankNodes`, at the same place among its collective calls.
 
     Args:
         folder: cache folder of this node.

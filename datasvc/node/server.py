@@ -38,8 +38,8 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
 
 
 async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_requested: asyncio.Event) -> bool:
-    """Run a node until `stop_requested` is set; otherwise as `serve`."""
-    # First: a wrong certificate should fail before the cache is opened.
+    """Like `serve`, but run the node until `stop_requested` is set."""
+    # Loaded first, so that a wrong certificate fails before the cache is opened.
     context = settings.tls()
     service = Service(settings)
     try:

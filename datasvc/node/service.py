@@ -59,7 +59,7 @@ class Service:
         with ExitStack() as opening:
             cache = opening.enter_context(Cache(settings.folder, budget=settings.budget, tenant=settings.tenant))
             opening.enter_context(_lock_for_serving(settings.folder))
-            # Staging may read from peers. Fetches for peers must not, see `fetching`.
+            # Staging may read from peers; fetches for peers must not, see `fetching`. So there are two handles.
             staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
             self._closing = opening.pop_all()
         self._cache = cache
@@ -126,7 +126,7 @@ class Service:
         Returns:
             Whether all threads have ended. If not, the cache stays open for them until the process ends.
         """
-        # First, so that no new transfer starts while those in progress end.
+        # Stopped first, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
         ended = [part.close(self._settings.grace_s) for part in (self._fetches, self._jobs)]
@@ -155,7 +155,7 @@ def _peers(settings: NodeSettings) -> Peers | None:
 
 @contextmanager
 def _lock_for_serving(folder: Path) -> Iterator[None]:
-    """Lock a cache folder inside the block, so that one process serves it; the kernel unlocks it if that ends."""
+    """Lock a cache folder inside the block, so that one process serves it; the lock ends with that process too."""
     path = folder / _LOCK_NAME
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)

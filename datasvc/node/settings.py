@@ -19,14 +19,14 @@ class NodeSettings:
 
     Attributes:
         folder: folder of the cache that it serves.
-        repositories: URLs of the only origins that it reads.
+        repositories: URLs of the origins that it may read; it reads no others.
         host: address to listen on.
         port: port to listen on; 0: any free one.
         token: bearer token of all requests; None: no token is required.
         certificate: PEM file of the node's certificate and its issuers; None: plain HTTP.
         certificate_key: PEM file of the private key.
         ca_file: CA certificates for peers with "https"; None: those of the system.
-        tls_name: name in the certificates of all peers; None: each has the name of its host.
+        tls_name: name in the certificates of all peers; None: each certificate has the name of its host.
         budget: budget of the cache, as for `Cache`; None: unchanged.
         tenant: tenant whose quota staging uses.
         peers: the nodes as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
@@ -77,11 +77,11 @@ class NodeSettings:
             raise ConfigError("--url identifies this node among --peers; give --peers too, or leave out --url")
 
     def tls(self) -> ssl.SSLContext | None:
-        """Return the TLS context of the listener; None for plain HTTP. Raise ConfigError."""
+        """Return the TLS context of the listener; None for plain HTTP. Raise ConfigError if a file is not usable."""
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # No session tickets: a peer that waits for the first byte of a response would take one for it.
+        # No session tickets: a peer that waits for the first byte of a response would take a ticket for it.
         context.num_tickets = 0
         try:
             # Without a password callback, OpenSSL would prompt on the terminal.

@@ -108,7 +108,7 @@ class Catalogue:
             configuration = change(tables.configuration)
             is_new = configuration != tables.configuration
             self._store_configuration(tables, configuration, is_new=is_new)
-            # Without a budget there is no limit to enforce, so the resident objects stay.
+            # If no budget was ever set, there is no limit to enforce, and the resident objects stay.
             if is_new and configuration.budget_bytes:
                 space.enforce_quotas()
 
@@ -163,8 +163,8 @@ class Catalogue:
         Returns:
             "resident": the file exists and was verified. "reserved": the caller has locked the incoming file and must
             fill it, then call `complete` or `drop`. "busy": another process or thread has that lock, or waits for it;
-            call again when the lock is free. "later": no space for a prefetch. NoSpaceYet: no space until another
-            object has arrived; call again then.
+            call again when the lock is free. "later": a prefetch gets no space now. NoSpaceYet: there is no space
+            until another object has arrived; call again then.
 
         Raises:
             CacheFullError: evicting every unused object would not free enough space, and no fetch in progress brings
@@ -207,7 +207,7 @@ class Catalogue:
                     return NoSpaceYet(awaited)
             tables.count({"refused": 1})
             refusal = space.refusal(tenant, info)
-        # Raised after the transaction, so that the sweep and the counter are committed.
+        # Raised after the transaction, so that the removal of leftovers and the counter are committed.
         raise refusal
 
     def complete(
@@ -245,7 +245,7 @@ class Catalogue:
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is not None and (record.state, record.job_id) == (RESERVED, job_id):
-                # The file may be published, or unverified: without a record its space would not be counted.
+                # `forget` also removes a published or unverified file: without a record, its space is not counted.
                 space.forget(digest, record)
             self._files.remove_incoming(digest)
 
@@ -261,7 +261,7 @@ class Catalogue:
             tables.count(counts)  # the hits since the last release, which need no transaction of their own
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
-        """Record when the caller needs objects whose files exist already; arguments as of `CacheJob.expect`."""
+        """Record when the caller needs objects whose files exist already; see `CacheJob.expect` for the arguments."""
         with self._writing() as (tables, space):
             tables.set_clock(job_id, now)
             for digest, next_use in next_uses.items():
@@ -289,7 +289,7 @@ class Catalogue:
             tables.limit_bytes = min(limit, old_limit)
             if space.make_space(record.tenant, 0):
                 return
-            # This fetch fails, and the disk may have free space again at the next one.
+            # This fetch fails. The next one gets the old limit, because the disk may have space again by then.
             tables.limit_bytes = old_limit
         raise CacheFullError(
             f"the disk of the cache {self._files.folder} is full at {max(limit, 0)} bytes of cached objects, and "

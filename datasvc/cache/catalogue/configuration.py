@@ -1,7 +1,7 @@
 """Budget and quotas of a cache, in `CACHE/cache.json`: they survive a rebuild of the catalogue.
 
-Also the check that a folder can be a cache: on a local disk with file locks, owned by this user, in a format that
-this version of datasvc reads.
+This module also checks that a folder can be a cache: that it is on a local disk with file locks, is owned by this
+user, and has a format that this version of datasvc reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datasvc.sizes import parse_size
 CACHE_FORMAT: Final = 2
 _NAME: Final = "cache.json"
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash as octal numbers
-# Their locks are per machine, lost after a reconnect, or missing; and a cache on a network saves no transfer.
+# On these, locks are per machine, lost after a reconnect, or missing. And a cache on a network saves no transfer.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs"}
     | {"gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs"}
@@ -147,8 +147,8 @@ def check_folder(folder: Path) -> None:
             f"the cache {folder} belongs to user {folder_user}, and this process runs as user {os.geteuid()}: users "
             "cannot share a cache folder; use another folder, or run `datasvc serve` as one user for all"
         )
-    # A cache evicts the files below objects/. Checked first: a process that creates a cache makes catalogue/ before
-    # objects/, so a new cache never looks like another folder.
+    # A cache evicts the files below objects/, so these must be its own. objects/ is checked first: a process that
+    # creates a cache makes catalogue/ before objects/, so a new cache never looks like another folder.
     has_objects = (folder / "objects").exists()
     is_cache = Configuration.is_written(folder) or (folder / "catalogue").exists()
     if (folder / MARKER).exists() or (has_objects and not is_cache):

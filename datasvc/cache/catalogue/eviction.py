@@ -2,12 +2,13 @@
 
 Of all resident objects that are not in use, the one with the furthest next use is evicted first: Belady's rule
 (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which a known access order
-makes possible. Next uses of different jobs are compared by distance: the bytes that each job still reads before.
+makes possible. Next uses of different jobs are compared by distance: the bytes that a job still reads before it needs
+the object.
 
-An unknown next use counts as further than every known one; of these objects the one released last is evicted first.
-Where every shard is used once per epoch, this keeps as much of the data as fits; evicting the one released first
-would drop each shard just before its next use. Objects of ended jobs are evicted before those of running jobs, the
-oldest job first.
+An unknown next use counts as further than every known one. Of the objects with an unknown next use, the one released
+last is evicted first. Where every shard is used once per epoch, this keeps as much of the data as fits; evicting the
+one released first would drop each shard just before its next use. Objects of ended jobs are evicted before those of
+running jobs, those of the oldest job first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from datasvc.order import NEVER
 from datasvc.repository import Digest
 
 UNKNOWN: Final = 1 << 60
-"""Smallest unknown next use: from here on, values number the releases of all jobs."""
+"""Smallest unknown next use; above it, UNKNOWN plus a number that grows with each release of any job."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def choose_victims(
     nearest_bytes: int = -NEVER,
     take: Callable[[EvictionCandidate], bool] = lambda _: True,
 ) -> list[EvictionCandidate]:
-    """Return the objects to evict so that `tenant` may use `size_bytes` more; all possible ones if not enough.
+    """Return the objects to evict so that `tenant` may use `size_bytes` more; all that may go if not enough.
 
     Args:
         candidates: objects in the order of eviction; read no further than needed.

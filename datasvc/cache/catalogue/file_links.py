@@ -1,6 +1,6 @@
 """Links that give staged files their original names, and the digests of their contents: `CACHE/links/`.
 
-The object of a staged file is not named by its content, so a scrub and a restart verify it by this digest.
+The object of a staged file is not named by its content, so a scrub and a restart verify it by the recorded digest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FileLink:
     def content(self) -> Digest | None:
         """Digest of the content when it arrived; None if the object is not a staged file.
 
-        None also if the recorded digest is damaged: the object then counts as changed, and is fetched again.
+        Also None if the recorded digest is damaged: the object then counts as corrupt, and is fetched again.
         """
         path = self._folder / _CONTENT
         with suppress(FileNotFoundError, UnicodeDecodeError, CorruptDataError):

@@ -2,7 +2,8 @@
 
 CACHE/cache.json            budget and quotas, see `configuration`
 CACHE/objects/3f/3fa9...    resident objects, named by digest
-CACHE/incoming/3fa9...      an object that is being fetched, locked by the fetching thread; .parts: received parts
+CACHE/incoming/3fa9...      an object that is being fetched, locked by the fetching thread
+CACHE/incoming/*.parts      list of its received parts, see `received_parts`
 CACHE/quarantine/3fa9...    objects whose bytes have changed, kept until their space is needed
 CACHE/pins/                 pins, see `pins`
 CACHE/holds/                locks of objects in use, see `object_locks`
@@ -60,7 +61,7 @@ class Files:
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # By object and thread. If an interrupt comes before a file is stored here, the file object closes itself.
+        # Incoming files by object and thread. If an interrupt comes before a file is stored here, it closes itself.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +133,7 @@ class Files:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # The object is not being fetched: the exclusive lock waits for the shared locks of other waiting threads.
+            # The shared lock was free, so nobody fetches the object. The exclusive lock waits for other waiters.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -185,6 +186,7 @@ class Files:
         _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def _incoming(self, digest: Digest) -> str:
+        """Return the path of the incoming file of an object."""
         return f"{self._root}/incoming/{parse_digest(digest)}"
 
     def scan(self) -> list[ScannedFile]:

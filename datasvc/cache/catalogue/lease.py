@@ -45,7 +45,7 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         self.id = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._path = folder / self.id
-        # Locked before it is renamed: no other process ever sees the lease of a running process unlocked.
+        # The file is locked before it is renamed, so that no process ever sees the lease of a running one unlocked.
         unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
         self._descriptor = -1
         try:
@@ -69,7 +69,7 @@ class Lease:
     def close(self) -> None:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
-            # An unlocked file is no lease: the next process that checks it removes it.
+            # If the file cannot be removed, it is at least unlocked: the next process that checks it removes it.
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             self.abandon()

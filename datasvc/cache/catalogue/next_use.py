@@ -18,7 +18,7 @@ from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder, OrderConfig
 
-# Larger than every clock, and smaller than UNKNOWN.
+# Added to the next uses of shards that a node does not own: larger than every clock, and smaller than UNKNOWN.
 _NOT_OWNED: Final = UNKNOWN >> 1
 
 
@@ -95,7 +95,7 @@ def next_uses(uses: Uses) -> Integers:
     times = np.unique(np.concatenate([uses.first, uses.stop]))
     base = uses.shards * (len(times) + 1)
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
-    # The first use of the same shard that begins at or after the end of each use.
+    # `following` is, for each use, the first use of the same shard that begins at or after its end.
     by_shard = np.argsort(begins, kind="stable")
     place = np.searchsorted(begins[by_shard], ends)
     following = by_shard[np.minimum(place, len(uses) - 1)]
@@ -109,8 +109,8 @@ def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
     """Return next uses such that a node with peers evicts the shards it owns after those it does not own.
 
     Only the owner reads a shard from the origin; the other nodes read it from the owner. If all nodes need all
-    shards, next uses alone would make each node keep the same shards, and read the others from the origin in every
-    epoch.
+    shards, next uses alone would make all nodes keep the same shards. The other shards would then be read from the
+    origin in every epoch.
 
     Args:
         times: `int64[n]`, next uses by this node; NEVER if there is none.

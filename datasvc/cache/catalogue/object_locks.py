@@ -114,14 +114,14 @@ class ObjectLocks:
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Remove every hold; do nothing in later calls of `release`."""
+        """Remove every hold; later calls of `release` do nothing."""
         # Another thread may be releasing a hold: its descriptor must not be closed under it.
         with self._lock:
             self.close_after_fork()
 
     def close_after_fork(self) -> None:
         """Close inherited descriptors in a forked child; the parent's locks stay."""
-        # Without the lock, which another thread of the parent may have had at the fork.
+        # `_lock` is not taken: another thread of the parent may have had it at the fork.
         for descriptor in [*self._hold_files.values(), *self._exclusive_files.values()]:
             os.close(descriptor)
         self._hold_files.clear()

@@ -39,7 +39,7 @@ class Pin:
 
 def changing_pin(folder: Path, name: str) -> AbstractContextManager[None]:
     """Lock a pin's name for changes inside the block; wait until other changes of it are done. Raises OSError."""
-    # 60 bits of a digest: two names that share a byte would only exclude each other.
+    # 60 bits of the name's digest choose the byte. Two names with the same byte would only wait for each other.
     return locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16))
 
 

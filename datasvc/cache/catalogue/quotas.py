@@ -87,7 +87,7 @@ class Account:
         """
         others = {name: quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant}
         if self.is_limited_by_disk:
-            # What others use below their guarantees cannot be evicted; the unused rest reserves nothing.
+            # What others use within their guarantees cannot be evicted; the unused rest reserves nothing.
             others = {name: min(self.used(name), guaranteed) for name, guaranteed in others.items()}
         unreserved_bytes = self.budget_bytes - sum(others.values())
         maximum = self.quota(tenant).maximum_bytes
@@ -116,10 +116,10 @@ class Account:
             size_bytes: bytes that `tenant` needs.
         """
         if victim == tenant:
-            # Below its guarantee, evicting its own objects frees nothing: the guarantee stays reserved.
+            # Evicting the objects of a tenant below its guarantee frees nothing: the guarantee stays reserved.
             return self.is_limited_by_disk or self.used(tenant) + size_bytes > self.quota(tenant).guaranteed_bytes
         if self.above_maximum(tenant, size_bytes) > 0:
-            return False  # above its own maximum, only its own objects can be evicted
+            return False  # `tenant` would exceed its own maximum: only evicting its own objects helps
         return self.used(victim) - freed_bytes >= self.quota(victim).guaranteed_bytes
 
     def evict(self, tenant: str, freed_bytes: int) -> None:

@@ -28,7 +28,7 @@ class ObjectRecord(NamedTuple):
     Attributes:
         state: RESERVED, RESIDENT or UNVERIFIED.
         size_bytes: size of the content.
-        next_use: next use on the clock of the job, in bytes; from `eviction.UNKNOWN` on, a number of a release;
+        next_use: next use on the clock of the job, in bytes; unknown or NEVER from `eviction.UNKNOWN` on;
             0 while RESERVED.
         job_id: job that fetches the object, or that last declared a next use of it.
         tenant: tenant whose quota is charged: the one that fetched the object, as far as a scan can tell.
@@ -82,6 +82,7 @@ def order_key(job_id: str, next_use: int, digest: Digest) -> bytes:
 
 def parse_order_key(key: bytes) -> tuple[str, int, Digest]:
     """Return the job id, next use and digest of a key that `order_key` returned."""
+    # From the end: the digest has 32 bytes, the next use 8, and the zero byte before it 1.
     return key[:-41].decode(), _ORDER.unpack_from(key, len(key) - 40)[0], Digest(key[-32:].hex())
 
 

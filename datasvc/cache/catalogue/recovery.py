@@ -121,7 +121,7 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
 
 
 def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> Catalogue:
-    # The folders themselves stay: by them another process recognises the folder as a cache, and then waits.
+    # The folders themselves stay, because another process recognises the cache by them, and then waits.
     for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():
             path.unlink()
@@ -129,7 +129,7 @@ def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> 
     for name, pin in read_pins(files.pins).items():
         catalogue.pin(name, pin.objects)
     catalogue.rebuild(configuration, files.scan(), boot_id())
-    # Last: without this file, the next process rebuilds a catalogue that was filled only in part.
+    # Written last: without this file, the next process rebuilds a catalogue that was filled only in part.
     durable.write_file(files.catalogue / _BOOT, boot_id().encode(), synced=False)
     return catalogue
 
@@ -154,7 +154,7 @@ def _is_truncated(folder: Path) -> bool:
         if len(head) < 2 * _PAGE:
             return True
         last_page = max(_LAST_PAGE.unpack_from(head, page + _LAST_PAGE_OFFSET)[0] for page in (0, _PAGE))
-        # The two meta pages are of the last two transactions; a lost end may be needed by either.
+        # The two meta pages belong to the last two transactions, and either of these may need the lost end.
         expected_bytes, file_bytes = (last_page + 1) * _PAGE, path.stat().st_size
         if expected_bytes > _MAX_UNWRITTEN * file_bytes:
             return True

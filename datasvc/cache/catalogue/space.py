@@ -1,4 +1,4 @@
-"""Free space for new objects: evict, quarantine and clean up inside one write transaction of the catalogue.
+"""Makes space for new objects: evicts, quarantines and cleans up inside one write transaction of the catalogue.
 
 `eviction` chooses the victims. This module takes the exclusive lock of each one, so that no object in use is evicted,
 and removes its file and its record together.
@@ -30,7 +30,7 @@ SPARE_NOTHING: Final = -NEVER
 SPARE_NEEDED: Final = NEVER // 2
 """Distance that spares every object that a running job may need again, at a known time or not."""
 
-_NO_TENANT: Final = ""  # owns no object, so an eviction for it leaves every tenant its guarantee
+_NO_TENANT: Final = ""  # has no object, so an eviction for it leaves every tenant its guarantee
 _MAPPED: Final = ".mapped"  # name suffix of a quarantined file that was in use when it was moved
 
 
@@ -80,7 +80,7 @@ class SpaceAllocator:
 
     def enforce_budget(self) -> None:
         """Evict unused objects above the budget, guaranteed ones last; unused guarantees reserve nothing."""
-        # After a restart the tenant of an object may be lost: maximums are enforced from the next reservation on.
+        # Maximums are enforced from the next reservation on: a scan may not know the tenants of objects.
         guarantees = {
             name: replace(quota, maximum_bytes=None) for name, quota in self._tables.account().quotas.items()
         }
@@ -137,7 +137,7 @@ class SpaceAllocator:
         )
 
     def sweep(self) -> None:
-        """Remove leftovers before any useful object is evicted: quarantined files, and those of ended processes."""
+        """Remove quarantined files, and what ended processes have left, before any useful object is evicted."""
         self._tables.quarantined_bytes = self._empty_quarantine()
         self._forget_readers()
         for digest in self._tables.reserved():
@@ -188,7 +188,7 @@ class SpaceAllocator:
         self._tables.delete(digest, record)
 
     def try_lock_exclusive(self, digest: Digest) -> bool:
-        """Lock an object until `unlock_all`, so that no process can use it; return False where one uses it now."""
+        """Lock an object until `unlock_all`, so that no process can use it; return False if one uses it now."""
         # Never waits: an object in use may stay in use until its job ends.
         if not self._locks.try_lock_exclusive(digest):
             return False

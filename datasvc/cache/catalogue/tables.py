@@ -5,7 +5,7 @@ order       job, next use, digest -> bytes freed, tenant: objects that may be ev
 reserved    digest: objects that are being fetched
 owners      id of a job, see `lease` -> sequence number, clock, note
 pins        digest, name of the pin
-meta        numbers by name: "u:TENANT" bytes that a tenant uses, "n:NAME" a counter
+meta        values by name: "u:TENANT" bytes that a tenant uses, "n:NAME" a counter, and settings such as "limit"
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from datasvc.order import NextUse
 from datasvc.repository import Digest
 
 _TABLES: Final = (b"objects", b"order", b"reserved", b"owners", b"pins", b"meta")
-_CONFIGURATION, _LIMIT, _LOST, _SEQUENCE, _BOOT = b"configuration", b"limit", b"lost", b"sequence", b"boot"
+_CONFIGURATION, _LIMIT, _QUARANTINED, _SEQUENCE, _BOOT = b"configuration", b"limit", b"lost", b"sequence", b"boot"
 _JOB: Final = struct.Struct("<QQ")
 _LAST: Final = b"\xff" * 40
 _ENDED: Final = (1 << 64) - 1  # the clock of an access order that has ended
@@ -114,7 +114,7 @@ class CatalogueTables:
         self._charge(record.tenant, 0, record)
 
     def unlist(self, digest: Digest, record: ObjectRecord) -> None:
-        """Remove an object from the index that lists it: of fetches in progress, or of what may be evicted."""
+        """Remove an object from the index that lists it: `reserved` for a fetch in progress, otherwise `order`."""
         if record.state == RESERVED:
             self._txn.delete(bytes.fromhex(digest), db=self._tables.reserved)
         else:
@@ -201,7 +201,7 @@ class CatalogueTables:
     # Pins.
 
     def pin(self, digest: Digest, name: str) -> None:
-        """Add a pin to an object, resident or not: it leaves the index of what may be evicted."""
+        """Add a pin to an object, resident or not: it leaves the index `order`, so that it is not evicted."""
         record = self.get(digest)
         if record is not None and record.state != RESERVED:
             self.unlist(digest, record)
@@ -254,11 +254,11 @@ class CatalogueTables:
     @property
     def quarantined_bytes(self) -> int:
         """Disk space of quarantined files."""
-        return self._number(_LOST)
+        return self._number(_QUARANTINED)
 
     @quarantined_bytes.setter
     def quarantined_bytes(self, quarantined_bytes: int) -> None:
-        self._set_number(_LOST, quarantined_bytes)
+        self._set_number(_QUARANTINED, quarantined_bytes)
 
     @property
     def boot(self) -> str:

@@ -1,4 +1,4 @@
-"""Authentication of a node: bearer token, and no access from other machines without one."""
+"""Authentication of a node by a bearer token. A node without a token must not be reachable from other machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         return None if from_environment is None else _checked(from_environment.strip(), TOKEN_VARIABLE)
     try:
         with path.open(encoding="ascii") as file:
-            # Of the open file: by path, the mode could be that of another file.
+            # The mode of the open file: the path may name another file by now.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096)
     except (OSError, UnicodeDecodeError) as error:
@@ -52,17 +52,17 @@ def _checked(token: str, source: str) -> str:
 
 
 def is_authorized(header: str | None, token: str | None) -> bool:
-    """Return whether an `Authorization` header carries the token, in constant time."""
+    """Return whether an `Authorization` header has the token; the comparison takes constant time."""
     if token is None:
         return True
     scheme, _, credentials = (header or "").partition(" ")
-    # Compare before the scheme is checked, so that a wrong scheme takes as long as a wrong token.
+    # The tokens are compared before the scheme is checked, so that a wrong scheme takes as long as a wrong token.
     matches = hmac.compare_digest(credentials.strip().encode("utf-8", "surrogateescape"), token.encode())
     return matches and scheme.lower() == _SCHEME
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is reachable only from this machine; of names, only "localhost" is."""
+    """Return whether `host` is reachable only from this machine; the only such name is "localhost"."""
     if host == "localhost":
         return True
     try:

@@ -17,7 +17,7 @@ from datasvc.errors import (
 )
 from datasvc.node.http.auth import is_authorized
 
-# The first match counts. A peer that gets any of these tries another source.
+# The status of the first class that matches. A peer that gets any of these tries another source.
 _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (CacheFullError, 507),
     (NotFoundError, 404),
@@ -59,7 +59,7 @@ def check_token(token: str | None) -> Middleware:
 
     @web.middleware
     async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # First of all checks: without the token, a response must not reveal whether a path exists.
+        # Checked before all else: without the token, a response must not reveal whether a path exists.
         if request.path in _OPEN_PATHS or is_authorized(request.headers.get("Authorization"), token):
             return await handler(request)
         response = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")

@@ -1,6 +1,6 @@
 """Prometheus metrics for `/metrics`: the numbers of the status document.
 
-They are in a registry of their own, so that `/metrics` has nothing that other libraries register in this process.
+They have a registry of their own, because other libraries in this process may register metrics in the default one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
-# Name in the status, name of the metric, help text. Counters of the cache include all processes of the node.
+# Rows of name in the status, name of the metric, help text. Counters of the cache include all processes of the node.
 _CACHE_COUNTERS: Final = (
     ("hits", "cache_hits", "Objects that were resident when requested"),
     ("misses", "cache_misses", "Objects that had to be fetched"),
@@ -33,7 +33,7 @@ _SENT_COUNTERS: Final = (
     ("num_broken", "sent_broken", "Responses to peers that were cut short"),
     ("num_refused_connections", "refused_connections", "Connections refused because of the limit"),
 )
-_NOW: Final = (
+_SERVING_GAUGES: Final = (
     ("num_streams", "streams", "Responses to peers in progress"),
     ("num_connections", "connections", "Open connections"),
     ("num_fetches", "peer_fetches", "Objects being fetched for peers"),
@@ -66,7 +66,7 @@ class _StatusCollector(Collector):
         yield _gauge("up_seconds", "Seconds since this process started", status["up_s"])
         yield from _counters(status["cache"]["counters"], _CACHE_COUNTERS)
         yield from _counters(status["serving"], _SENT_COUNTERS)
-        for name, metric, text in _NOW:
+        for name, metric, text in _SERVING_GAUGES:
             yield _gauge(metric, text, status["serving"].get(name, 0))
         yield from _space(status["cache"])
         yield from _peers(status["peers"])

@@ -1,8 +1,8 @@
 """`/objects/{digest}`: an object of this node's cache, whole or a range of it.
 
-    GET  /objects/{digest}                      resident, or 404
-    GET  /objects/{digest}?origin=URL&size=N    resident, or fetched first from that repository if the node reads it
-    HEAD /objects/{digest}                      resident, or 404
+    GET  /objects/{digest}                      the object if it is resident, otherwise 404
+    GET  /objects/{digest}?origin=URL&size=N    the object, fetched from URL if needed; the node must read it
+    HEAD /objects/{digest}                      its size if it is resident, otherwise 404
     POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
 
 The response to a fetch starts when the object is complete and verified; until then, a peer sees from `/healthz` that
@@ -28,7 +28,7 @@ from datasvc.node.transfers.sending import Sender
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
 
-# No object is larger; it also bounds the parsed number.
+# No object is larger. The limit also bounds the number that is parsed.
 _MAX_SIZE = 1 << 50
 _RANGE = re.compile(r"bytes[ \t]*=[ \t]*(\d*)-(\d*)[ \t]*", re.IGNORECASE | re.ASCII)
 # A longer number is beyond any object, and int() of megabytes of digits is slow.
@@ -102,7 +102,7 @@ class ObjectRoutes:
             return web.json_response({"found": await asyncio.to_thread(self._check, digest)})
 
     async def _respond(self, request: web.Request, digest: Digest, path: str) -> web.StreamResponse:
-        # Open until the response is sent: the bytes stay readable even if the file is moved to the quarantine.
+        # The file is open until the response is sent: its bytes stay readable even if it is moved to the quarantine.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size_bytes = os.fstat(file).st_size
@@ -168,7 +168,7 @@ def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
     first, last = match.groups()
     if max(len(first), len(last)) > _MAX_DIGITS:
         return None
-    # A suffix range: the last bytes of the object.
+    # Without a first byte, the header asks for the last bytes of the object.
     if not first:
         start, stop = max(0, size_bytes - int(last)), size_bytes
     else:

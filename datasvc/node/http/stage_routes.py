@@ -42,7 +42,7 @@ class StageRoutes:
         ]
 
     async def start(self, request: web.Request) -> web.Response:
-        """Start a job; a reference that does not resolve is an error of this request."""
+        """Start a job. If the reference does not resolve, this request fails, and no job is made."""
         body = await _read_body(request)
         job = await asyncio.to_thread(self._start, body["ref"], body.get("repo"), body.get("split"))
         return web.json_response(job.describe(), status=202, headers={"Location": f"/stage/{job.id}"})
@@ -63,13 +63,13 @@ class StageRoutes:
 
     def _start(self, ref: str, repo: str | None, split: str | None) -> StageJob:
         dataset = open_dataset(self._origins.find(repo), ref)
-        # Without credentials: `/stage` shows the labels.
+        # The URL has no credentials, because `/stage` shows the labels.
         labels = {"repo": redact_url(dataset.repository.url), "ref": str(dataset.resolved), "split": split or ""}
         return self._jobs.start(choose_split(dataset, split), labels)
 
 
 async def _read_body(request: web.Request) -> dict[str, str]:
-    # A web page in a browser on this machine can send other types without a CORS preflight.
+    # Other types are refused, because a web page in a browser on this machine can send them without a CORS preflight.
     if request.content_type != "application/json":
         raise ConfigError("expected a body of type application/json")
     try:
@@ -81,7 +81,7 @@ async def _read_body(request: web.Request) -> dict[str, str]:
         raise ConfigError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
         raise ConfigError('expected an object of strings, such as {"ref": "pets@1"}')
-    # Refused and not ignored: a misspelled field would stage other data than intended.
+    # Unknown fields are refused, because ignoring a misspelled one would stage other data than intended.
     if unknown := sorted(body.keys() - _FIELDS):
         raise ConfigError(f"unknown fields: {', '.join(unknown)[:200]}; expected {', '.join(sorted(_FIELDS))}")
     if "ref" not in body:

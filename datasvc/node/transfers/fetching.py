@@ -1,7 +1,7 @@
-"""Objects of a node's cache for the requests of peers: resident ones, and fetches once for all concurrent requests.
+"""Serves objects of a node's cache to peers; concurrent requests for one object share one fetch.
 
 Objects are fetched only from the origin, never from a peer: the requesting peer takes this node for the owner, and
-two nodes that take each other for the owner would deadlock.
+two nodes that take each other for the owner would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class _Fetch(Progress):
         self.num_users = 0
         self.is_running = False
         self.progressed_at = self._loop.time()
-        self.future: Future[Path]
-        self.completed: asyncio.Future[Path]
+        self.future: Future[Path]  # of the thread that fetches
+        self.completed: asyncio.Future[Path]  # the same result, for the event loop
 
     def advance(self, amount: int, **_: object) -> None:  # noqa: ARG002 - the time counts, not the bytes
         self.progressed_at = self._fetches.progressed_at = self._loop.time()
@@ -50,7 +50,7 @@ class Fetches:
         self._cache = cache
         self._stall_timeout_s = stall_timeout_s
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="datasvc-peer-fetch")
-        # Separate threads: a resident object does not wait for fetches.
+        # Separate threads, so that a request for a resident object does not wait for fetches.
         self._hold_threads = ThreadPoolExecutor(4, thread_name_prefix="datasvc-hold")
         self._in_progress: dict[ObjectInfo, _Fetch] = {}
         self._running: set[Future[Path]] = set()
@@ -99,7 +99,7 @@ class Fetches:
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
     def close(self, timeout_s: float) -> bool:
-        """Release resident objects and start no more fetches; return whether those in progress ended in time."""
+        """Release resident objects, and start no more fetches; return whether the running fetches ended in time."""
         self._hold_threads.shutdown()
         self._threads.shutdown(wait=False, cancel_futures=True)
         return not wait(list(self._running), timeout_s).not_done
@@ -123,7 +123,7 @@ class Fetches:
         return fetch
 
     def _idle_s(self, fetch: _Fetch) -> float:
-        # A fetch that waits for a thread progresses whenever another one does.
+        # While a fetch waits for a thread, the progress of the other fetches counts as its own.
         progressed_at = fetch.progressed_at if fetch.is_running else max(fetch.progressed_at, self.progressed_at)
         return asyncio.get_running_loop().time() - progressed_at
 
@@ -133,7 +133,7 @@ class Fetches:
 
 
 def _check_size(info: ObjectInfo, repository: Repository) -> None:
-    """Check the size in a request against the origin: the cache would evict others to make space for a false size."""
+    """Compare a requested size with the origin's: for a false one, the cache would evict other objects in vain."""
     stored = repository.objects.size(info.digest)
     if stored is None:
         raise NotFoundError(f"{repository.objects.location(info.digest)} does not exist")

@@ -35,25 +35,25 @@ class RateLimitedStorage(Storage):
         raise TypeError("a rate-limited storage belongs to its process; send its URL instead")
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        """Return the whole content. Its size is known only afterwards, so the next read waits for it."""
+        """Return the whole content. Its size is known only afterwards, so the next read waits in its place."""
         content = super().read(path, max_bytes)
         if max_bytes is None:  # otherwise `read_start` has counted it
             self._bucket.reserve(len(content))
         return content
 
     def read_start(self, path: str, length: int) -> bytes:
-        """Return the first bytes. Their number is known only afterwards, so the next read waits for them."""
+        """Return the first bytes. Their number is known only afterwards, so the next read waits in their place."""
         content = super().read_start(path, length)
         self._bucket.reserve(len(content))
         return content
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return a range as `Storage`, after the wait for its bytes. Also raise UnavailableError when closing."""
+        """Like `Storage.read_range`, but wait for the rate limit first. Also raise UnavailableError when closing."""
         self._wait_turn(path, length)
         return super().read_range(path, offset, length)
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
-        """Stream a range as `Storage`, each piece after the wait for it, which also slows down the sender."""
+        """Like `Storage.stream_range`, but wait for the rate limit before each piece, which slows down the sender."""
 
         def take_after_wait(view: memoryview) -> None:
             self._wait_turn(path, len(view))
@@ -81,7 +81,7 @@ class Origins:
         self._closing = threading.Event()
         bucket = None if rate_bytes_s is None else TokenBucket(rate_bytes_s)
         self._repositories: dict[str, Repository] = {}
-        # Opened at once, so that a wrong URL fails the start of the node and not a request.
+        # All are opened now, so that a wrong URL fails the start of the node and not a request.
         for url in urls:
             repository = Repository.open(url)
             if bucket is not None:
@@ -89,7 +89,7 @@ class Origins:
             self._repositories[_normalized(url)] = self._repositories[_normalized(repository.url)] = repository
 
     def find(self, url: str | None) -> Repository:
-        """Return the repository of a request; None: the only one.
+        """Return the repository that a request names; without a URL, the only one.
 
         Raises:
             NotFoundError: the node does not read this repository; or it reads several and `url` is None.
@@ -107,7 +107,7 @@ class Origins:
         return sorted({redact_url(repository.url) for repository in self._repositories.values()})
 
     def close(self) -> None:
-        """Make reads fail that wait for their turn."""
+        """Make the reads fail that wait for the rate limit."""
         self._closing.set()
 
     def _only(self) -> Repository | None:

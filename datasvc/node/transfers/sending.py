@@ -1,6 +1,6 @@
-"""Send files as response bodies: a limited number of streams of large writes, under a common rate limit.
+"""Send files as response bodies: in large writes, in a limited number of streams, under a common rate limit.
 
-Under a limit, few streams run at a time, so that each stays above the rate below which a peer ends it.
+Under a rate limit, few streams run at a time, because a peer ends a stream that is too slow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StreamPlan:
 
 
 def plan_streams(rate_bytes_s: int | None) -> StreamPlan:
-    """Choose so few streams that each keeps moving under a limit, and writes so small that no pause exceeds 1 s."""
+    """Choose so few streams that none is too slow under a limit, and writes so small that no pause exceeds 1 s."""
     if rate_bytes_s is None:
         return StreamPlan(_MAX_STREAMS, _MAX_WRITE_BYTES)
     num_streams = max(1, min(_MAX_STREAMS, rate_bytes_s // _MIN_STREAM_BYTES_S))
@@ -156,7 +156,7 @@ class Sender:
         writer = await response.prepare(request)
         assert writer is not None
         assert request.transport is not None
-        # A drained transport must not refer to the buffer, which the next read overwrites: hence a limit of 0. A TLS
+        # The next read overwrites the buffer, so a drained transport must not refer to it: hence a limit of 0. A TLS
         # transport has copied the bytes, and with a limit of 0 it would never report that it is drained.
         is_secure = request.transport.get_extra_info("sslcontext") is not None
         request.transport.set_write_buffer_limits(high=1 if is_secure else 0)

@@ -29,7 +29,7 @@ class StageJob:
         total_bytes: size of all its shards, equal ones counted once.
         stop: event that cancels it.
         state: current state; it changes under the lock of the job.
-        future: completes with its thread; set by `StageJobs`.
+        future: done when `run` has ended in its thread; set by `StageJobs`.
     """
 
     def __init__(self, splits: Sequence[Split], labels: dict[str, str]) -> None:
@@ -89,7 +89,7 @@ class StageJob:
         with self._lock:
             if self.state == "waiting":
                 self.state = "cancelled"
-                self.future.cancel()  # no effect if a thread has taken the job: then `_begin` finds the state
+                self.future.cancel()  # no effect if a thread has taken the job: then `_begin` sees the new state
 
     def _begin(self) -> bool:
         with self._lock:
@@ -103,7 +103,7 @@ class StageJob:
     def _end(self, state: JobState, error: DatasvcError | None) -> None:
         with self._lock:
             self.state = state
-            # The error of a cancelled job is only its cancellation.
+            # A cancelled job reports no error: it may only be a consequence of the cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()
 

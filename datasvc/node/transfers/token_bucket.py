@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Limits bytes to a rate: in any period, at most `rate_bytes_s` for each second, and a burst of a tenth of it.
+    """Limits bytes to a rate: in any period, at most `rate_bytes_s` per second, plus a burst of a tenth of that.
 
     After a pause, the burst passes at once; a larger reservation passes in one piece after a longer wait. Callers are
     served in the order of their calls. Thread-safe.
@@ -33,6 +33,6 @@ class TokenBucket:
             now = self._clock()
             self._balance = min(self._burst, self._balance + (now - self._updated) * self._rate)
             self._updated = now
-            # It may become negative: later callers then wait longer, so the order of calls is kept.
+            # The balance may become negative: later callers then wait longer, so the order of calls is kept.
             self._balance -= num_bytes
             return max(0.0, -self._balance / self._rate)

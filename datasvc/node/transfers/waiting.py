@@ -1,4 +1,4 @@
-"""Wait for work that other requests have started; raise an error when it makes no progress."""
+"""Wait for work that this or another request has started; raise an error when the work makes no progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def wait_for_progress(
             configured to request objects from itself under another name.
 
     Raises:
-        UnavailableError: there was no progress for longer.
+        UnavailableError: there was no progress for longer than `stall_timeout_s`.
         BaseException: the exception of the future.
     """
     while not future.done():
