@@ -111,7 +111,7 @@ _leaving: deque[tuple[Path, CacheFolder]] = deque()
 
 
 def join_folder(folder: Path) -> CacheFolder:
-    """Return the open folder of this process; it is closed by the last `leave_folder`, one for each `join_folder`."""
+    """Return the open folder of this process. Call `leave_folder` once for each call; the last one closes it."""
     try:
         with _folders_lock:
             if folder not in _folders:

@@ -66,7 +66,7 @@ def check_object(folder: CacheFolder, digest: Digest) -> Finding:
 
 
 def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
-    """Check as `check_object` does; "mapped" is a corrupt object that another process uses."""
+    """Check as `check_object` does; "mapped" is a corrupt object that is in use."""
     path = folder.files.object_path(digest)
     try:
         link = path.lstat()

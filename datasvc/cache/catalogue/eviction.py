@@ -23,7 +23,7 @@ from datasvc.order import NEVER
 from datasvc.repository import Digest
 
 UNKNOWN: Final = 1 << 60
-"""Smallest unknown next use; above it, UNKNOWN plus a number that grows with each release of any job."""
+"""Smallest unknown next use. Each of them is UNKNOWN plus a number that grows with each release of any job."""
 
 
 @dataclass(frozen=True)

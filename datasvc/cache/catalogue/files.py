@@ -61,7 +61,7 @@ class Files:
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # Incoming files by object and thread. If an interrupt comes before a file is stored here, it closes itself.
+        # Incoming files by object and thread. If an interrupt comes before a file is stored, the file closes itself.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)

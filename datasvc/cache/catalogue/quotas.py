@@ -107,7 +107,7 @@ class Account:
         return self._charged(tenant, size_bytes) - self.budget_bytes
 
     def helps(self, victim: str, tenant: str, freed_bytes: int, size_bytes: int) -> bool:
-        """Return whether evicting `freed_bytes` of the tenant `victim` is allowed, and helps `tenant`.
+        """Return whether evicting `freed_bytes` of the tenant `victim` is allowed, and makes space for `tenant`.
 
         Args:
             victim: tenant whose object would be evicted.

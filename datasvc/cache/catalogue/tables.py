@@ -270,7 +270,7 @@ class CatalogueTables:
         self._txn.put(_BOOT, boot.encode(), db=self._tables.meta)
 
     def account(self) -> Account:
-        """Return what tenants use and may use."""
+        """Return what the tenants use, and their limits."""
         used = {name: number for name, number in self._numbers(b"u:").items() if number}
         configuration, limit = self.configuration, self.limit_bytes
         return Account(limit, configuration.quotas, used, self.quarantined_bytes, limit < configuration.budget_bytes)

@@ -100,7 +100,7 @@ class PartialFile:
         return ranges
 
     def _write(self, source: ObjectSource, offset: int, view: memoryview) -> None:
-        # The bytes are written before they are recorded, so that the list of received parts never names missing ones.
+        # Bytes are written before they are recorded, so that the list of received parts never names a missing part.
         self._write_all(offset, view)
         with self._lock:
             self._record(offset, len(view))

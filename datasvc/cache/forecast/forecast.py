@@ -99,7 +99,7 @@ def forecast(
     # At the end of an epoch, its last shards and the first ones of the next epoch are needed together.
     window = min(2 * window, int(footprint(bytes_per_shard).sum()))
     check_window(window, budget_bytes, "this order")
-    epochs, resident_bytes = _replay_sample(samples_per_shard, bytes_per_shard, budget_bytes, workload)
+    epochs, resident_bytes = _replay_chosen(samples_per_shard, bytes_per_shard, budget_bytes, workload)
     return Forecast(
         num_samples=num_samples,
         num_shards=len(samples_per_shard),
@@ -112,7 +112,7 @@ def forecast(
     )
 
 
-def _replay_sample(
+def _replay_chosen(
     samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, workload: Workload
 ) -> tuple[list[EpochTraffic], int]:
     """Return the traffic of each of the first epochs, and the mean resident bytes of a node after them."""
@@ -120,10 +120,10 @@ def _replay_sample(
     uses = plan_uses(samples_per_shard, bytes_per_shard, workload.order, range(_EPOCHS), chosen=chosen)
     nodes = _nodes_of(uses, workload)
     owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
-    used, sample_bytes = bytes_per_shard[samples_per_shard > 0], int(bytes_per_shard[chosen].sum())
+    used, chosen_bytes = bytes_per_shard[samples_per_shard > 0], int(bytes_per_shard[chosen].sum())
     # On the disk, files occupy whole blocks; in the simulation, shards have their exact size.
-    budget = int(budget_bytes * sample_bytes / int(footprint(used).sum()))
-    # By chance, the few sampled shards of a window may need a larger share of the budget than the real window.
+    budget = int(budget_bytes * chosen_bytes / int(footprint(used).sum()))
+    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window.
     min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
     result = replay(
         nodes,
@@ -134,9 +134,9 @@ def _replay_sample(
     )
     epochs = result.epochs
     if not workload.splits_lanes:
-        owned = 1.0 if owners is None else int(bytes_per_shard[chosen & (owners == 0)].sum()) / sample_bytes
-        epochs = [_of_all_nodes(epoch, workload.nodes, owned, has_peers=owners is not None) for epoch in epochs]
-    scale = int(used.sum()) / sample_bytes
+        owned_share = 1.0 if owners is None else int(bytes_per_shard[chosen & (owners == 0)].sum()) / chosen_bytes
+        epochs = [_of_all_nodes(epoch, workload.nodes, owned_share, has_peers=owners is not None) for epoch in epochs]
+    scale = int(used.sum()) / chosen_bytes
     return [_scaled(epoch, scale) for epoch in epochs], int(np.mean(result.resident_bytes) * scale)
 
 
@@ -156,14 +156,14 @@ def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
     return [uses.only(node_of == node) for node in range(workload.nodes)]
 
 
-def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned: float, *, has_peers: bool) -> EpochTraffic:
-    """Return the traffic of all nodes, given that of one node; `owned` is its share. All read the same shards."""
+def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned_share: float, *, has_peers: bool) -> EpochTraffic:
+    """Return the traffic of all nodes from that of one, which owns `owned_share` of the shards; all read the same."""
     if not has_peers:
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
-    origin = traffic.origin_bytes / owned
+    origin = traffic.origin_bytes / owned_share
     # One node may own all of very few shards: then each other node would read all of them from it.
-    per_peer = traffic.peer_bytes / (1 - owned) if owned < 1 else origin
+    per_peer = traffic.peer_bytes / (1 - owned_share) if owned_share < 1 else origin
     peers = (nodes - 1) * per_peer
     return EpochTraffic(used, round(used - origin - peers), round(origin), round(peers))
 
@@ -186,7 +186,7 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
-    # Bytes per sample of one node: the origin's rate is that of all nodes together, the peers' that of each node.
+    # Bytes for each sample that one node trains: from the origin over all nodes, from the peers for that node alone.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}

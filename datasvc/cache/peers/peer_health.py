@@ -87,7 +87,7 @@ class PeerHealth:
             self._report.bytes_received += num_bytes
 
     def record_missing(self) -> None:
-        """Record that the peer does not have an object, which proves that it works."""
+        """Record that the peer does not have an object, which is not a failure."""
         with self._lock:
             self._report.num_missing += 1
             # Corruptions stay counted: this answer proves nothing about the bytes that the peer sends.

@@ -157,6 +157,7 @@ class JobPrefetcher:
         return outcome
 
     def _expect(self, *, passed_only: bool) -> None:
+        """Declare the next use of every shard that the job still needs; see `CacheJob.expect`."""
         next_uses, infos = self._timeline.next_uses(*self._cursor), self._split.table.shards()
         expected = {infos[shard].digest: next_use for shard, next_use in next_uses.items()}
         now = self._timeline.clock(*self._cursor)

@@ -95,7 +95,7 @@ class UseTimeline:
         ]
 
     def _uses_of(self, epoch: int) -> Iterator[tuple[Uses, Uses]]:
-        """Yield the uses of an epoch and of the next: by all lanes, and by the lanes of this process."""
+        """Yield, for an epoch and the next one, the uses by all lanes and those by the lanes of this process."""
         for number in (epoch, epoch + 1):
             pair = self._epochs.get(number)
             if pair is None:

@@ -33,7 +33,7 @@ class RangeRequests:
     Args:
         start: first byte of the range.
         stop: first byte after the range.
-        max_parts: most parts of a request, reached only while it is the only one of its object.
+        max_parts: most parts of a request while its object has only one at a time; otherwise `GATHERED_PARTS`.
     """
 
     def __init__(self, start: int, stop: int, max_parts: int) -> None:

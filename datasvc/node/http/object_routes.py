@@ -1,7 +1,7 @@
 """`/objects/{digest}`: an object of this node's cache, whole or a range of it.
 
     GET  /objects/{digest}                      the object if it is resident, otherwise 404
-    GET  /objects/{digest}?origin=URL&size=N    the object, fetched from URL if needed; the node must read it
+    GET  /objects/{digest}?origin=URL&size=N    the object, fetched if needed from URL, an origin of this node
     HEAD /objects/{digest}                      its size if it is resident, otherwise 404
     POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
 

@@ -35,7 +35,7 @@ class _Fetch(Progress):
 
 
 class Fetches:
-    """The objects that requests of peers use. Belongs to one event loop; calls of the cache run in threads.
+    """The objects that requests of peers use now. Belongs to one event loop; calls of the cache run in threads.
 
     Args:
         cache: cache that was opened without peers.

@@ -64,7 +64,7 @@ class Sender:
 
     Args:
         rate_bytes_s: limit of all streams together; None: no limit.
-        count: called with the bytes of each response, in a thread.
+        count: called in a thread with the number of bytes of each response.
         stall_timeout_s: a peer that receives nothing for longer is disconnected, so that it does not block eviction.
     """
 
