@@ -36,7 +36,7 @@ _DIGEST_BITS: Final = 62
 
 @dataclass(frozen=True)
 class RankWrites:
-    """Chunks and state that one rank has stored, which it sends to rank 0."""
+    """Message of a rank to rank 0: the chunks that it has stored, and the skeleton of its own state."""
 
     chunks: Sequence[tuple[str, Chunk]]
     rank_tensors: Mapping[str, tuple[str, Shape]]
@@ -88,7 +88,7 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
 def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception | None) -> list[RankWrites]:
     """Return the parts that all ranks have stored, on rank 0; [] elsewhere. Every rank calls this after `store_part`.
 
-    `error` is the reason why this rank could not store its part, which is None then. Raises as `agree_on_tensors`.
+    If this rank could not store its part, `part` is None and `error` the reason. Raises as `agree_on_tensors`.
     """
     # Commit only if every rank has stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
@@ -99,7 +99,7 @@ def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception
 def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseException | None) -> Resolved:
     """Return the version that rank 0 committed, or raise its error, on all ranks.
 
-    Only rank 0 has a `version` or an `error`, those of its commit.
+    Rank 0 passes the `version` or the `error` of its commit; other ranks pass None for both.
 
     Raises:
         DatasvcError: rank 0 has an error; nothing was committed.

@@ -62,13 +62,13 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
             f"the state has the reserved key {RANK_STATE!r}: pass the state of each rank as rank_state="
         )
     skeleton, tensors = flatten(state)
-    # The states of the ranks are added to the skeleton under a plain key, which the form `$dict` does not have.
+    # The states of the ranks are added to the skeleton under a string key; the form `$dict` has no such keys.
     if rank_state is not None and "$dict" in skeleton:
         raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
     rank_skeleton: Any = None
     rank_tensors: Mapping[str, torch.Tensor] = {}
     if rank_state is not None:
-        # Flattened below the rank's number, so that the names of its tensors differ from those of other ranks.
+        # Put it below the rank's number, so that the names of its tensors differ from those of other ranks.
         full_skeleton, rank_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
         rank_skeleton = full_skeleton[RANK_STATE][str(rank)]
     for name in tensors.keys() & rank_tensors.keys():

@@ -58,19 +58,20 @@ class CheckpointManager:
         repository: repository that stores the checkpoints.
         name: name of the model; the first save creates the model.
         codec: "none", "planes" or "delta", see `store_tensors`.
-        every: interval that `should_save` keeps: a number of steps, or a duration such as "10min"; None: as often as
-            `max_stall` allows, never without both.
+        every: interval between saves, for `should_save`: a number of steps, or a duration such as "10min". None: as
+            often as `max_stall` allows; if that is None too, no save is due.
         max_stall: largest share of the training time that saves may take, "3%" or 0.03; saves are spaced out to keep
             it. None: no limit.
         overlap: behaviour of a save while earlier saves are running: "queue" waits once two are running, "refuse"
             raises BusyError.
-        failures: behaviour of a save after an earlier save failed and its error was not reported: "raise" raises that
-            error, "log" logs it and continues. After a stop signal the error is always logged. `wait` and `close`
-            raise it in both cases.
-        grace: time limit for the end of the run after SIGTERM or Ctrl-C, such as "30s"; the first signal then sets
-            `stop_signal` instead of ending the process. None: signal handlers are unchanged.
-        group: torch.distributed group whose ranks save together; None: the default group, or one rank without it.
-        timeout_s: seconds without an answer after which the other ranks abandon a save.
+        failures: what `save` does with the error of an earlier save that was not reported yet: "raise" raises it,
+            "log" logs it and continues. After a stop signal `save` always logs it. `wait` and `close` always raise
+            it.
+        grace: time that the run has to end after SIGTERM or Ctrl-C, such as "30s". The signal then does not end the
+            process at once: `should_save` sets `stop_signal`. None: signal handlers are unchanged.
+        group: torch.distributed group whose ranks save together; None: the default group; without it, this process
+            saves alone.
+        timeout_s: seconds that a rank waits for an answer of the other ranks before it abandons a save.
         cache: this node's cache, or its folder, for restores; see `restore.restore`.
         peers: other nodes to fetch from, for a cache that is given by its folder.
         fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
@@ -133,7 +134,7 @@ class CheckpointManager:
         self._writer = VersionWriter(repository, name, codec, self._save_channel)
         self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
-        self._copying: deque[SaveHandle] = deque()
+        self._copying: deque[SaveHandle] = deque()  # saves whose device copies are not counted in the cost yet
         self._next_check = 0
         self.stop_signal: int | None = None
 
@@ -181,7 +182,7 @@ class CheckpointManager:
         decision = self._scheduler.decide(step, is_saving=is_saving)
         received = None if self._preemption is None else self._preemption.received
         answers: list[Any] = [[step, decision.is_due, decision.next_step, received]]
-        # Without a clock and without signals all ranks decide the same by the step number: no message is needed.
+        # Without a clock and without signals all ranks make the same decision from the step number: no message then.
         if self._policy.needs_clock or self._preemption is not None:
             answers = self._main_channel.exchange(answers[0])
         steps = [answer[0] for answer in answers]
@@ -211,11 +212,11 @@ class CheckpointManager:
         Later changes of the state do not affect the saved version.
 
         Args:
-            state: state that all ranks share, a tree as `models.save` takes it. Where tensors differ between the
-                ranks, and for all other values, rank 0's are saved.
+            state: state that all ranks share, a tree as for `models.save`. Rank 0's values are saved, also where
+                tensors differ between the ranks.
             step: number of optimizer steps that produced this state.
             rank_state: state of this rank alone, such as its random state; restored as `state["rank_state"][rank]`.
-            data: data consumed so far. Of this and of the arguments that follow, rank 0's values are stored.
+            data: data consumed so far. For this argument and those below, rank 0's values are stored.
             config: effective configuration of the run, JSON values.
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
@@ -274,11 +275,11 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint:
-        """Return a checkpoint with every byte verified, the same on every rank. The next save continues it.
+        """Return a checkpoint with every byte verified, the same on every rank. It is the parent of the next save.
 
         Waits for running saves first, so that their parent is the version from before the restore. `ref` is a
-        version or tag of any model; None: the newest version of this model. Other arguments and errors as of
-        `models.restore`.
+        version or tag of any model; None: the newest version of this model. For the other arguments and the errors
+        see `models.restore`.
         """
         self._queue.finish()
         error: Exception | None = None
@@ -323,7 +324,7 @@ class CheckpointManager:
         """Wait for all saves, then release signal handlers, memory and connections to the other ranks.
 
         After a stop signal the wait ends with the grace period. A signal that `should_save` has not reported is
-        raised again, with the handler that was installed before.
+        raised again, so that the handler that was installed before the manager's receives it.
 
         Raises:
             DatasvcError: a save failed and its error was not reported yet.
@@ -357,7 +358,7 @@ class CheckpointManager:
             if error is not None:
                 raise error
             return
-        # The digest, because a signature is long: it is sent in full only if the digests differ.
+        # Send a digest, because a signature is long: signatures are sent in full only if their digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
         # A rank with an error exchanges too: the others would wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])

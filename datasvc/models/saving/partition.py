@@ -11,7 +11,7 @@ from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10
-"""Smaller chunks are packed into shared objects; rank 0 stores all of them, so that there is one such object."""
+"""Several smaller chunks are packed into one object; rank 0 stores all of them, so that there are few packs."""
 
 
 def partition_writes(
@@ -25,8 +25,8 @@ def partition_writes(
         rank0_only: tensors that rank 0 alone stores, because their bytes differ between ranks.
 
     Returns:
-        For each rank the chunks that it stores: tensor name and box. Every chunk is in one of the lists. Equal
-        arguments give equal results, so that ranks need not exchange the plan.
+        For each rank the chunks that it stores: tensor name and box. Every chunk is in exactly one list. Equal
+        arguments give equal results, so the ranks need not exchange the plan.
     """
     assigned: list[list[tuple[str, Box]]] = [[] for _ in range(num_ranks)]
     load = [0] * num_ranks
@@ -42,7 +42,7 @@ def partition_writes(
                 large.append((nbytes, name, box))
     heap = [(load_bytes, rank) for rank, load_bytes in enumerate(load)]
     heapq.heapify(heap)
-    # Largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
+    # Give the largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
     for nbytes, name, box in sorted(large, key=lambda chunk: -chunk[0]):
         load_bytes, rank = heapq.heappop(heap)
         assigned[rank].append((name, box))

@@ -61,7 +61,7 @@ class Preemption:
 
     @property
     def remaining_s(self) -> float:
-        """Remaining seconds of the grace period, at least 0; all of them before a signal."""
+        """Remaining seconds of the grace period, at least 0; before a signal, the whole period."""
         if self.received is None:
             return self._grace_s
         return max(0.0, self._grace_s - (time.monotonic() - self._received_s))
@@ -87,7 +87,7 @@ class Preemption:
                 signal.signal(number, handler)
 
     def _previous_handler(self, number: int) -> Any:
-        """Return the handler from before this instance, skipping instances that are closed."""
+        """Return the handler that was installed before this instance; handlers of closed instances are skipped."""
         handler = self._previous.get(number)
         while (owner := _owner(handler)) is not None and owner._is_closed:  # noqa: SLF001
             handler = owner._previous.get(number)  # noqa: SLF001
@@ -96,7 +96,7 @@ class Preemption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous_handler(number)
         if self._is_closed or self._pid != os.getpid():
-            # A later handler has restored this one after `close`, or a fork has not yet released it in the child.
+            # A handler that was installed later restored this one after `close`, or this is a child just forked.
             _call_handler(previous, number, frame)
             return
         if _owner(previous) is not None:
@@ -138,7 +138,7 @@ def _call_handler(handler: Any, number: int, frame: FrameType | None) -> None:
 
 
 def _release_all() -> None:
-    """Restore signal handling in a forked child, which has neither the polling loop nor the thread with the limit."""
+    """Restore signal handling in a forked child: nothing there polls signals or enforces the grace period."""
     for preemption in reversed(list(_open)):
         preemption._release()  # noqa: SLF001
 

@@ -147,12 +147,12 @@ class SaveQueue:
             except BaseException as error:  # noqa: BLE001 - raised by `result`, `wait` or the next save
                 failure = error
             handle = task.handle
-            # Its state takes memory, and this thread may wait for the next save.
+            # The state takes much memory: no reference to it is left after `popleft` below.
             del task
             with self._changed:
                 handle.settle(version, failure)
-                # After `settle`, so that a listed failure has its error; before `popleft`, so that `mark_reported`
-                # finds it.
+                # Append after `settle`, so that a listed failure has its error, and before `popleft`, so that
+                # `mark_reported` finds it.
                 if failure is not None:
                     self._failed.append(handle)
                 self._under_way.popleft()
@@ -168,5 +168,5 @@ def _finish_all() -> None:
         queue.finish_at_exit()
 
 
-# A save needs the thread pools that the exit shuts down.
+# Run it before the exit of the interpreter shuts down thread pools, because a save needs them.
 run_before_threads_end(_finish_all)

@@ -23,7 +23,7 @@ _LENGTH_BYTES: Final = 8
 
 
 class RankChannel:
-    """Communication within a group of ranks; this class is the group of a single rank, `GroupChannel` one of several.
+    """Communication between the ranks of a group. This class serves one rank alone, `GroupChannel` several ranks.
 
     All ranks call the same methods in the same order, from one thread at a time.
 
@@ -56,7 +56,7 @@ class GroupChannel(RankChannel):
 
     Args:
         group: gloo group that is used for nothing else.
-        timeout_s: timeout of the group in seconds, for messages only.
+        timeout_s: timeout of the group in seconds; used only in error messages.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class GroupChannel(RankChannel):
 
     def exchange(self, message: Any) -> list[Any]:
         """See `RankChannel`."""
-        # Short messages, the usual case, travel with their lengths: one collective. Longer ones need a second.
+        # Short messages, the usual case, are sent with their lengths in one collective. Longer ones need a second.
         raw = json.dumps(message).encode()
         slots = self._all_gather(
             len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
@@ -140,7 +140,7 @@ class GroupChannel(RankChannel):
 def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
     """Return two channels between the ranks of `group`: for the calling thread and for the save thread.
 
-    Every rank of the group calls this, in the same order as other calls that make groups.
+    Every rank of the group calls this. All ranks make their groups in the same order.
 
     Args:
         group: torch.distributed group; None: the default group, or a single rank if there is none.
@@ -153,7 +153,7 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return RankChannel(), RankChannel()
-    # Local synchronization: ranks outside of the group need not take part.
+    # With local synchronization, ranks outside of the group need not take part.
     members: dict[str, Any] = (
         {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True} if group else {}
     )
@@ -180,7 +180,7 @@ def raise_on_all_ranks(
         own_error: error of this rank.
 
     Raises:
-        DatasvcError: a rank failed; of the type that the error has there, if that is a subclass of DatasvcError.
+        DatasvcError: a rank failed. The type is that of the rank's error, if that is a subclass of DatasvcError.
     """
     failed = [(rank, error) for rank, error in enumerate(errors_by_rank) if error is not None]
     if not failed:
@@ -188,7 +188,7 @@ def raise_on_all_ranks(
     rank, error = failed[0]
     if len(errors_by_rank) == 1 and isinstance(own_error, DatasvcError):
         raise own_error
-    # Only the names of our own classes: a message must not name any other class to create.
+    # Look up our own error classes only: a message must not choose any other class to be created.
     kind = getattr(errors, error["type"], None)
     is_ours = isinstance(kind, type) and issubclass(kind, DatasvcError)
     message = error["message"] if is_ours else f"{error['type']}: {error['message']}"

@@ -2,8 +2,8 @@
 
 The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021): the time for which the save stops the
 training, plus the time by which steps are slower while a save is written. `max_stall` is the largest share of the
-training time that this cost may take: the next save waits until enough training time has passed. There is no I/O, and
-the clock is an argument.
+training time that this cost may take: the next save waits until enough training time has passed. This module does no
+I/O, and the clock is an argument.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ CHECK_EVERY_S: Final = 1.0
 _MEASURED_STEPS: Final = 64
 _MIN_MEASURED_STEPS: Final = 8
 _LATEST_STEPS: Final = 4
-# A step that is longer than both is a break, such as an evaluation, and is not counted as slowed by a save.
-_MAX_STEP: Final = 10.0
+# A step of at least this factor times the usual step, and at least this time, is a break, such as an evaluation. It
+# does not count as slowed by a save.
+_BREAK_FACTOR: Final = 10.0
 _MIN_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
 _SECONDS: Final = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -38,9 +39,9 @@ class SavePolicy:
     """How often to save.
 
     Attributes:
-        every_steps: save at multiples of this step number; None: not by steps.
-        every_s: save when so many seconds have passed since the last save; None: not by time.
-        max_stall: largest share of the training time that saving may take, 0.03; None: no limit.
+        every_steps: save when the step is a multiple of this number; None: not by steps.
+        every_s: save when this number of seconds has passed since the last save; None: not by time.
+        max_stall: largest share of the training time that saving may take, such as 0.03; None: no limit.
     """
 
     every_steps: int | None = None
@@ -130,8 +131,8 @@ class SaveScheduler:
 
     Attributes:
         cost: training time that saving has taken so far.
-        overhead_s: cost of saving, in seconds, that is still to be divided among later training time: each second of
-            training reduces it by `max_stall` seconds.
+        overhead_s: cost of saving, in seconds, for which too little training time has passed so far: each second of
+            training reduces it by `max_stall` seconds. With `max_stall`, no save is due before it is 0.
     """
 
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
@@ -161,8 +162,8 @@ class SaveScheduler:
             self._num_since_save += 1
         elif self._undisturbed:
             usual_s = statistics.median(self._undisturbed)
-            is_break = step_s >= max(_MAX_STEP * usual_s, _MIN_BREAK_S)
-            # Of a break only the known device copies count as caused by the save.
+            is_break = step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S)
+            # In a break, only the known device copies count as caused by the save.
             self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
         self.overhead_s = max(0.0, self.overhead_s - self._paid_share * step_s)
 
@@ -195,7 +196,7 @@ class SaveScheduler:
     def _disturbed_s(self) -> float:
         """Seconds by which the last save has slowed the steps since its stall."""
         # A negative sum means that steps were faster, by chance or for another reason: it must not offset the stall.
-        # Device copies are part of the slower steps, unless those steps were not measured: the larger one counts.
+        # Device copies make steps slower, so they are in `_slowed_s` unless that step was a break: the larger counts.
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
@@ -219,7 +220,7 @@ class SaveScheduler:
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
-            # Steps between two checks are skipped: save if one of them is a multiple.
+            # The steps between two checks were not checked: save if one of them is a multiple.
             return step // policy.every_steps > before // policy.every_steps
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
@@ -230,7 +231,7 @@ class SaveScheduler:
         longest_s = max(self._latest, default=0.0)
         if not longest_s:
             return 1
-        # A signal waits for the next check: a slow step shortens the interval at once, fast steps at most double it.
+        # A signal waits for the next check, so one slow step shortens the interval at once; fast ones only double it.
         steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - before))
         every = self._policy.every_steps
         return steps if every is None else min(steps, every - step % every)

@@ -1,8 +1,8 @@
-"""Checks that all ranks of a save store to one place: a path such as `./repo` may be a different folder on each node.
+"""Checks that all ranks store to one place, because `./repo`, for example, may be another folder on each node.
 
-One rank writes a marker, a small file with a random name and random content, and other ranks read it. No cache of a
-file system or driver can have an answer for a new name. The marker is removed at once; a marker that a killed process
-leaves is a temporary file, which `gc` removes.
+One rank writes a marker, a small file with a random name and random content, and other ranks read it. The name is
+new, so no cache of a file system or driver can answer for it. The marker is removed at once; a marker that a killed
+process leaves is a temporary file, which `gc` removes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_same_store(channel: RankChannel, storage: Storage) -> None:
     """Check that all ranks store to the same place; every rank calls this, and all raise the same error.
 
     Raises:
-        ConfigError: some ranks cannot read the marker of rank 0; the message names them. Or the store is not
+        ConfigError: some ranks cannot read the marker of rank 0, and the message names them; or the store is not
             writable.
         UnavailableError: the store did not answer, or a rank is lost.
     """

@@ -1,7 +1,7 @@
-"""Staging buffers: reusable host memory that holds a copy of a state while the training changes the original.
+"""Host buffers: reusable host memory that holds a copy of a state while the training changes the original.
 
-A buffer allocates its memory once, not for each save, so that a save costs one pass over the bytes. A manager has two
-buffers, so that its memory is bounded. Changes of the originals after `copy` do not affect the copies.
+A buffer allocates its memory once, not for each save, so that a save costs one pass over the bytes. A manager has
+only two buffers, which bounds its memory. Changes of the originals after `copy` do not affect the copies.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostCopies:
 
         longest_s = 0.0
         for device, began, ended in self._events:
-            # The current device of this thread is cuda:0, which this process may not use at all.
+            # Select the device of the copies: the default, cuda:0, may be one that this process does not use.
             with torch.cuda.device(device):
                 ended.synchronize()
                 longest_s = max(longest_s, began.elapsed_time(ended) / 1000)
@@ -59,7 +59,7 @@ class HostBuffer:
         self._is_pinned = False
         # Device for which pinning was tried, even without success; None: not tried.
         self._pinned_for: torch.device | None = None
-        # Reentrant: `_grow` releases the memory.
+        # Reentrant, because `_grow` calls `release` while `copy` holds the lock.
         self._lock = threading.RLock()
 
     @property
@@ -117,7 +117,7 @@ class HostBuffer:
             self._memory, self._is_pinned, self._pinned_for = None, False, None
 
     def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
-        # Also replace memory that is large enough but not pinned, as no tensor was on a device before.
+        # Also replace memory that is large enough if now, for the first time, a tensor is on a device: pin it then.
         if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
         self.release()
@@ -136,7 +136,7 @@ class HostBuffer:
                 began[tensor.device] = _record_event(tensor.device)
             # The tensor may belong to another stream: its memory must not be reused there before the copy has run.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            # Resolve on the device: `copy_` would do it on the host, before the bytes have arrived.
+            # Conjugate and negate on the device: `copy_` would do it on the host, before the bytes have arrived.
             copied.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         else:
             copied.copy_(tensor)
@@ -162,7 +162,7 @@ def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], i
 
 
 def _map_memory(nbytes: int) -> torch.Tensor:
-    """Return anonymous memory that is empty in forked children. Raises ConfigError: there is not enough memory."""
+    """Return anonymous memory that is zero in forked children. Raises ConfigError: there is not enough memory."""
     import torch
 
     try:
@@ -172,7 +172,7 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
-    # Wiped in a forked child, such as a worker of a loader: the next save would otherwise copy each page on write.
+    # Wiped in a forked child, such as a worker of a loader. Else the next save would copy each page that they share.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)
@@ -195,7 +195,7 @@ def _pin(memory: torch.Tensor, device: torch.device) -> bool:
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # On a device that this process uses: a call for another device would allocate a context there.
+    # Select a device that this process uses: a call for another device would allocate a context there.
     with torch.cuda.device(device):
         result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

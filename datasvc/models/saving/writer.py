@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class VersionWriter:
     """Writes the versions of one model one after the other, in the save thread.
 
-    No other thread may use its `channel` between the ranks.
+    No other thread may use its `channel` to the other ranks.
 
     Attributes:
         newest: version that was committed or restored last; None: none yet.
@@ -47,7 +47,7 @@ class VersionWriter:
         self._codec: Codec = codec
         self._channel = channel
         self._records: tuple[str, Sequence[TensorRecord]] = ("", ())
-        # Copies that the last save wrote. The training may overwrite them; `store_chunks` checks their digests.
+        # Copies that the last save wrote. A later save may overwrite them, so `store_chunks` checks their digests.
         self._base_tensors: Mapping[str, torch.Tensor] = {}
         self._trusts_base = True
         self.newest: Resolved | None = None
@@ -102,7 +102,7 @@ class VersionWriter:
         self._base_tensors = {}
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
-        # Determined by the save thread: at the call of `save`, an earlier save may still have been queued.
+        # Determined in the save thread: when `save` was called, an earlier save may not have been committed yet.
         return metadata.parent or (None if self.newest is None else str(self.newest))
 
     def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:
@@ -131,7 +131,7 @@ class VersionWriter:
 
 
 def _finish_copies(task: SaveTask) -> FlatState:
-    """Wait for the device copies; return the copied state. Raises the reason why there are no copies."""
+    """Wait for the device copies; return the copied state. If copying failed, raises its error."""
     if isinstance(task.copies, Exception):
         raise task.copies
     # Allocate the other buffer in the background: the next save then stalls the training for less time.
