@@ -50,12 +50,12 @@ class CheckpointIdMixin:
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The `path`, or the last `checkpoint_id` that torch gave."""
+        """The `path`, or the last `checkpoint_id` that torch passed to `reset`."""
         return self._checkpoint_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether `reset` accepts it."""
+        """Return whether `checkpoint_id` has a valid form."""
         try:
             CheckpointId.parse(checkpoint_id)
         except (ConfigError, TypeError):

@@ -44,7 +44,7 @@ def read_sharded(
 ) -> ShardedVersion:
     """Read the metadata of a version. An unsharded version is described as a sharded one with a single part.
 
-    Arguments and errors as of `read_version`; also raises CorruptDataError if the state or the sharding is damaged.
+    For arguments and errors see `read_version`. A damaged state or sharding object raises CorruptDataError too.
     """
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     version = str(stored.version)
@@ -91,7 +91,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
             f"the plan needs the tensor {index.fqn!r}, which {stored.version} does not have; load again"
         )
     record = stored.records[name]
-    # An item is relative to one of the blocks in the metadata, which begins at `index.offset`.
+    # The offsets of an item are relative to one of the blocks in the metadata, which begins at `index.offset`.
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     shape = tuple(item.lengths)
@@ -112,7 +112,7 @@ def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -
 
 
 class _UsedRecords(dict[str, Any]):
-    """Records by tensor name; contains those that were looked up."""
+    """Records by tensor name; a look-up adds the record, so the dict has exactly those that were used."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()

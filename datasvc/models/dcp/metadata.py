@@ -59,12 +59,12 @@ class Sharding:
 
 def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> bytes:
     """Return the bytes of a sharding object. Raises ConfigError: see `planned_paths`, or the result is too large."""
-    paths, _ = flatten({"planner_data": planned_paths(metadata)})
+    skeleton, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
         "format": SHARDING_FORMAT,
         "version": metadata.version,
         "save_id": save_id,
-        "planner_data": paths["planner_data"],
+        "planner_data": skeleton["planner_data"],
         "tensors": {
             key: _encode_tensor(stored)
             for key, stored in metadata.state_dict_metadata.items()
@@ -137,7 +137,7 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
         raise ConfigError(
             f"{version} has no keys that a planner can use: {error}; use datasvc.models.restore"
         ) from error
-    # By identity: flattening keeps the tensor objects, but not their names.
+    # Find the names by identity: flattening keeps the tensor objects, but not their names.
     names_by_id = {id(tensor): name for name, tensor in placeholders.items()}
     names = {key: names_by_id[id(value)] for key, value in flat.items() if isinstance(value, torch.Tensor)}
     stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat}
@@ -155,7 +155,7 @@ def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord],
     stored.update({str(key): BytesStorageMetadata() for key in described["values"]})
     planner_data = check_paths(unflatten(described["planner_data"], {}))
     if planner_data is not None:
-        # Only keys with a stored value: a planner builds a tree from these paths.
+        # Keep only keys with a stored value: a planner builds a tree from these paths.
         planner_data = {key: path for key, path in planner_data.items() if key in stored}
         check_reach(skeleton, planner_data.values())
     metadata = Metadata(

@@ -14,7 +14,7 @@ Path = tuple[str | int, ...]
 
 
 def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
-    """Return the data of a planner, which is None or a path for each key: a tuple of dict keys and list indices.
+    """Check and return a planner's data: None, or for each key its path, a tuple of dict keys and list indices.
 
     Raises ValueError: it has another form; the message names the key.
     """
@@ -61,7 +61,7 @@ def _is_step(step: Any) -> bool:
 
 
 def _children(part: Any, path: Path) -> Any:
-    """Return the children of a part of a skeleton, by key or index; a result of another type has no children."""
+    """Return the children of a part of a skeleton, as a dict or a list; any other result means no children."""
     if not isinstance(part, dict):
         return part
     if "$dict" not in part:

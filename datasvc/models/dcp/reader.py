@@ -131,7 +131,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Make all ranks read the coordinator's version."""
+        """Add the coordinator's version to the plans, so that all ranks read it."""
         assert self._stored is not None, "torch reads the metadata before it plans"
         # Each rank resolves the newest version by itself; a concurrent save may have given them different ones.
         return [replace(plan, storage_data=self._stored.version.version) for plan in plans]
@@ -150,7 +150,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
         with picklable_errors():
             stored = self._stored
             agreed = plan.storage_data or stored.version.version
-            # This rank has resolved another version than the coordinator: read that of the coordinator.
+            # If this rank has resolved another version than the coordinator, read that of the coordinator.
             if agreed != stored.version.version:
                 ref = f"{stored.version.name}@{agreed}"
                 stored = read_sharded(stored.repository, stored.copies, ref, trusted_keys=self._trusted_keys)

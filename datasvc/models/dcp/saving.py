@@ -28,7 +28,7 @@ _CHUNKS_PER_TENSOR: Final = 16
 
 @dataclass(frozen=True)
 class RankShare:
-    """Part of a sharded save that one rank stored. All write results of the rank refer to the same object.
+    """Part of a sharded save that one rank stored. All write results of the rank refer to the same `RankShare`.
 
     Attributes:
         chunks: stored chunks, as pairs (name of the tensor, chunk).
@@ -101,7 +101,7 @@ def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int
         # The same chunks as in an ordinary save, so that equal tensors are stored only once.
         chunk_bytes = CHUNK_BYTES
     else:
-        # Smaller chunks: another number of ranks reads other parts of the block, and a chunk is always read in full.
+        # Smaller chunks, because a load on another number of ranks reads parts of the block, and chunks in full.
         tensor_bytes = math.prod(tensor_shape) * item_bytes
         chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
     return [

@@ -55,11 +55,11 @@ def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_trusted: boo
         value: stored value.
         key: key of the value.
         planner: planner that will read the bytes.
-        is_trusted: whether the caller trusts the version with such bytes. Their content cannot be checked instead: a
-            pickle may be text, or wrapped in another format.
+        is_trusted: whether the caller trusts the author of the bytes. A check of the bytes cannot replace this trust,
+            because a pickle may be text, or wrapped in another format.
 
     Raises:
-        ConfigError: the caller does not trust them, or `planner` is one of torch, which would unpickle them.
+        ConfigError: the caller does not trust the author, or `planner` is one of torch, which would unpickle.
         CorruptDataError: the value is not bytes.
     """
     if isinstance(planner, DefaultLoadPlanner):
@@ -122,7 +122,7 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
 def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
     """Return the value of a byte item, and whether it is bytes in the planner's own format."""
     kind = type(planner)
-    # Such a planner would only pickle the value: take the value itself.
+    # A planner that keeps values would only pickle this one: take the value itself.
     if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):
         return planner.lookup_object(item.index), False
     resolved = planner.resolve_data(item)

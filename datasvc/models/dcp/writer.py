@@ -150,6 +150,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         """Write a marker for `prepare_global_plan`, and return the plan with it. Raises UnavailableError."""
         assert self._repository is not None, "torch sets a writer up before it plans"
         if self._is_coordinator:
+            # It checks the markers of the other ranks, and needs none itself.
             return plan
         return replace(plan, storage_data=write_marker(self._repository.storage))
 

@@ -1,8 +1,8 @@
 """Reads stored bytes of checkpoints through the node's cache, which fetches and verifies each object once per node.
 
 The source acquires an object at the first read of one of its chunks, and releases it after the last planned read.
-Between the two the object cannot be evicted. Objects for which the cache has no space are read directly from the
-repository: a restore neither fails because of the cache's size nor waits for other jobs to release their objects.
+Between the two reads the object cannot be evicted. Objects for which the cache has no space are read directly from
+the repository: a restore neither fails because of the cache's size nor waits for other jobs to release their objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.progress import SourceCounter
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 DIRECT: Final = "direct"
-"""Origin of bytes that were read from a repository, not through a cache."""
+"""Key, in `came_bytes`, of bytes that were read from a repository and not through a cache."""
 
 
 class CachedSource:
@@ -58,7 +58,7 @@ class CachedSource:
 
     @property
     def came_bytes(self) -> Mapping[str, int]:
-        """Stored bytes by origin: "resident", "peer", "origin", and "direct" for reads without the cache."""
+        """Stored bytes by place: "resident", "peer", "origin", and "direct" for reads without the cache."""
         return self._counter.bytes_by_source
 
     def location(self, digest: Digest) -> str:
@@ -130,7 +130,7 @@ class CachedSource:
         return None
 
     def _record_read(self, digest: Digest, length: int) -> None:
-        """Count a read; release the object after the last planned one. Views keep its mapping alive."""
+        """Count a read; release the object after the last planned one. Its mapping lives as long as views of it."""
         with self._lock:
             self._remaining_bytes[digest] -= length
             future = self._mapped.pop(digest, None) if self._remaining_bytes[digest] <= 0 else None

@@ -1,7 +1,7 @@
-"""The copies of a version's objects: in one or several repositories, with or without the node's cache.
+"""Reads the copies of a version's objects from one or several repositories, with or without the node's cache.
 
-A restore reads tensor tables and states whole, from the repositories (`direct`), and tensors through a source that it
-opens for the chunks to be read. Its report has the bytes read from each place, and the bad copies.
+A restore reads tensor tables and states whole, from the repositories (`direct`). It reads tensors through a source
+that it opens for their chunks. Its report has the number of bytes read from each place, and the bad copies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class StoredCopies:
     """Reads the objects of a repository from the first place that has a good copy of each.
 
-    Arguments as of `restore.restore`. `direct` is the source over the repositories, without the cache.
+    For the arguments see `restore.restore`. `direct` is the source over the repositories, without the cache.
 
     Raises:
         ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.
@@ -54,33 +54,33 @@ class StoredCopies:
         fallbacks = [fallback] if isinstance(fallback, str | Repository) else fallback
         self._repositories = [repository, *map(_open_fallback, fallbacks)]
         self.direct = FailoverSource([repo.objects for repo in self._repositories])
-        self._bytes_by_origin: Counter[str] = Counter()
+        self._bytes_by_place: Counter[str] = Counter()
 
     @contextmanager
     def open_source(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
-        """Open a source for the bytes of tensors; each chunk of `records` is then read once."""
+        """Open a source for the bytes of tensors; the caller reads each chunk of `records` exactly once."""
         if self._cache is None:
             yield self.direct
-            # Without a cache all planned bytes are read directly; after an error there is no report.
-            self._bytes_by_origin[DIRECT] += count_bytes(records).total()
+            # Without a cache all bytes come directly, as planned: no need to count reads. An error leaves no report.
+            self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
             cache = self._cache
             node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=self._peers))
             source = opened.enter_context(closing(CachedSource(node, self._repositories, self.direct, records)))
             yield source
-            self._bytes_by_origin.update(source.came_bytes)
+            self._bytes_by_place.update(source.came_bytes)
 
     def load(self, records: Sequence[TensorRecord], *, progress: Progress = NO_PROGRESS) -> dict[str, torch.Tensor]:
-        """Return the tensors of `records` by name, every byte verified. Arguments and errors as of `load_tensors`."""
+        """Return the tensors of `records` by name, every byte verified. For errors see `load_tensors`."""
         with self.open_source(records) as source:
             return load_tensors(source, records, progress=progress)
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""
-        # Not `nbytes` of the records: a part of a restore may read some chunks of a tensor only.
+        # Not `record.nbytes`: the restore of a part may read only some chunks of a tensor.
         size_bytes = sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
-        return RestoreReport(seconds, size_bytes, dict(self._bytes_by_origin), self.direct.bad.listed(records))
+        return RestoreReport(seconds, size_bytes, dict(self._bytes_by_place), self.direct.bad.listed(records))
 
 
 def _open_fallback(place: Repository | str) -> Repository:
@@ -89,5 +89,5 @@ def _open_fallback(place: Repository | str) -> Repository:
     try:
         return Repository.open(place)
     except (ConfigError, UnavailableError):
-        # A fallback may never be needed. If it is, reading from it raises why it is not available.
+        # A fallback may never be needed. If it is, reading from it raises the reason why it is not available.
         return Repository(Storage(place))

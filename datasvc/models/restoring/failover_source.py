@@ -1,8 +1,8 @@
 """Failover between copies: each object is read from the first repository that has a good copy.
 
-`read_range` does not verify: the caller checks each chunk against its digest. Only if a check fails does `copies`
-hash the whole object, in one repository after another. A copy that fails this test is reported with the affected
-tensors, and is not read again.
+`read_range` does not verify: the caller checks each chunk against its digest. If this check fails, the caller uses
+`copies`, which hashes the whole object, in one repository after another. A copy that does not match its digest is
+reported with the affected tensors, and is not read again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from datasvc.repository.objects.objects import digest_of
 
 _Answer = TypeVar("_Answer")
 
-# A place that denies access (permissions, credentials) is skipped too: the next one may have the object.
-_BAD = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
+# After these errors the next place is tried. ConfigError: the place denies access (permissions, credentials).
+_PLACE_ERRORS = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
 
 
 class FailoverSource:
@@ -46,7 +46,7 @@ class FailoverSource:
         return " and ".join(place.location(digest) for place in self._places)
 
     def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
-        """Return a whole object, verified; `max_bytes` as of `Objects.read`.
+        """Return a whole object, verified; for `max_bytes` see `Objects.read`.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place provides the object; the message
@@ -70,7 +70,7 @@ class FailoverSource:
                 continue
             try:
                 content = _read_whole(place, digest)
-            except _BAD as error:
+            except _PLACE_ERRORS as error:
                 self._mark_bad(number, digest, error)
                 continue
             if digest_of(content) != digest:
@@ -81,7 +81,7 @@ class FailoverSource:
         self._mark_all_bad(digest, failed, None)
 
     def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
-        # Marked only now: a comparison with a good copy shows which bytes of the failed ones are wrong.
+        # Marked only now, because a comparison with a good copy shows which bytes of the failed ones are wrong.
         while failed:
             number, content = failed.pop()
             error = CorruptDataError(
@@ -110,7 +110,7 @@ class FailoverSource:
             if failure is None:
                 try:
                     return read(place)
-                except _BAD as error:
+                except _PLACE_ERRORS as error:
                     failure = error
                     self._mark_bad(number, digest, error)
             errors.append(failure)
@@ -118,7 +118,7 @@ class FailoverSource:
 
 
 class _NullFile(io.BytesIO):
-    """A file that discards its content: `find_damage` needs no memory for the object."""
+    """A file that discards its content, so that `find_damage` needs no memory for the object."""
 
     def write(self, content: Any, /) -> int:
         return memoryview(content).nbytes
@@ -157,7 +157,7 @@ def find_damage(
 
 
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
-    """Return one error for several places: the first kind present of corrupt, unavailable, denied, missing."""
+    """Return one error for several places; its type is the first that occurs of corrupt, unavailable, denied."""
     kinds = (CorruptDataError, UnavailableError, ConfigError)
     first = next((error for kind in kinds for error in errors if type(error) is kind), None)
     kind = type(first or errors[0])

@@ -60,7 +60,7 @@ class LoadReport:
         loaded: tensors that are filled.
         missing: tensors of the model that the checkpoint lacks.
         unexpected: tensors of the checkpoint that the model does not have.
-        mismatched: tensors that both have, with a difference.
+        mismatched: tensors that both have, but with another dtype or shape, or other values than a tied one.
     """
 
     loaded: tuple[str, ...]
@@ -108,7 +108,8 @@ def plan_load(
     Args:
         expected: tensors of the model.
         found: tensors of the checkpoint, by names of the model.
-        tied: for model names that share memory with an earlier name: that name. The checkpoint needs one of them.
+        tied: for each model name that shares memory with an earlier name: that name. The checkpoint needs only one of
+            such names.
         cast: whether dtypes may differ.
         are_equal: whether two tensors of the checkpoint have equal values; called for tied names.
     """
@@ -141,15 +142,15 @@ def _untied(
     bad: Container[str],
     are_equal: Callable[[str, str], bool],
 ) -> Iterator[Mismatch]:
-    """Yield the tied names for which the checkpoint has another value than for the first of them."""
-    usable: dict[str, str] = {}
+    """Yield the tied names for which the checkpoint has another value than for the first of them that it has."""
+    first_found: dict[str, str] = {}
     for name in expected:
         if name in found and name not in bad:
-            other = usable.setdefault(first_names.get(name, name), name)
+            other = first_found.setdefault(first_names.get(name, name), name)
             if other != name and not are_equal(other, name):
                 yield Mismatch(name, expected[name], found[name], other)
 
 
 def _printable(text: str) -> str:
-    """Escape text from a file for a terminal: control characters could control it."""
+    """Escape text from a file: its control characters could control the terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

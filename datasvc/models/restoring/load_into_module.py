@@ -52,7 +52,8 @@ def load_into(
         Which tensors were loaded and which were not.
 
     Raises:
-        ConfigError: `strict` is set and something differs, listed in a table; or no tensor is below `prefix`.
+        ConfigError: `strict` is set and something differs, which the message lists in a table; or no tensor is below
+            `prefix`.
     """
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
@@ -86,7 +87,7 @@ def load_version_into(
 ) -> LoadReport:
     """Fill a model's parameters and buffers from a version; reads only the model's tensors, none if they do not fit.
 
-    Arguments, result and errors are those of `load_into` and `restore.restore`.
+    For arguments, result and errors see `load_into` and `restore.restore`.
     """
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
@@ -152,14 +153,14 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     current = model.state_dict(keep_vars=True)
-    # torch reads the format version of each module from `_metadata`: tensors that fit have the current format.
+    # torch reads the format version of each module from `_metadata`. Pass that of the model, which the tensors fit.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
     # Check all casts before the first tensor is changed.
     for name, tensor in tensors.items():
         if name in current:
             cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite
-    # On the CPU, so that a model on a GPU needs no further memory there.
+    # Copied to the CPU, so that a model on a GPU needs no further memory there.
     old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
         model.load_state_dict(state, strict=False)
@@ -167,7 +168,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in old.items():
                 current[name].copy_(value)
-        # Errors of torch and of hooks; others, such as an interrupt, keep their type.
+        # These are errors of torch and of hooks; others, such as an interrupt, keep their type.
         if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):
             raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
         raise

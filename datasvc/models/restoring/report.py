@@ -1,4 +1,4 @@
-"""Report of a restore, for `Checkpoint.report` and `DcpReader.report`: duration, origin of the bytes, bad copies."""
+"""Report of a restore, for `Checkpoint.report` and `DcpReader.report`: duration, places of the bytes, bad copies."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class BadCopy:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """Duration and origin of the bytes of a restore.
+    """Duration of a restore, and the places that its bytes were read from.
 
     Attributes:
         seconds: time from the look-up of the version to the last tensor.
         size_bytes: size of the tensors in memory.
-        came_bytes: stored bytes by origin: "resident" (in the node's cache before), "peer" and "origin" (fetched into
+        came_bytes: stored bytes by place: "resident" (in the node's cache before), "peer" and "origin" (fetched into
             the cache), "direct" (read without the cache).
         bad_copies: copies that were unusable.
     """
@@ -119,7 +119,7 @@ def _differing(content: Content, intact: Content) -> Integers | None:
 
 def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
     """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
-    # A wrong offset is inside a link if its two ends have different places in the sorted offsets.
+    # A wrong offset is inside a link if the two ends of the link have different places in the sorted offsets.
     names = (
         name
         for name, link in links

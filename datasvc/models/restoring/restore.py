@@ -28,7 +28,7 @@ class Checkpoint:
         version: the restored version.
         state: the state tree as it was saved; tensors on the CPU, verified, owned by the caller.
         entry: content of the version's log entry: data, code, configuration, metrics.
-        report: time, origin of the bytes and bad copies.
+        report: duration, places that the bytes were read from, and bad copies.
     """
 
     version: Resolved
@@ -83,7 +83,7 @@ def restore(
     began = time.monotonic()
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
-    # Errors of patterns and of the state before the tensors: these are by far the largest part to read.
+    # Find errors of patterns and of the state before reading the tensors, which are by far the largest part.
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
     skeleton = (

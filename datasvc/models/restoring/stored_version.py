@@ -41,7 +41,7 @@ def read_version(
     """Return the version that `ref` resolves to. Every restore uses this, so that trusted keys are always enforced.
 
     `read` returns a verified object of at most the given size in bytes; default: `Objects.read` of the repository.
-    Other arguments as of `restore.restore`.
+    For the other arguments see `restore.restore`.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`, `signing_keys.trusted_keys`.

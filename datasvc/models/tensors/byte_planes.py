@@ -1,8 +1,8 @@
-"""Splits words into planes of their bytes and joins them again, or their differences to other words; for `codec`.
+"""Splits words, or their differences to other words, into planes of bytes, and joins them again; for `codec`.
 
 Plane 0 has the lowest byte of every word, plane 1 the next one. All steps run on blocks that fit into the processor's
 caches. Arithmetic and casts of whole words use vector instructions, while copies of single bytes with a stride do
-not: up to words of four bytes arithmetic is faster.
+not. For words of up to four bytes, arithmetic is therefore faster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGNED: Final = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 128 << 10
 """Words per block: few enough for the caches, many enough that threads rarely compete for the interpreter lock."""
-_WIDEST_MULTIPLIED: Final = 4
+_WIDEST_MULTIPLIED: Final = 4  # wider words are copied byte by byte
 
 
 def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -> Bytes:
@@ -64,7 +64,7 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
     word = len(planes)
     words = out.view(_UNSIGNED[word])
     longest = min(words.size, _BLOCK_WORDS)
-    # By word size: words of this size, and words of half the size that are being joined to them.
+    # Scratch memory by word size: for words of this size, and for words of half the size that are joined to them.
     memory = {
         size: (np.empty(longest, _UNSIGNED[size]), np.empty(longest, _UNSIGNED[size // 2]))
         for size in (2, 4)

@@ -1,7 +1,8 @@
 """Reads chunks: fetches and decodes the links of their chains, and verifies the result against the chunk's digest.
 
-Adjacent links of one object are read in one request. Objects are not verified at first, as the digest of the chunk
-covers the decoded bytes. Only if it does not match are the links read from copies whose objects match their digests.
+Adjacent links of one object are read in one request. Objects are not verified at first, because the digest of the
+chunk covers the decoded bytes. If it does not match, the links are read again, from copies whose whole objects match
+their digests.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ChunkSource(Protocol):
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
         """Yield the same range of every good copy, nearest first.
 
-        Called after damage was found. A copy is good if the whole object matches its digest.
+        A reader calls this after it has found damage. A copy is good if the whole object matches its digest.
         """
 
     def location(self, digest: Digest) -> str:
@@ -105,7 +106,7 @@ class ChunkReader:
         except NotFoundError as error:
             raise NotFoundError(f"tensor {name!r} is missing: {error}") from error
         except CorruptDataError:
-            # Handled below, as a digest that does not match.
+            # Handled below, like a digest that does not match.
             pass
         else:
             if digest_of(out.data) == chunk.digest:
@@ -119,7 +120,7 @@ class ChunkReader:
         elif near is not None:
             stored: bytes | memoryview
             with self._decoders.borrow() as decoder:
-                # Read each link when the links before it are decoded, into memory of the decoder.
+                # Read a link only after those before it are decoded, so that all use the same memory of the decoder.
                 for link in chunk.chain:
                     if link.is_whole_object:
                         stored = memory = decoder.memory(link.length).data
@@ -170,7 +171,7 @@ class ChunkReader:
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the links of a chunk from the first good copy of each, then from the next copies of each."""
+        """Yield the links of a chunk from the first good copy of each, then from the second of each, and so on."""
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
         for link, copy in zip(chunk.chain, copies, strict=True):
@@ -190,7 +191,7 @@ class ChunkReader:
 
 
 def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return the range to read for each link that is not a whole object, by object, offset and length."""
+    """Return the range to read for each link that is part of an object, by object, offset and length of the link."""
     num_links: dict[tuple[Digest, int, int], int] = {}
     for chunk in chunks:
         for link in chunk.chain:
@@ -221,9 +222,9 @@ def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
 
 
 def check_reaches(source: ChunkSource, name: str, chunk: Chunk) -> None:
-    """Raise CorruptDataError if a large raw chunk exceeds its object. Raises as `read_range` too.
+    """Raise CorruptDataError if a large raw chunk exceeds its object. For other errors see `read_range`.
 
-    Called before memory of the size that a table claims is allocated; the size of encoded chunks has a limit.
+    Call this before allocating memory of the size that a table claims. Encoded chunks have a limit and need no check.
     """
     for link in chunk.chain:
         if link.length > MAX_ENCODED_CHUNK_BYTES:

@@ -1,7 +1,7 @@
 """Writes the chunks of a save, for `write`: each in its smallest encoding, unless its bytes are stored already.
 
-They are if the version before, a raw object or the deduplication index has them. Encoded chunks of `OWN_OBJECT_BYTES`
-or more become objects of their own; smaller ones of a save are packed into few objects.
+Bytes are stored already if the version before, a raw object or the deduplication index has them. Encoded chunks of
+`OWN_OBJECT_BYTES` or more become objects of their own; smaller ones of a save are packed into few objects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
 MAX_CHAIN_LENGTH: Final = 8
-"""Largest number of links of a chunk; one that would exceed it is stored in full."""
+"""Largest number of links of a chunk; a chunk that would need more is stored in full."""
 
 # Cost of restoring a chunk, relative to its size in memory: the bytes that are read, plus for each encoded link the
 # time in which half a chunk is read. For weights the limit allows a full chunk and one difference; with more
@@ -66,7 +66,7 @@ class TensorBlock:
 
     @property
     def key(self) -> BlockKey:
-        """The same for the blocks of two versions that can be stored as a difference."""
+        """Equal for blocks of two versions of which one can be stored as a difference to the other."""
         return self.name, self.start, tuple(self.tensor.shape), dtype_name(self.tensor)
 
 
@@ -167,7 +167,7 @@ class ChunkWriter:
     def _encode(
         self, block: TensorBlock, dtype: str, content: Bytes
     ) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
-        """Return the smallest encoding of a block: the links that it continues, its name and the encoded bytes."""
+        """Return the smallest encoding of a block: the links that it continues, the encoding's name, the bytes."""
         if self._codec == "none":
             return (), "raw", content.data
         word = planes.word_bytes(dtype)

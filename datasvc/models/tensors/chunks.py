@@ -16,14 +16,14 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 CHUNK_BYTES: Final = 8 << 20
-# In a regular tiling a chunk is compared with few others. A table that needs more is rejected: it may be an attack.
+# A regular tiling needs few comparisons per chunk. A table that needs more in all is rejected: it may be an attack.
 _MAX_COMPARISONS: Final = 50_000_000
 
 
 def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> list[Box]:
     """Return boxes of at most `chunk_bytes` that tile a tensor, split along leading dimensions, in row-major order.
 
-    Each box is contiguous in a row-major tensor. [] for a tensor without elements.
+    Each box is contiguous in a row-major tensor. A tensor without elements has no boxes.
     """
     if not math.prod(shape):
         return []
@@ -44,7 +44,7 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
         return boxes[0] == ((0,) * len(shape), shape) and 0 not in shape
     if not all(is_inside(box, shape) and 0 not in box[1] for box in boxes):
         return False
-    # Boxes inside of the tensor with as many elements, and without overlap, tile it.
+    # Boxes tile the tensor if they are inside of it, have as many elements as it, and do not overlap.
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
     return not boxes or not _overlap(boxes)
@@ -67,7 +67,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
-    """Return the box as an index into an array that starts at `origin`, default the tensor itself."""
+    """Return a box as an index into an array that begins at `origin` of the tensor; default: the tensor itself."""
     begin = origin or (0,) * len(box[0])
     return tuple(slice(s - o, s - o + n) for s, n, o in zip(*box, begin, strict=True))
 

@@ -1,10 +1,10 @@
 """Chunk codec: the bytes of numbers are grouped into planes by significance, and each plane is compressed by zstd.
 
-Lossless for any bits. Trained weights have similar exponents and noise in their low bits; between two checkpoints
-even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to the chunk before,
-compress well where the interleaved bytes do not (as in LightRW, ZipNN and Delta-DNN). There are two differences: XOR,
-and the difference of the bits as integers, whose sign is folded into the lowest bit so that small changes of either
-sign have upper planes of zeros.
+It is lossless for any bits. Trained weights have similar exponents and noise in their low bits; between two
+checkpoints even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to the
+chunk before, compress well where the interleaved bytes do not (as in LightRW, ZipNN and Delta-DNN). There are two
+kinds of difference: XOR, and the difference of the bits as integers, whose sign is folded into the lowest bit so that
+small changes of either sign have upper planes of zeros.
 
 Functions take and return arrays `uint8[size]` of whole little-endian words, and release the interpreter lock.
 """
@@ -34,7 +34,7 @@ _ZSTD: Final = zstandard.ZstdCompressionParameters(compression_level=1, min_matc
 _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
 _PLANE_SAMPLE_BYTES: Final = 32 << 10
-# Content that compresses by less is stored raw: reading it back then needs no decoding.
+# Content whose encoded share is not below this is stored raw, because raw bytes need no decoding.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
@@ -70,7 +70,7 @@ class EncodingTrial(NamedTuple):
 
     Attributes:
         share: encoded share of the sample's bytes.
-        stored: encoded bytes of the whole content, if it is so small that all of it is the sample; else None.
+        stored: encoded bytes of the whole content, if it is so small that the sample is all of it; else None.
     """
 
     share: float
@@ -123,15 +123,15 @@ class ChainDecoder:
     """Decodes chains; reuses its memory between calls. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # Only truncated frames need a window. They are damaged, and may claim a window of any size.
+        # Only truncated frames are decoded with a window. They are damaged and may claim one of any size: limit it.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
         """Decode links into `out`: a standalone one replaces its content, a difference is applied to it.
 
-        Every link has its own word size: an equal chunk of another dtype may have been stored first. Needs some four
-        times the memory of `out`, whatever sizes the links claim.
+        Every link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding
+        needs some four times the memory of `out`, whatever sizes the links claim.
 
         Raises:
             CorruptDataError: a link does not decode to the size of `out`.

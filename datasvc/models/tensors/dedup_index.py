@@ -7,7 +7,7 @@ second copy, and every object that it names is checked before a table names it a
 
 Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
 chain with an object older than a day is not reused. A chunk that was stored as a difference is then stored once more,
-in full, where another model has its bytes. Raw chunks and planes are stored in the same object as before.
+in full, where another model has its bytes. Raw chunks and planes need no second object: they give the same one again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]
 
 
 def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return the chain of a stored chunk with this digest whose objects exist, else None. Raises UnavailableError."""
+    """Return the chain of a stored chunk with this digest whose objects exist, or None. Raises UnavailableError."""
     path = pointer_path(digest)
     try:
         pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))

@@ -99,7 +99,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     converted = tensor.to(dtype)
     if converted is tensor or not (tensor.dtype.is_floating_point and dtype.is_floating_point):
         return converted
-    # Not only infinities: eight-bit dtypes without them have NaN for numbers that are too large.
+    # Count NaN too: an eight-bit dtype without infinities has NaN for numbers that are too large.
     num = int((_isfinite(tensor) & ~_isfinite(converted)).sum())
     if num:
         raise ConfigError(

@@ -22,7 +22,7 @@ class NameRule:
     Attributes:
         old: a name, or a prefix of whole segments: "model.head" matches "model.head" and "model.head.weight", not
             "model.header". After `re:` a regular expression that may match anywhere in a name.
-        new: replacement; "" removes a prefix and its dot. For a regular expression a template with groups: "\1".
+        new: replacement; "" removes a prefix and its dot. For a regular expression, a template such as "\1.weight".
     """
 
     old: str
@@ -117,8 +117,8 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
 def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
     """Return the new name of every name, by old name.
 
-    `rename` has the new name by old name, prefix or expression, see `NameRule`; the rules are applied in order, each
-    to the results of the one before.
+    Each item of `rename` is a rule: its key is `NameRule.old`, its value `NameRule.new`. The rules are applied in
+    order, each to the results of the one before.
 
     Raises:
         ConfigError: a rule matches no name, a new name is empty, or two new names are equal.
@@ -144,7 +144,7 @@ def _check_distinct(mapped: Mapping[str, str]) -> None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    # A name may contain brackets, which are special in a pattern.
+    # Compare first: a name may contain brackets, which are special in a pattern.
     if name == pattern:
         return True
     if any(character in pattern for character in "*?["):

@@ -48,7 +48,7 @@ class ChunkRead:
 
     @property
     def direct_target(self) -> torch.Tensor | None:
-        """The view, if there is only one, it takes the whole chunk, and its memory can be read into; else None."""
+        """The only target, if it takes the whole chunk and its memory can be read into; else None."""
         (target, box), *others = self.targets
         if others or box[1] != self.chunk.shape or dtype_name(target) != self.record.dtype:
             return None
@@ -80,12 +80,13 @@ def load_tensors(
         UnavailableError: the store did not answer.
     """
     requested = list(records)
-    # Before the allocation: a table may claim sizes that its objects do not have.
+    # Check before the allocation: a table may claim sizes that its objects do not have.
     for record in requested:
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
     tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
-    # Large tensors first, so that none is left for a single thread at the end; small ones in the order of objects.
+    # Large tensors first, so that none is left for a single thread at the end. Small ones keep their order, in which
+    # they were packed into objects.
     in_order = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
     reads = []
     for record in in_order:
@@ -172,7 +173,7 @@ def read_chunks(source: ChunkSource, reads: Sequence[ChunkRead], progress: Progr
     if is_near(source):
         run_in_threads(read_one, arguments, _NEAR_THREADS, sizes=sizes)
     else:
-        # Without sizes: small reads from a remote store wait for an answer, so they must not share a thread.
+        # Pass no sizes: small reads from a remote store wait for an answer, so several must not share a thread.
         run_in_threads(read_one, arguments, _THREADS)
 
 

@@ -38,8 +38,8 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
 
     Args:
         state: state tree.
-        max_nodes: largest number of values; a value that occurs in several places counts each time. For trees from an
-            untrusted file, which may refer to one list very often.
+        max_nodes: largest number of values; a value that occurs in several places counts each time. Set it for trees
+            from an untrusted file, which may refer to one list very often.
 
     Raises:
         ConfigError: a leaf can be stored neither as JSON nor as a tensor, and the message names it; or the tree is
@@ -89,7 +89,7 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
-    # Counted per occurrence: an untrusted file may refer to one list very often.
+    # Count each occurrence: an untrusted file may refer to one list very often.
     tensors.nodes_left -= 1
     if tensors.nodes_left < 0 or (tensors.nodes_left < math.inf and len(path) > _MAX_PATH):
         raise ConfigError(f"the state has too many values or too long names, at {path[:60]}...")
@@ -97,7 +97,7 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         value = _from_numpy(value, path)
     if isinstance(value, torch.Tensor):
         name = path or "tensor"
-        # {"a.b": x, "a": {"b": y}} has the same path twice.
+        # {"a.b": x, "a": {"b": y}} has the path a.b twice: the second name becomes a.b'.
         while name in tensors:
             name += "'"
         tensors[name] = value

@@ -22,7 +22,7 @@ from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
 
 TENSOR_TABLE_FORMAT: Final = 2
-# Limits for a table that is read. An encoded chunk is never larger, so that a few bytes cannot claim all memory.
+# Limits for a table that is read. A larger encoded chunk is invalid, so that a few bytes cannot claim all memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
 MAX_CHAIN: Final = 64
 # Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
@@ -96,7 +96,7 @@ _COLUMNS_1 = pa.schema(
 
 @dataclass(frozen=True)
 class ChainLink:
-    """A range of stored bytes that encodes a chunk, or its difference to the result of the links before.
+    """A range of stored bytes that encodes a chunk, or the chunk's difference to what the links before it decode to.
 
     Attributes:
         object: digest of the object that holds the bytes.
@@ -146,7 +146,7 @@ class Chunk:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all links, which a reader of the chunk reads."""
+        """Bytes of all links: a reader of the chunk reads all of them."""
         return sum(link.length for link in self.chain)
 
     def to_json(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class TensorRecord:
 
     @property
     def content(self) -> list[object]:
-        """Value that is equal for equal tensors in equal chunks, whatever their encodings are."""
+        """Value for comparisons: equal for equal tensors in equal chunks, whatever their encodings are."""
         return [self.dtype, self.shape, [(chunk.start, chunk.shape, chunk.digest) for chunk in self.chunks]]
 
     def chunk_bytes(self, chunk: Chunk) -> int:
@@ -266,7 +266,7 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
             _check_record(record, location)
             records.append(record)
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        # ConfigError is a ValueError too, but has its message already.
+        # ConfigError is a ValueError too, but its message is complete already.
         if isinstance(error, ConfigError):
             raise
         raise CorruptDataError(f"{location} is not a valid tensor table: {error!r}") from error
@@ -278,7 +278,7 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     messages = pa.py_buffer(content)[_FIRST_MESSAGE:]
     if bytes(content[:_FIRST_MESSAGE]) != _MAGIC:
         raise ValueError("the file does not begin with Arrow's magic bytes")
-    # Read the stream inside of the Arrow file, not its footer: the bytes checked here are then the bytes read.
+    # Read the stream inside of the Arrow file, and ignore its footer: a footer could refer to bytes not checked here.
     reader = pa.ipc.open_stream(messages)
     table_format = int((reader.schema.metadata or {})[_METADATA_KEY])
     if table_format not in {1, 2}:
@@ -360,7 +360,7 @@ def _check_record(record: TensorRecord, location: str) -> None:
 
 
 def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
-    """Return a text about the first invalid value in the chain of a chunk, None if the chain is valid."""
+    """Return a description of the first invalid value in the chain of a chunk, None if the chain is valid."""
     if not 1 <= len(chain) <= MAX_CHAIN:
         return f"its chain has {len(chain)} links"
     is_raw = len(chain) == 1 and chain[0].encoding == "raw"
@@ -384,8 +384,8 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
 def _has_compressed_batch(stream: pa.Buffer) -> bool:
     """Return whether a record batch of an Arrow IPC stream is compressed. Raises ArrowException, OSError, ValueError.
 
-    A reader would decompress it to the size that the batch claims, which may exhaust memory. pyarrow does not expose
-    this field, so it is read from the flatbuffers of each message.
+    A reader would decompress it to the size that the batch claims, which may exhaust memory. pyarrow does not say
+    whether a batch is compressed, so this function reads the field from the flatbuffers of each message.
     """
     messages = pa.ipc.MessageReader.open_stream(stream)
     try:

@@ -34,7 +34,7 @@ class StoredChunks:
     """Result of `store_chunks`.
 
     Attributes:
-        chunks: tensor name and chunk, sorted by name and start; see `tensor_table.join_chunks`.
+        chunks: pairs of tensor name and chunk, sorted by name and start; see `tensor_table.join_chunks`.
         new_bytes: bytes that were not in the repository before.
         num_nonfinite: number of NaN and infinite elements by tensor; tensors without any are left out.
     """
@@ -101,7 +101,7 @@ def store_tensors(
         chunks.setdefault(name, []).append(chunk)
     records = []
     for name, tensor in sorted(tensors.items()):
-        # Not by `join_chunks`: the chunks of one process are sorted and tile the tensor.
+        # `join_chunks` is not needed: the chunks of one process are sorted and tile the tensor.
         shape = tuple(tensor.shape)
         records.append(TensorRecord(name, dtype_name(tensor), shape, tuple(chunks.get(name, ()))))
     return StoredState(records, None, stored.new_bytes, stored.num_nonfinite)
@@ -119,9 +119,10 @@ def store_chunks(
 ) -> StoredChunks:
     """Store blocks of tensors, as one rank of a sharded save does; large blocks are split into chunks.
 
-    Arguments and errors as of `store_tensors`. `base_tensors` in memory may equal those of `base`: where their
-    digests match, `base` is not read. The caller joins the chunks of all ranks with `tensor_table.join_chunks`, as
-    only it has the shapes of whole tensors. A block without elements gives no chunk.
+    For arguments and errors see `store_tensors`. `base_tensors` in memory may equal those of `base`: where their
+    digests match, the chunks of `base` are not read. The caller joins the chunks of all ranks with
+    `tensor_table.join_chunks`, because only the caller has the shapes of whole tensors. A block without elements
+    gives no chunk.
     """
     if codec not in CODECS:
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")

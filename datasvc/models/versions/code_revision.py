@@ -23,7 +23,7 @@ _MAX_NAMES: Final = 100
 _MAX_NAME_BYTES: Final = 64 << 10
 # A file system that does not answer must not delay a save for long.
 _TIMEOUT_S: Final = 60
-# A remote helper: git passes a URL such as codecommit::https://... to a program of its own.
+# A remote helper: git passes a URL such as codecommit::https://... to a separate program.
 _HELPER: Final = re.compile(r"([A-Za-z0-9][A-Za-z0-9+.-]*::)(.*)", re.DOTALL)
 # Override user settings, so that a patch has the same form everywhere.
 _PLAIN: Final = ("-c", "core.quotePath=false", "-c", "diff.noprefix=false", "-c", "diff.mnemonicPrefix=false")
@@ -153,7 +153,7 @@ def without_credentials(url: str) -> str | None:
         return url if user in {"", "git"} or url.startswith(("/", ".")) else place
     user, _, place = remainder.rpartition("@")
     if "?" in user:
-        # The text after the @ may be the end of a token.
+        # This @ is in the query, so the text after it may be the end of a token.
         return None
     kept = "git@" if user == "git" and scheme == "ssh" else ""
     return f"{scheme}://{kept}{re.split('[?#]', place)[0]}"
@@ -180,7 +180,7 @@ def _git(folder: str, *arguments: str, most: int = 1 << 20) -> str | None:
 def _output(folder: str, *arguments: str, most: int) -> bytes | None:
     """Return the first `most` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
-    # No lock that another git process may need, no question, and output in English.
+    # Let git take no lock that another git process may need, ask no question, and write English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         with subprocess.Popen(  # noqa: S603
@@ -197,7 +197,7 @@ def _output(folder: str, *arguments: str, most: int) -> bytes | None:
                 assert git.stdout is not None
                 output = git.stdout.read(most)
                 if git.stdout.read(1):
-                    # Not needed, and git would wait until it is read.
+                    # The rest is not needed, and git would wait until it is read.
                     git.kill()
                     return output
                 return output if git.wait() == 0 else None

@@ -21,7 +21,7 @@ from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.objects.presence import check_present
 
-# A list of versions reads all their entries, so the size of an entry must not grow with the model.
+# Listing the versions reads all their entries, so the size of an entry must not grow with the model.
 _MAX_NONFINITE: Final = 100
 
 
@@ -51,18 +51,18 @@ def commit(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
-    table = repository.objects.put(encode_table(state.records)).digest
-    skeleton = repository.objects.put(encode_state(state.skeleton)).digest
+    table_digest = repository.objects.put(encode_table(state.records)).digest
+    state_digest = repository.objects.put(encode_state(state.skeleton)).digest
     code = metadata.code or keep_code(repository.objects)
     entry = {
         "step": metadata.step,
-        "tensors": table,
+        "tensors": table_digest,
         "num_tensors": len(state.records),
         "bytes": sum(record.nbytes for record in state.records),
         "stored_bytes": state.new_bytes,
         "content": digest_of_content(state.records),
         "num_nonfinite": _largest_counts(state.num_nonfinite),
-        "state": skeleton,
+        "state": state_digest,
         "data": [use.to_dict() for use in metadata.data],
         "code": code.to_dict(),
         "environment": dict(describe_environment() if metadata.environment is None else metadata.environment),
@@ -75,7 +75,8 @@ def commit(
     }
     # Check before the append: an entry must never name an object that is missing.
     referenced = {link.object for record in state.records for chunk in record.chunks for link in chunk.chain}
-    referenced.update((table, skeleton), extra_objects, () if code.diff is None else (parse_digest(code.diff),))
+    code_objects = () if code.diff is None else (parse_digest(code.diff),)
+    referenced.update((table_digest, state_digest), extra_objects, code_objects)
     check_present(repository.objects, referenced, f"{name!r}")
     # Commit point: the version is visible from here on.
     committed = repository.versions("models", name).append(lambda _head: entry)
@@ -83,7 +84,7 @@ def commit(
 
 
 def exact_version(repository: Repository, ref: str) -> str:
-    """Return the version that the reference of a parent resolves to now: a tag may be moved later.
+    """Return the version that the reference to a parent resolves to now, because a tag may be moved later.
 
     A reference to a model that is not in this repository, or a text in another form, is returned unchanged: it may
     name a version of another repository.
@@ -114,7 +115,7 @@ def base_records(repository: Repository, name: str, parent: str | None = None) -
         if ref is None:
             continue
         try:
-            # Not `resolve` of a name: for a new model its error lists all models.
+            # Do not `resolve` a name: for a new model that lists all models, for the message of its error.
             version = repository.newest("models", ref) if ref == name else repository.resolve("models", ref)
             if version is not None:
                 entry = repository.entry(version).content

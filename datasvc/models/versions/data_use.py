@@ -1,9 +1,9 @@
 """Data use of a model version: which split or mixture was read, in which order, and over which spans of positions.
 
-The state of a loader has the current position only: a run that starts from the weights of another run may read the
-same data again. A data use therefore has spans: all positions that the run consumed since its weights were equal to
-its parent version. Spans start at the parent, not at the previous save: a save that fails, or is not committed before
-the next one is made, leaves no gap.
+The state of a loader has only the current position, which does not show what was consumed: a run that starts from the
+weights of another run may read the same data again. A data use therefore has spans: all positions that the run
+consumed since its weights were equal to its parent version. Spans start at the parent and not at the previous save,
+so a save that fails, or is not committed before the next one is made, leaves no gap.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ConsumptionTracker:
 
     Make it when the loader is at the position where the run starts: after `load_state_dict` in a resumed run. Only
     the rank that saves needs one. If a process takes its weights from another process and not from a version, load
-    that process's `state_dict` too: what these weights consumed since their version would be lost otherwise.
+    that process's `state_dict` too. Otherwise the tracker lacks what these weights consumed since their version.
 
     Args:
         loader: loader of the training data; one batch of it, over all ranks, is one optimizer step.
@@ -154,7 +154,7 @@ class ConsumptionTracker:
     def switch_loader(self, loader: ReadLoader, *, step: int) -> None:
         """Continue with another loader at the same position, with another world size or batch size.
 
-        The position of `loader` is that of the weights, after `step` optimizer steps.
+        `loader` must be at the position that the current weights have reached, after `step` optimizer steps.
         """
         self._spans.append(self._span(cursor_of(loader.state_dict())))
         self._begin(loader, step)
@@ -176,7 +176,7 @@ class ConsumptionTracker:
             state: `state_dict` of the other process, from the same moment as the weights and the loader's state.
 
         Raises:
-            CorruptDataError: `state` is not such a state.
+            CorruptDataError: `state` is not the state of a tracker.
             ConfigError: the loader is at another position than that process was.
         """
         try:
@@ -193,7 +193,7 @@ class ConsumptionTracker:
 
     def use(self) -> DataUse:
         """Return what was consumed so far. Raises ConfigError: the loader is at a position before the run started."""
-        # Only the order determines the samples; the decoder settings are in the checkpoint, with the loader's state.
+        # Drop the decoder settings: they do not change which samples are read, and the loader's own state has them.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)
         if splits is None:

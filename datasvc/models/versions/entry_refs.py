@@ -17,7 +17,7 @@ MAX_CODE_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class EntryObjects:
-    """Digests in an entry; the tensor table names further objects.
+    """Digests of the objects that an entry names; the tensor table among them names further objects.
 
     Attributes:
         tensors: tensor table.

@@ -1,4 +1,4 @@
-"""Metadata of a model version: the arguments of a save beside its state, validated before anything is stored."""
+"""Metadata of a model version: all arguments of a save except its state, validated before anything is stored."""
 
 from __future__ import annotations
 

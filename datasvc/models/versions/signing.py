@@ -40,8 +40,8 @@ def signed_message(version: Resolved, content: Mapping[str, Any]) -> bytes:
     """Return the bytes that a signature of a version covers.
 
     These are purpose, name and number, each followed by a zero byte, which none of them can contain; then the content
-    of the entry without its checksum, as JSON with sorted keys, no spaces and ASCII only. The content is the one that
-    was read and is used, so that it cannot change between check and use.
+    of the entry without its checksum, as JSON with sorted keys, no spaces and ASCII only. Pass the content that was
+    read and will be used, so that it cannot change between check and use.
     """
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return b"\0".join((_PURPOSE, version.name.encode(), str(version.version).encode(), canonical.encode()))
@@ -102,7 +102,7 @@ def _find_fault(repository: Repository, version: Resolved, key: PublicKey, messa
     """Return why there is no valid signature of `message` by `key`; None if there is one."""
     try:
         return repository.storage.read_checked(
-            _path(version, key), partial(_check, key=key, message=message), max_bytes=MAX_ENTRY_BYTES
+            _path(version, key), partial(_check_file, key=key, message=message), max_bytes=MAX_ENTRY_BYTES
         )
     except NotFoundError:
         return "it was not signed"
@@ -110,7 +110,7 @@ def _find_fault(repository: Repository, version: Resolved, key: PublicKey, messa
         return str(error)
 
 
-def _check(raw: bytes, location: str, key: PublicKey, message: bytes) -> None:
+def _check_file(raw: bytes, location: str, key: PublicKey, message: bytes) -> None:
     content = decode_entry(raw, location)
     try:
         algorithm, signature = content["algorithm"], bytes.fromhex(content["signature"])

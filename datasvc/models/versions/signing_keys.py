@@ -1,6 +1,6 @@
 """Ed25519 keys in PEM files, for signatures of model versions; `openssl genpkey -algorithm ed25519` writes them too.
 
-Needs the package `cryptography`, which is imported only where a key is used: it is an optional dependency.
+This needs the package `cryptography`, an optional dependency, which is therefore imported only where a key is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class PublicKey:
     """A key that verifies signatures.
 
     Attributes:
-        id: first 16 hex digits of the BLAKE3 digest of the key's 32 bytes: a name for files and messages, no proof.
+        id: first 16 hex digits of the BLAKE3 digest of the key's 32 bytes. It names the key in files and messages; it
+            proves nothing.
         source: file of the key.
     """
 
@@ -88,7 +89,7 @@ def make_key(path: Path) -> PublicKey:
         try:
             _create_secret(path, private)
         except BaseException:
-            # There is no private key for it.
+            # Without its private key, the public key is of no use.
             public_path.unlink()
             raise
     except FileExistsError as error:
@@ -114,7 +115,7 @@ def load_private_key(path: Path) -> PrivateKey:
 
     try:
         with path.open("rb") as file:
-            # The mode of the open file, not of the path: another file may be moved to the path now.
+            # Read the mode of the open file, not of the path: another file may be moved to the path now.
             mode = os.fstat(file.fileno()).st_mode
             key = load_pem_private_key(file.read(_MAX_BYTES), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -145,7 +146,8 @@ def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, 
         paths: files of public keys; None: the files that `DATASVC_TRUSTED_KEYS` names, separated as in PATH.
 
     Raises:
-        ConfigError: see `load_public_keys`; or the variable is set but names no file, so that keys were intended.
+        ConfigError: see `load_public_keys`; or the variable is set but names no file, which is treated as a mistake,
+            not as "trust all".
     """
     if paths is None:
         configured = os.environ.get(TRUSTED_KEYS_VARIABLE)
