@@ -147,10 +147,10 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Write a marker for `prepare_global_plan`, and return the plan with it. Raises UnavailableError."""
+        """Write a marker for the check in `prepare_global_plan`; return the plan with it. Raises UnavailableError."""
         assert self._repository is not None, "torch sets a writer up before it plans"
         if self._is_coordinator:
-            # It checks the markers of the other ranks, and needs none itself.
+            # The coordinator checks the markers of the other ranks, and needs none itself.
             return plan
         return replace(plan, storage_data=write_marker(self._repository.storage))
 

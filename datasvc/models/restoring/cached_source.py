@@ -85,7 +85,7 @@ class CachedSource:
             if view is not None and offset + length <= len(view):
                 yield view[offset : offset + length]
         finally:
-            self._record_read(digest, 0)
+            self._record_read(digest, 0)  # releases the object if no planned read is left
         yield from self._direct.copies(digest, offset, length)
 
     def close(self) -> None:

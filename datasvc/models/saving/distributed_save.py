@@ -116,6 +116,7 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
             # The version is committed: a rank that was lost afterwards does not change that.
             return version
         if channel.rank == 0:
+            # Only this rank commits, so its own error tells the outcome.
             assert error is not None
             raise error from lost
         raise UnknownOutcomeError(

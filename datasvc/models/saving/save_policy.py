@@ -173,7 +173,7 @@ class SaveScheduler:
         self._add_cost(stall_s=stall_s, training_s=stall_s)
         self.overhead_s += stall_s
         self._num_since_save, self._slowed_s, self._copied_s = 0, 0.0, 0.0
-        # The write may start and end within the next step.
+        # Count the next step as disturbed: the write may start and end within it.
         self._was_saving = True
 
     def record_device_copy(self, spent_s: float) -> None:
@@ -186,10 +186,10 @@ class SaveScheduler:
 
     def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again."""
-        before = step - 1 if self._last_check is None else self._last_check
+        last_check = step - 1 if self._last_check is None else self._last_check
         self._last_check = step
         return SaveDecision(
-            self._is_due(before, step, is_saving=is_saving), step + self._steps_to_next_check(before, step)
+            self._is_due(last_check, step, is_saving=is_saving), step + self._steps_to_next_check(last_check, step)
         )
 
     @property
@@ -214,24 +214,24 @@ class SaveScheduler:
         so_far = self.cost
         self.cost = SaveCost(so_far.stall_s + stall_s, so_far.slowed_s + slowed_s, so_far.training_s + training_s)
 
-    def _is_due(self, before: int, step: int, *, is_saving: bool) -> bool:
+    def _is_due(self, last_check: int, step: int, *, is_saving: bool) -> bool:
         policy = self._policy
         # No save before enough training time has passed since the last one, nor while one is running.
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
             # The steps between two checks were not checked: save if one of them is a multiple.
-            return step // policy.every_steps > before // policy.every_steps
+            return step // policy.every_steps > last_check // policy.every_steps
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
         # With `max_stall` alone: wait until enough undisturbed steps give a current step time.
         return policy.max_stall is not None and self._num_since_save >= _MIN_MEASURED_STEPS
 
-    def _steps_to_next_check(self, before: int, step: int) -> int:
+    def _steps_to_next_check(self, last_check: int, step: int) -> int:
         longest_s = max(self._latest, default=0.0)
         if not longest_s:
             return 1
         # A signal waits for the next check, so one slow step shortens the interval at once; fast ones only double it.
-        steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - before))
+        steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - last_check))
         every = self._policy.every_steps
         return steps if every is None else min(steps, every - step % every)

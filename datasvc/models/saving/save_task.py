@@ -24,7 +24,7 @@ class SaveHandle:
         number: position among the saves of its queue, from 0; -1 before submission.
         stall_s: seconds for which the call stopped the training until the save was queued; a wait for the commit does
             not count. Once `done`, `device_s` is included.
-        device_s: seconds for which a device copied the state; None: not known yet, or the save failed before it was.
+        device_s: seconds for which a device copied the state; None: not known yet, or the save failed earlier.
     """
 
     def __init__(self, step: int) -> None:

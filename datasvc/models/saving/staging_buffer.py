@@ -172,7 +172,7 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
-    # Wiped in a forked child, such as a worker of a loader. Else the next save would copy each page that they share.
+    # Wiped in a forked child, such as a worker of a loader. Otherwise the next save would copy each shared page.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)

@@ -46,7 +46,7 @@ class VersionWriter:
         self._name = name
         self._codec: Codec = codec
         self._channel = channel
-        self._records: tuple[str, Sequence[TensorRecord]] = ("", ())
+        self._records: tuple[str, Sequence[TensorRecord]] = ("", ())  # of the version that this rank committed last
         # Copies that the last save wrote. A later save may overwrite them, so `store_chunks` checks their digests.
         self._base_tensors: Mapping[str, torch.Tensor] = {}
         self._trusts_base = True

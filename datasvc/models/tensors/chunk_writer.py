@@ -103,10 +103,10 @@ class ChunkWriter:
         self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
         self._decoders, self._progress = Decoders(), progress
         self._lock = threading.Lock()
-        self._seen: set[Digest] = set()
+        self._seen: set[Digest] = set()  # chunks that a thread stores or has stored
         self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
-        self._indexed: set[Digest] = set()
-        self._stored: set[Digest] = set()
+        self._indexed: set[Digest] = set()  # chunks that get a pointer
+        self._stored: set[Digest] = set()  # objects of this save
         self._small: dict[Digest, tuple[tuple[ChainLink, ...], str, bytes]] = {}
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
@@ -119,7 +119,7 @@ class ChunkWriter:
         with self._lock:
             # Counted for every tensor, also if another tensor has stored an equal chunk.
             self.num_nonfinite[block.name] += num_nonfinite
-            # Marked before it is stored, so that no other thread stores the same chunk.
+            # Mark the chunk before storing it, so that no other thread stores it too.
             is_new = digest not in self._seen
             self._seen.add(digest)
         if is_new:

@@ -351,6 +351,7 @@ def _check_record(record: TensorRecord, location: str) -> None:
         raise CorruptDataError(
             f"{location}: tensor {record.name!r} of shape {shape}: its chunks leave out elements or hold some twice"
         )
+    # Sizes of 0 are left out, so that the other sizes of a tensor without elements are limited too.
     if math.prod(filter(None, shape)) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
         raise CorruptDataError(f"{location}: tensor {record.name!r} of shape {shape} is larger than any memory")
     for chunk in record.chunks:

@@ -240,4 +240,5 @@ def _cursor(epoch: object, position: object) -> Cursor:
 
 
 def _is_count(value: object, least: int) -> bool:
+    """Return whether a value is None or an integer of at least `least`."""
     return value is None or (type(value) is int and value >= least)
