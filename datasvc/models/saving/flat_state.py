@@ -68,7 +68,7 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
     rank_skeleton: Any = None
     rank_tensors: Mapping[str, torch.Tensor] = {}
     if rank_state is not None:
-        # Put it below the rank's number, so that the names of its tensors differ from those of other ranks.
+        # Put the state below the rank's number, so that the names of its tensors differ from those of other ranks.
         full_skeleton, rank_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
         rank_skeleton = full_skeleton[RANK_STATE][str(rank)]
     for name in tensors.keys() & rank_tensors.keys():

@@ -168,5 +168,5 @@ def _finish_all() -> None:
         queue.finish_at_exit()
 
 
-# Run it before the exit of the interpreter shuts down thread pools, because a save needs them.
+# Run this before the exit of the interpreter shuts down thread pools, because a save needs them.
 run_before_threads_end(_finish_all)
