@@ -1,4 +1,4 @@
-"""Data sets: samples in Arrow shards, shard tables, versions of them, and the ingestion of sources."""
+"""Data sets: samples in Arrow shards, the tables that list the shards, versions, and the ingestion of sources."""
 
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import image_schema

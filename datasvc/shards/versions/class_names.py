@@ -40,7 +40,7 @@ def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[
 
 
 def name_classes(repository: Repository, ref: str, names: Sequence[str], *, message: str = "") -> Resolved:
-    """Commit the next version of a data set with names for its integer labels. All shards are shared.
+    """Commit the next version of a data set with names for its integer labels. No shard is written.
 
     Args:
         repository: the repository that stores the data set.

@@ -23,10 +23,10 @@ from datasvc.shards.versions.key_join import CommonKeys, find_common_keys, first
 from datasvc.shards.versions.labels import check_unnamed, combine_classes, longest_list, plan_labels, relabel_batch
 
 OnCommon = Literal["fail", "drop", "keep", "replace"]
-"""Rule for a key that occurs on both sides.
+"""Rule for a key that both the existing and the added samples have.
 
 - fail: raise ConflictError.
-- drop: take equal samples once; raise ConflictError for different samples.
+- drop: keep one of two equal samples; raise ConflictError if the two differ.
 - keep: keep the existing sample.
 - replace: take the new sample instead of the existing one.
 """
@@ -41,12 +41,13 @@ def append_splits(
     *,
     on_common: OnCommon = "fail",
 ) -> dict[str, ShardTable]:
-    """Return the splits of `head` with those of `new` appended; splits of one side only are taken unchanged.
+    """Return the splits of `head` with those of `new` appended, and the splits that only one side has.
 
-    A class name gets the same index in all splits of the result, provided that the splits of `head` agree on it.
+    A class name gets the same index in all splits of the result, unless the splits of `head` number their classes
+    differently: then each of them keeps its numbers.
 
     Raises:
-        ConfigError: a split that only `new` has differs from `head` in whether it has labels; or as `append_table`.
+        ConfigError: a split that `head` lacks has labels but `head` has none, or the reverse; or as `append_table`.
         ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
     """
     _check_labelled(head, new)
@@ -68,10 +69,10 @@ def append_splits(
 
 
 def _check_labelled(head: Mapping[str, ShardTable], new: Mapping[str, ShardTable]) -> None:
-    """Raise ConfigError if a split that only `new` has differs from `head` in whether it has labels."""
+    """Raise ConfigError if a split that `head` lacks has labels but `head` has none, or the reverse."""
     is_labelled = any(LABEL in table.sample_schema.names for table in head.values())
     for split, table in new.items():
-        # Splits of both sides are compared column by column in `combine_schemas`.
+        # `combine_schemas` compares the columns of a split that both sides have.
         if split in head or not head or (LABEL in table.sample_schema.names) == is_labelled:
             continue
         if is_labelled:
@@ -94,8 +95,8 @@ def keep_splits(
 ) -> dict[str, ShardTable]:
     """Return `new` without the keys that `head` has in another split, so that a key stays in its split.
 
-    `on_common` applies to these keys as to those that both sides have in the same split; with "replace", the new
-    sample moves to the split of `head` that has the key. Raise as `append_table`.
+    `on_common` applies to these keys in the same way as to keys that both sides have in one split. With "replace",
+    the new sample moves to the split of `head` that has the key. Raise as `append_table`.
     """
     result = dict(new)
     for split, other in ((split, other) for split in new for other in head if other != split):
@@ -195,9 +196,9 @@ def _short(digest: bytes | None) -> str:
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:
-    """Return the split with the new number of each label; {} if all stay the same. Class names are not changed here.
+    """Return the split with its labels renumbered by `labels` ({}: no label changes). Class names are not changed.
 
-    Shards whose labels stay the same are shared; others are stored again, with their sample indexes.
+    Shards whose labels stay the same are shared. The others are stored again, with their sample indexes.
 
     Raises:
         ConfigError: a sample has a label that is not in `labels`.
@@ -230,7 +231,7 @@ def _relabel_shard(
 
 
 def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
-    """Store a shard of the same record batches with new labels, and its sample index."""
+    """Store `batches`, those of `shard` with new labels, as a shard with a sample index."""
     blobs = [field.name for field in shard.schema if is_blob(field.type)]
     keys: list[str] = []
     samples: list[bytes] = []
@@ -250,13 +251,13 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
 def _resolve_common(
     objects: Objects, head: ShardTable, new: ShardTable, on_common: OnCommon
 ) -> tuple[ShardTable, ShardTable]:
-    """Return both sides without common keys."""
+    """Return both sides after each common key was deleted from one of them."""
     common = find_common_keys(objects, head, new)
     if not len(common):
         return head, new
     _check_common(common, on_common)
     if on_common == "replace":
-        # Deletion bitmaps on the side that loses the key; the shards of both sides stay unchanged.
+        # The side that loses the keys gets deletion bitmaps; no shard is stored again.
         return delete_samples(objects, head, common.a.by_shard()), new
     return head, delete_samples(objects, new, common.b.by_shard())
 

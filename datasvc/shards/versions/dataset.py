@@ -19,7 +19,7 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 
-# Shards that random access keeps open; each is held in memory where the repository is remote.
+# Number of shards that random access keeps open. An open shard of a remote repository is held in memory.
 _OPEN_SHARDS = 4
 
 
@@ -48,14 +48,14 @@ class ShardStore(Protocol):
         """Release a shard that the caller opened and no longer needs."""
 
     def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return those shards that are still being fetched but whose requested samples are readable; {} for none.
+        """Return the shards that are still being fetched, but whose requested samples can be read; {} for none.
 
         Such a shard serves the requested samples only, and the caller does not release it. A later call may return
         the complete shard.
         """
 
     def advance(self, epoch: int, position: int) -> None:
-        """Report that all samples before a position of the access order were served, so that the store can plan."""
+        """Report that all samples before a position of an epoch were served, so that the store can plan fetches."""
 
 
 class OriginShards:
@@ -74,7 +74,7 @@ class OriginShards:
     def open_shard(self, info: ObjectInfo) -> Shard:
         """Return the shard. Raise CorruptDataError, NotFoundError, UnavailableError."""
         path = self._objects.local_path(info.digest)
-        # Mapped again without a check: a digest of a local shard is computed once per process.
+        # This process has already verified the shard, so it is mapped without another check.
         if path is not None and info.digest in self._verified:
             return Shard.map(path)
         shard = open_shard(self._objects, info)
@@ -93,7 +93,7 @@ class OriginShards:
 
 
 class Split:
-    """The live (not deleted) samples of one split: `split[5]` is a sample as a dict, `len(split)` their number.
+    """The live (not deleted) samples of one split: `split[5]` is a sample as a dict; `len(split)` counts them.
 
     Args:
         name: name of the split, such as "train".
@@ -112,7 +112,7 @@ class Split:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A worker receives only names: it opens the repository and the shards itself, with clients of its own.
+        # A worker process receives no open files: it opens the repository and the shards with clients of its own.
         return _unpickle_split, (self.name, self.dataset, self.repository.url, self.digest)
 
     def __repr__(self) -> str:
@@ -147,7 +147,7 @@ class Split:
         return ShardTable.decode(objects.read(self.digest), objects.location(self.digest))
 
     def stored_rows(self, shard: int, rows: Integers) -> Integers:
-        """Return the row numbers in a shard's file of the given live samples.
+        """Return the row numbers that the given live samples have in their shard's file.
 
         Args:
             shard: number of the shard in the table.
@@ -177,7 +177,7 @@ class Split:
         return self.table.deleted_per_shard
 
     @cached_property
-    def _stops(self) -> Any:
+    def _stops(self) -> Any:  # for each shard, the number of live samples up to its end
         return np.cumsum(self.table.samples_per_shard)
 
     def _open_shard(self, number: int) -> Shard:
@@ -215,7 +215,7 @@ class DatasetVersion(Mapping[str, Split]):
         }
 
     def __getitem__(self, split: str) -> Split:
-        """Return a split. Raise NotFoundError, which names the splits that exist, if there is none of that name."""
+        """Return the split of this name. Raise NotFoundError, which lists the existing splits, if there is none."""
         if split not in self._splits:
             raise NotFoundError(f"{self.resolved} has no split {split!r}; it has: {', '.join(self._splits)}")
         return self._splits[split]

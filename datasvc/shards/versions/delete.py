@@ -25,8 +25,7 @@ class DeleteReport:
     """The result of `delete`.
 
     Attributes:
-        version: the committed version; where there was nothing to delete, the version that would have been its
-            parent.
+        version: the committed version; if there was nothing to delete, the newest version, which stays the newest.
         deleted: number of deleted samples by split; empty if nothing was committed.
         missing: requested keys that no split has, sorted.
     """
@@ -53,7 +52,7 @@ def delete(
 ) -> DeleteReport:
     """Commit the next version of a data set without the samples that `keys` or `where` selects.
 
-    If another writer commits first, the selection is repeated on the version that it committed.
+    If another writer commits a version first, the samples to delete are selected again from that version.
 
     Args:
         repository: the repository that stores the data set.
@@ -97,7 +96,7 @@ class _NothingToDeleteError(Exception):
 
 @dataclass(eq=False)
 class _DeleteBuild:
-    """Builds the log entry on the newest version; called again after another writer committed first.
+    """Builds the log entry from the newest version. `Log.append` calls it again if another writer committed first.
 
     Attributes:
         repository, keys, where, split, ignore_missing, message: as in `delete`.
@@ -170,7 +169,7 @@ class _DeleteBuild:
 
     def _check_missing(self, missing: frozenset[str]) -> None:
         """Record the keys that do not exist, and raise NotFoundError unless they are ignored."""
-        # Only on the first call: keys that are missing later were deleted by another writer, as requested.
+        # Only the first call checks: a key that is missing later was deleted by another writer, as requested here.
         if self._attempts > 1:
             return
         self.missing = sorted(missing)

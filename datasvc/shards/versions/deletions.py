@@ -49,7 +49,7 @@ class Deletions:
 
     Attributes:
         shards: `int64[n]`, numbers of the shards with deletions, ascending.
-        samples: `int64[n]`, number of stored samples of each of them.
+        samples: `int64[n]`, number of stored samples of each of `shards`.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -64,7 +64,7 @@ class Deletions:
 
     @classmethod
     def build(cls, flags: Mapping[int, Flags]) -> Deletions:
-        """Return deletions from flags by shard: `bool[stored samples]`, True where deleted; any order of shards."""
+        """Return the deletions of `flags`: by shard, in any order, `bool[stored samples]`, True where deleted."""
         affected = sorted(shard for shard, deleted in flags.items() if deleted.any())
         samples = [len(flags[shard]) for shard in affected]
         bitmaps = [np.packbits(flags[shard], bitorder="little").tobytes() for shard in affected]
@@ -107,7 +107,7 @@ class Deletions:
             if shard in self._kept:
                 self._kept.move_to_end(shard)
                 return self._kept[shard]
-        # Computed without the lock: two threads may do it twice, but no thread waits for another shard.
+        # Computed without the lock: two threads may compute the same rows, but none waits for another shard.
         rows = np.flatnonzero(~self.flags(shard))
         with self._lock:
             if shard not in self._kept:
@@ -175,7 +175,7 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with all samples deleted but the live ones in `rows`. Args and raises as `delete_samples`."""
+    """Return the table with all samples deleted except the live samples `rows`. Otherwise as `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     labels: Counter[int] = Counter()
     for shard, chosen in rows.items():
@@ -188,7 +188,8 @@ def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integer
 def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flags]) -> ShardTable:
     """Return `table` with exactly the given samples deleted, without the shards that have no live samples then.
 
-    `flags` has `bool[stored samples]` by shard, True where deleted. The label counts must be those of the result.
+    `flags` has `bool[stored samples]` by shard, True where deleted. The label counts of `table` must be those of the
+    result already.
     """
     deleted = np.zeros(table.num_shards, np.int64)
     for shard, shard_flags in flags.items():

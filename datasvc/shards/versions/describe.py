@@ -48,5 +48,5 @@ def count_classes(label_counts: Mapping[int, int], classes: tuple[str, ...]) -> 
         return {}
     counts = {name: label_counts.get(label, 0) for label, name in enumerate(classes)}
     unnamed = {str(label): count for label, count in sorted(label_counts.items()) if not 0 <= label < len(classes)}
-    # If a class name looks like the number of an unnamed label, the class keeps the name.
+    # A class may be named "7": then the samples with the unnamed label 7 are counted as "label 7".
     return counts | {label if label not in counts else f"label {label}": count for label, count in unnamed.items()}

@@ -1,8 +1,8 @@
 """Exact difference of two data-set versions, sample by sample.
 
-The cost grows with the difference: only the deletion bitmaps of shards that both versions have are compared, and only
-the sample indexes of other shards are read. Labels are compared by class name: if the class names of the two versions
-disagree, the labels of the second version are renumbered first.
+The cost grows with the difference: shards that both versions have are compared by their deletion bitmaps alone, and
+sample indexes are read only for the other shards. Labels are compared by class name: if the two versions number their
+classes differently, the labels of the second version are renumbered first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Keys:
     Args:
         split: the split.
         without: samples of `split` to leave out.
-        only: the only samples of `split` to take. Give either this or `without`.
+        only: samples of `split` to take; None for all. Give at most one of `without` and `only`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Difference:
     Attributes:
         a: the first version.
         b: the second version.
-        splits: by split name, sorted. All samples of a split that only one version has are added or deleted.
+        splits: changes by split name, sorted. If one version lacks a split, all samples count as added or deleted.
         splits_added: splits that only `b` has.
         splits_removed: splits that only `a` has.
     """
@@ -130,7 +130,7 @@ def diff(repository: Repository, a: str, b: str) -> Difference:
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
     """Return the changes from split `a` to split `b`; None stands for an empty split. Raise as `diff`."""
     a, b = _or_empty(a, b), _or_empty(b, a)
-    # Equal classes may have different numbers on the two sides: the labels of `b` get those of `a`.
+    # A class may have different numbers on the two sides, so the labels of `b` get the numbers that `a` uses.
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
     unshared_a, unshared_b, num_shared = _unshared(objects, a, b, labels)
     common = match_keys(unshared_a, unshared_b)
@@ -155,7 +155,7 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
 def _unshared(
     objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
 ) -> tuple[SplitKeys, SplitKeys, int]:
-    """Return the samples of each split that the other does not have in the same shard; and how many both have so."""
+    """Return the samples of `a` and of `b` that are not live in a shard of both, and the number of those that are."""
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples, so that equal shards no longer mean equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
@@ -188,7 +188,7 @@ def _unshared(
 
 
 def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
-    """Return the shards of `a` that `b` has too, mapped to their numbers in `b`; each shard is used once at most."""
+    """Return the shards of `a` that `b` has too, mapped to their numbers in `b`; no number occurs twice."""
     numbers_in_b: dict[bytes, list[int]] = {}
     for number, digest in enumerate(b.rows.column("digest").to_pylist()):
         numbers_in_b.setdefault(digest, []).append(number)

@@ -21,7 +21,7 @@ from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 @dataclass(frozen=True)
 class CommonKeys:
-    """The samples of two splits, a and b, that have the same key, in the order of b.
+    """Pairs of samples of two splits, a and b, that have the same key; in the order of b.
 
     Attributes:
         keys: Arrow array of `n` keys.

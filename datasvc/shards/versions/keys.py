@@ -44,8 +44,8 @@ class SplitKeys:
         objects: objects of the repository.
         table: shard table of the split.
         shards: numbers of the shards, ascending; None for all.
-        labels: new number of each label; sample digests are computed as if the labels were renumbered. None: no
-            change.
+        labels: new number of each label, with which sample digests are computed; stored labels are not changed. None:
+            all labels keep their numbers.
         without: by shard, live rows to leave out, ascending.
     """
 
@@ -74,7 +74,7 @@ class SplitKeys:
         rows = self.live_rows(shard)
         digest = self.table.index(shard)
         if digest is None:
-            # A shard from before sample indexes: keys and digests come from the samples themselves.
+            # The shard was written before sample indexes existed: keys and digests come from the samples themselves.
             opened = open_shard(self._objects, self.table.shard(shard))
             keys = take_keys(opened.column(KEY), rows)
             return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
@@ -82,7 +82,7 @@ class SplitKeys:
         keys = take_keys(index.column("key"), rows)
         if self._labels is None:
             return ShardKeys(shard, rows, keys, lambda: take_keys(index.column("sample"), rows))
-        # The index has the digests for the stored labels: for other labels, they are computed from the samples.
+        # The digests in the index include the stored labels. With other labels, they are computed from the samples.
         return ShardKeys(
             shard,
             rows,
@@ -138,5 +138,5 @@ class SampleRows:
 def take_keys(keys: pa.Array | pa.ChunkedArray, rows: Integers) -> pa.Array:
     """Return the keys, or digests, at `rows`, which are ascending and distinct."""
     array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-    # Distinct rows as many as there are keys are all rows: no copy is needed.
+    # As many distinct rows as there are keys are all rows, so no copy is needed.
     return array if len(rows) == len(array) else array.take(pa.array(rows))

@@ -38,7 +38,7 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
                 f"two classes have the name {repeated[0]!r}, so their labels cannot be distinguished; rename one"
             )
     longest = longest_list(lists)
-    # A list that extends all others keeps its order, as its labels are stored that way; sorting would change them.
+    # A list that extends all others keeps its order, because shards store its labels; sorting would renumber them.
     return longest or (*head, *sorted({name for names in lists for name in names} - set(head)))
 
 
@@ -50,7 +50,7 @@ def longest_list(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
 
 def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]:
     """Return the index in `combined` of each label of `names`; {} if no label changes. `combined` has all `names`."""
-    # Equal lists, or names were only appended: no label changes, so no shard is rewritten.
+    # If the lists are equal or names were only appended, no label changes, and no shard is stored again.
     if tuple(combined[: len(names)]) == tuple(names):
         return {}
     indexes = {name: index for index, name in enumerate(combined)}
@@ -85,10 +85,10 @@ def relabel_batch(batch: pa.RecordBatch, mapping: Mapping[int, int]) -> pa.Recor
 
 
 def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: str) -> None:
-    """Raise ConfigError if labels without names exceed the class names that they are combined with.
+    """Raise ConfigError if a label without a name is too large for the class names that it is combined with.
 
     Args:
-        label_counts: number of samples by label, of samples whose labels have no names.
+        label_counts: number of samples by label, where the labels have no names.
         names: the class names that the labels are combined with.
         what: subject of the message, such as "the added data".
     """

@@ -26,8 +26,8 @@ class ShardValues(NamedTuple):
         shard: number of the shard in its table.
         rows: `int64[n]`, row numbers in the shard's file, ascending.
         values: Arrow array of `n` strings, or of `n` binaries of 16 bytes.
-        read_attached: returns an Arrow array of `n` values to report with a match; called only where a match is
-            possible.
+        read_attached: returns an Arrow array of `n` values to report with a match; called only for a shard that may
+            have matches.
     """
 
     shard: int
@@ -71,7 +71,7 @@ class Matches:
 
 
 def match_values(a: Side, b: Side) -> Matches:
-    """Return the samples of `b` whose value occurs on side `a` too. Raise whatever reading a side raises.
+    """Return the samples of `b` whose value occurs on side `a` too. Raise what `Side.read` raises.
 
     The smaller side is scanned for hashes, then the larger one for candidates, then the smaller one again for the
     values of the candidates.
@@ -111,19 +111,19 @@ def _all_hashes(side: Side) -> Integers:
     for shard_values in side.read():
         start, stop = stop, stop + len(shard_values.rows)
         hashes[start:stop] = hash_values(shard_values.values)
-    # `num_samples` is an upper bound.
+    # `num_samples` is an upper bound, so the end of the array may be unused.
     hashes = hashes[:stop]
     hashes.sort()
     return hashes
 
 
 def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
-    """Return the samples whose hash is in `hashes` (ascending): value, hash, shard, row, attached."""
+    """Return the samples whose hash is in `hashes` (ascending), with the columns that `_NO_HITS` has."""
     batches = []
     for shard_values in side.read() if len(hashes) else ():
         shard_hashes = hash_values(shard_values.values)
         hits = np.flatnonzero(_is_in(shard_hashes, hashes))
-        # Attached values are read only for shards with a hit: the shard itself may have to be read for them.
+        # Attached values are read only for a shard with a hit, because they may take a read of the whole shard.
         if len(hits):
             columns = {
                 "value": _with_wide_offsets(take_keys(shard_values.values, hits)),

@@ -29,8 +29,8 @@ from datasvc.shards.versions.version_entry import (
 )
 
 OnCommonKey = Literal["fail", "drop", "first", "last"]
-"""Rule for a key that several versions have: raise ConflictError; take equal samples once and raise ConflictError for
-different ones; keep the sample of the first version; or keep that of the last."""
+"""Rule for a key that several versions have. "fail" raises ConflictError. "drop" keeps one of equal samples, and
+raises ConflictError for different ones. "first" and "last" keep the sample of the first or last such version."""
 
 _RULES: Final[dict[str, OnCommon]] = {"fail": "fail", "drop": "drop", "first": "keep", "last": "replace"}
 
@@ -45,7 +45,7 @@ class MergeReport:
         num_samples: number of samples by split.
         num_shards: number of shards by split.
         size_bytes: bytes of all shards, most of which are shared with the merged versions.
-        overlaps: samples that two splits share, without those accepted before; with "drop", they were left out.
+        overlaps: samples that two splits share, except those that a merged version accepted; "drop" left them out.
     """
 
     version: Resolved
@@ -67,8 +67,8 @@ def merge(
 ) -> MergeReport:
     """Commit the next version of data set `name`, with the samples of all `refs`, split by split.
 
-    A reference to `name` without a version or tag follows the newest version until the merge is committed, so that
-    samples which other writers add meanwhile are included.
+    A reference to `name` without a version or tag means the version that is the newest at the commit: samples that
+    other writers add during the merge are included.
 
     Args:
         repository: the repository that stores all versions.
@@ -107,7 +107,7 @@ def merge(
 
 @dataclass(eq=False)
 class _MergeBuild:
-    """Builds the log entry; called again after another writer committed first.
+    """Builds the log entry. `Log.append` calls it again if another writer committed first.
 
     Attributes:
         repository, refs, name, on_common, on_overlap, message: as in `merge`.
@@ -138,7 +138,7 @@ class _MergeBuild:
         objects = self.repository.objects
         merging = [read_tables(self.repository, version) for version in self.versions]
         self.tables = merging[0]
-        # Pairwise from the left, so that "first" and "last" follow the order of the references.
+        # Versions are appended in the order of the references, which defines "first" and "last".
         for added in merging[1:]:
             self.tables = append_splits(objects, self.tables, added, on_common=self.on_common)
         contents = [self.repository.entry(version).content for version in self.versions]
@@ -151,6 +151,7 @@ class _MergeBuild:
         ]
         self.tables, shared, self.overlaps = settle_overlaps(objects, self.tables, self.on_overlap, accepted=accepted)
         merged = [str(version) for version in self.versions]
+        # If the newest version of `name` was not merged itself, the new version does not continue it.
         continues = parent in self.versions
         return derived_entry(
             describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),

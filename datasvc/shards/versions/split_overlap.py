@@ -1,7 +1,7 @@
-"""Samples that two splits of a version share, by key or by content: validation data among the training data.
+"""Samples that two splits of a version share, by key or by content, such as validation data among the training data.
 
-An ingest, append or merge applies its rule to them before the commit; `verify` reports them. Only sample indexes are
-read, no images. For the memory that a comparison needs, see `matching`.
+An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports them. Sample indexes
+are read, no images. For the memory that a comparison needs, see `matching`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SharedSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedSamples:
-    """Samples of one split that occur in another split too, as arrays: there may be as many as the split has.
+    """Samples of one split that occur in another split too, as arrays, because they may be all samples of the split.
 
     Attributes:
         keys: Arrow array of `n` strings.
@@ -142,8 +142,8 @@ def find_overlaps(
         for split, other in combinations(order, 2):
             all_shards = np.arange(tables[split].num_shards)
             old = np.setdiff1d(all_shards, new[split])
-            # Old samples of both splits were compared before. So: new ones of `split` with all of `other`, and old
-            # ones of `split` with new ones of `other`.
+            # Old samples of both splits were compared before. So new samples of `split` are compared with all of
+            # `other`, and old samples of `split` with new ones of `other`.
             shared = [
                 *_find_shared(objects, kind, (tables[split], new[split]), (tables[other], None)),
                 *_find_shared(objects, kind, (tables[split], old), (tables[other], new[other])),
@@ -168,13 +168,13 @@ def settle_overlaps(
         objects: objects of the repository.
         tables: shard tables by split.
         on_overlap: rule for samples that two splits share.
-        accepted: samples that were already shared, and accepted, in the versions that these splits come from.
-        keys_are_places: keys are made of file and row, so that equal keys do not mean equal samples and are accepted.
+        accepted: overlaps within the versions that these splits come from, which were accepted there.
+        keys_are_places: whether keys are made of file and row; then equal keys are accepted, as samples may differ.
         checked: as in `find_overlaps`.
 
     Returns:
-        The splits; the number of accepted samples by kind, for the log entry; and the overlaps that were not accepted
-        before.
+        The splits; the number of samples that stay shared, by kind, for the log entry; and the overlaps that were not
+        accepted before.
 
     Raises:
         ConflictError: splits share samples, and `on_overlap` is "fail".
@@ -243,7 +243,7 @@ def _find_shared(
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield the samples of `table` that `other` has too, if any. Both are a table and shards; None for all."""
+    """Yield the samples of `table` that `other` has too, if any. Each is a table and some shards (None: all)."""
     if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
         return
     side = _key_side if kind == "key" else _payload_side
@@ -307,7 +307,7 @@ def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
 
 
 def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
-    """Return the numbers of the shards with a live sample that `checked` does not have, ascending."""
+    """Return the numbers of the shards with a live sample that is not live in `checked`, ascending."""
     if checked is None:
         return np.arange(table.num_shards)
     old_numbers = {digest: number for number, digest in enumerate(checked.rows.column("digest").to_pylist())}

@@ -46,8 +46,8 @@ class Condition:
         self._connection = connect()
         lock(self._connection)
         without_blobs = pa.schema([field for field in schema if not is_blob(field.type)])
-        # If neither binds, the expression is invalid; the smaller schema serves for the error message.
-        self._schema = schema if not self._binds(without_blobs) and self._binds(schema) else without_blobs
+        # If the expression is valid for neither schema, the smaller one gives the error message.
+        self._schema = schema if not self._runs_on(without_blobs) and self._runs_on(schema) else without_blobs
         with self._map_errors():
             types = self._connection.from_arrow(self._schema.empty_table()).project(self._filter).types
         if [str(column_type) for column_type in types] != ["BOOLEAN"]:
@@ -73,7 +73,7 @@ class Condition:
                 yield shard, rows[selected]
 
     def _evaluate(self, samples: pa.Table) -> Integers:
-        column = _free_name(samples.schema)
+        column = _unused_column_name(samples.schema)
         numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
         with self._map_errors():
             selected = self._connection.from_arrow(numbered).filter(self._filter).project(f'"{column}"').fetchnumpy()
@@ -87,7 +87,7 @@ class Condition:
         ]
         return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in self._schema]))
 
-    def _binds(self, schema: pa.Schema) -> bool:
+    def _runs_on(self, schema: pa.Schema) -> bool:
         import duckdb
 
         try:
@@ -109,7 +109,7 @@ class Condition:
             ) from error
 
 
-def _free_name(schema: pa.Schema) -> str:
+def _unused_column_name(schema: pa.Schema) -> str:
     name = "datasvc_row"
     while name in schema.names:
         name += "_"

@@ -33,7 +33,7 @@ from datasvc.shards.versions.split_overlap import (
 )
 from datasvc.threads import map_in_threads
 
-# Each thread holds one shard at most, in memory if the repository is remote.
+# Number of threads. Each one holds a shard at a time, in memory if the repository is remote.
 _SHARDS_AT_ONCE = 4
 _MAX_LISTED_KEYS: Final = 10
 
@@ -84,9 +84,9 @@ class VerifyReport:
         num_samples: number of live samples in the version.
         size_bytes: bytes of all shards checked.
         problems: by split and shard; empty for an intact version.
-        overlaps: samples shared by two splits, without the kinds of which no more are shared than `accepted`.
+        overlaps: samples that two splits share, without the kinds in `accepted`.
         num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
-        accepted: by kind ("key", "payload"), the number of shared samples that the version accepted at its commit.
+        accepted: by kind ("key", "payload"), the number of shared samples, if it is at most what the commit accepted.
     """
 
     version: str
@@ -276,7 +276,7 @@ class _SplitCheck:
 
 
 def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
-    """Return the bytes stored under a shard's digest, which may be corrupt; mapped if they are local."""
+    """Return the bytes stored under a shard's digest, which may be corrupt; they are mapped if the file is local."""
     path = objects.local_path(shard.digest)
     if path is not None:
         with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:

@@ -24,8 +24,8 @@ def describe_tables(
 ) -> dict[str, dict[str, Any]]:
     """Store tables and return the description of the splits for a log entry.
 
-    Objects that the tables refer to must exist. They are checked, except for those that `before`, the tables of the
-    versions that these were made from, refers to.
+    The objects that the tables refer to must exist. This is checked, except for objects of `before`: the tables of
+    the committed versions that `tables` were made from.
 
     Raises:
         NotFoundError: an object that only the new tables refer to no longer exists.
@@ -44,7 +44,7 @@ def describe_tables(
     referenced_before = set[Digest]().union(*(table.objects() for table in before))
     stored = [split["table"] for split in described.values()]
     what = "a version with the splits " + ", ".join(tables)
-    # Before the commit: an entry must not refer to an object that a concurrent gc removed.
+    # Checked before the commit, because an entry must not refer to an object that a concurrent gc removed.
     check_present(objects, [*(referenced - referenced_before), *stored], what)
     return described
 
@@ -52,7 +52,7 @@ def describe_tables(
 def read_val_fraction(repository: Repository, version: Resolved) -> float:
     """Return the fraction of `train` that a data set holds out as `val`.
 
-    An entry of an old format does not record the fraction: then that of the ingest it descends from applies.
+    An entry of an old format does not record the fraction. Then that of the ingest it descends from applies.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
@@ -72,9 +72,9 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
 def changed_entry(
     dataset: DatasetVersion, changed: Mapping[str, ShardTable], change: Mapping[str, Any], *, message: str
 ) -> dict[str, Any]:
-    """Return the log entry of a version that has the `changed` splits instead of those of `dataset`, and store them.
+    """Store the `changed` splits; return the log entry of a version that has them instead of those of `dataset`.
 
-    The changed splits have no new samples. Other arguments as of `derived_entry`; raise as `describe_tables`.
+    The changed splits have no new samples. For the other arguments, see `derived_entry`; raise as `describe_tables`.
     """
     before = [dataset[split].table for split in changed]
     content = dataset.entry.content
@@ -84,7 +84,7 @@ def changed_entry(
         message=message,
         parent=dataset.resolved,
         source=str(dataset.resolved),
-        # Without new samples, both fields are as true of the new version.
+        # Without new samples, both fields stay valid in the new version.
         **{name: content[name] for name in (VAL_FRACTION, ENTRY_FIELD) if name in content},
     )
 
@@ -104,7 +104,7 @@ def derived_entry(
         splits: result of `describe_tables`.
         change: kind of the change and its details.
         message: text given by the user.
-        parent: the version of the same data set that it continues.
+        parent: the version of the same data set that it continues; None for no such version.
         source: the versions it was made from, as text.
         **more: further fields.
     """
