@@ -1,4 +1,4 @@
-"""Build of one unit of an ingest: the work description for workers, the results they return, and shard storage.
+"""Build of one unit of an ingest: what workers receive, what they return, and how they store shards.
 
 A shard is synced or uploaded in the background while the next one is built. It is recorded in the journal afterwards,
 so that an interrupted ingest continues after the last recorded shard.
@@ -167,7 +167,7 @@ class ShardFinisher:
         self._unit = unit.number
         self._repository = repository
         self._journal = repository.journal(work.name, work.fingerprint, work.attempt)
-        # A unit of a listed source is one shard: its record is that of the unit.
+        # A unit of a listed source is one shard, so the record of the unit is enough.
         self._records_shards = bool(unit.parts)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="datasvc-store")
         self._pending: list[Future[BuiltShard]] = []
@@ -181,7 +181,7 @@ class ShardFinisher:
         return output
 
     def add(self, split: str, ordinal: int, output: ShardOutput) -> None:
-        """Store a shard that has all its samples. Raise the error of an earlier shard that could not be stored."""
+        """Store a complete shard in the background. Raise the error of an earlier shard that could not be stored."""
         statistics = output.close()
         # Waits here if storage is slower than the build, which bounds the memory of buffered shards.
         while len(self._pending) >= _MAX_PENDING:
@@ -196,7 +196,7 @@ class ShardFinisher:
         """Wait until every shard is stored, record the unit and return its result."""
         self._stored += [future.result() for future in self._pending]
         result = UnitResult(self._unit, sorted(self._stored, key=lambda shard: (shard.split, shard.ordinal)), bad)
-        # After all shards are stored: a recorded unit is never built again.
+        # Written only after all shards are stored, because a recorded unit is never built again.
         self._journal.write(f"{self._unit:08d}", result.to_dict())
         return result
 
@@ -212,6 +212,6 @@ class ShardFinisher:
         built = BuiltShard(split, ordinal, output.store(statistics))
         self._unfinished.remove(output)
         if self._records_shards:
-            # After the shard is stored: a recorded shard is not built again by the next run.
+            # Written only after the shard is stored, because the next run does not build a recorded shard again.
             self._journal.write(f"{self._unit:08d}-{split}-{ordinal:06d}", built.to_dict())
         return built

@@ -70,8 +70,8 @@ def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, pro
 class _ImageAppender:
     """Checks images and appends them to a shard.
 
-    Every step for an image runs while the image is in the CPU cache. Other columns are converted once per record
-    batch, and the sample index once per shard.
+    All steps for an image run directly after each other, while the image is in the CPU cache. Other columns are
+    converted once per record batch, and the sample index once per shard.
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
@@ -84,7 +84,7 @@ class _ImageAppender:
             name: number
             for number, name in enumerate(name for name in work.source.schema.names if name not in _STANDARD_COLUMNS)
         }
-        self._other_blobs = _other_blobs(work.schema, self._extra)
+        self._blob_sources = _blob_sources(work.schema, self._extra)
         self._files: list[ImageFile] = []
         self._headers: list[ImageHeader] = []
         self._digests: list[bytes] = []
@@ -102,7 +102,7 @@ class _ImageAppender:
         if self._reencoding is not None:
             content = reencode(content, self._reencoding) or content
         header = read_header(content, decode=self._decode)
-        blobs = (content,) if self._other_blobs is None else self._blobs(file, content)
+        blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)
         is_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
@@ -112,7 +112,7 @@ class _ImageAppender:
             self._end_batch()
 
     def close(self) -> None:
-        """Write the last record batch, and pass keys, digests and image kinds to the output for its index."""
+        """Write the last record batch, and pass keys, digests and image kinds to the output."""
         self._end_batch()
         values = {
             name: [encode_value(value) for value in column]
@@ -137,11 +137,11 @@ class _ImageAppender:
         return values | {name: [file.values[number] for file in files] for name, number in self._extra.items()}
 
     def _blobs(self, file: ImageFile, content: Content) -> tuple[Content | None, ...]:
-        assert self._other_blobs is not None
-        return tuple(content if number is None else file.values[number] for number in self._other_blobs)
+        assert self._blob_sources is not None
+        return tuple(content if number is None else file.values[number] for number in self._blob_sources)
 
 
-def _other_blobs(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | None, ...] | None:
+def _blob_sources(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | None, ...] | None:
     """Return the source of each blob column: a position in `ImageFile.values`, or None for the image.
 
     Return None instead of a tuple if the image is the only blob column.
@@ -153,7 +153,7 @@ def _other_blobs(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | Non
 def _read_files(
     url: str, files: Sequence[ImageFile], allocate: AllocateBuffer
 ) -> Iterator[tuple[ImageFile, Content]]:
-    """Yield every file with its content, in order. A content is valid until the next one is requested."""
+    """Yield every file with its content, in order. Each content is valid until the next one is requested."""
     reader = FileReader(url)
     if reader.is_local:
         for file in files:

@@ -63,7 +63,7 @@ def build_streamed(
 
 def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress) -> Iterator[Turn]:
     """Yield samples of the unit's parts in turn, as checked batches and the rows that this turn takes from them."""
-    # A limit means the first samples of the source, so its parts are read one after the other.
+    # A limit selects the first samples of the source, so its parts are read one after the other.
     in_order = work.options.keep_order or work.options.limit is not None
     turn_bytes = None if in_order else work.options.shard_bytes // _TURNS_PER_SHARD
     limit = _SampleLimit(work.options.limit)
@@ -80,7 +80,7 @@ def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progre
 
 
 class _SampleLimit:
-    """Limit the number of samples that are read. Bad samples count too; None means no limit."""
+    """Limits the number of samples that are read. Bad samples count too; None means no limit."""
 
     def __init__(self, limit: int | None) -> None:
         self._remaining = limit
@@ -115,7 +115,7 @@ def _read_part(
             continue
         progress.advance(kept.nbytes, num_samples=kept.num_rows)
         batch = check_batch(work, kept, part.split, bad)
-        # Between turns, memory holds the checked samples only.
+        # Frees the source's batch: between turns, memory holds the checked samples only.
         del item, kept
         start, stop = 0, batch.num_samples
         while start < batch.num_samples:
@@ -192,7 +192,7 @@ class _ShardBuilder:
         output.payloads = ordered.pick_array([batch.digests[1] for batch, _ in collected])
         output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
         self.finisher.add(self.split, ordinal, output)
-        # Freed memory that the allocator caches would add to the memory of the next shard.
+        # Otherwise the allocator would keep this memory, in addition to the memory of the next shard.
         del ordered, collected
         pa.default_memory_pool().release_unused()
 
@@ -202,7 +202,7 @@ class _OrderedSamples:
 
     Args:
         collected: batches, and the rows taken from each.
-        order: `int64[n]`, the positions among the collected samples, in the new order.
+        order: `int64[n]`, for each place of the new order, the position among the collected samples.
     """
 
     def __init__(self, collected: list[Turn], order: Integers) -> None:
@@ -213,7 +213,7 @@ class _OrderedSamples:
         self._rows = np.concatenate([rows for _, rows in collected])[order].data
 
     def columns(self, schema: pa.Schema) -> tuple[dict[str, Iterator[Any]], pa.RecordBatch]:
-        """Return gathered columns as lazy views of each sample's bytes, and all other columns as a record batch."""
+        """Return blobs and texts (`is_gathered`) as lazy views by column, and all other columns as a record batch."""
         gathered = {field.name: self._views(field.name) for field in schema if is_gathered(field.type)}
         others = [field.name for field in schema if field.name not in gathered]
         if not others:

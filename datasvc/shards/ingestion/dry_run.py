@@ -36,7 +36,7 @@ class DryRun:
 
     Attributes:
         kind: format of the source.
-        num_samples: number of samples by split; None where the part of the source that was read does not show it.
+        num_samples: number of samples by split; None if it is not listed and no part was read to its end.
         is_estimate: whether the numbers of samples and shards are extrapolated from the parts that were read.
         size_bytes: bytes of the source.
         num_shards: number of shards of all splits.
@@ -59,7 +59,7 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """Measurements of the part of a source that was read. `complete_` counts only parts that were read completely."""
+    """Measurements of what was read of a source. Fields `complete_*` count only parts that were read to their end."""
 
     read_bytes: int = 0
     complete_source_bytes: int = 0
@@ -102,7 +102,7 @@ def dry_run_ingest(
     # Bytes per second of one process.
     rate = probe.read_bytes / max(time.perf_counter() - started, 1e-6)
     size_bytes = sum(unit.size_bytes for unit in units)
-    # Stored bytes per source byte: above 1 for a compressed source.
+    # Stored bytes per source byte; it is above 1 for a compressed source.
     ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
     return DryRun(
         opened.kind,
@@ -127,7 +127,7 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
         elif probe.complete_source_bytes:
             count = round(unit.size_bytes * probe.complete_samples / probe.complete_source_bytes)
         else:
-            counts[unit.split] = None  # neither the listing nor the samples that were read show it
+            counts[unit.split] = None  # not listed, and no part was read to its end
             continue
         before = counts.get(unit.split, 0)
         counts[unit.split] = None if before is None else before + count

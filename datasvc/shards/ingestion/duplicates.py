@@ -49,7 +49,7 @@ class SplitDuplicates:
 
     Attributes:
         by_key: by split, samples with the key of an earlier one.
-        by_payload: by split, other samples with the content of an earlier one.
+        by_payload: by split, samples with the content of an earlier one, except those in `by_key`.
     """
 
     by_key: Mapping[str, Sequence[DuplicateSample]]
@@ -73,7 +73,7 @@ class SplitDuplicates:
 
     @property
     def bad(self) -> list[BadSample]:
-        """Samples that cannot be committed, because keys are unique within a split."""
+        """Samples that cannot be committed, because keys must be unique within a split."""
         return [
             BadSample(split, sample.key, "another sample of its split has this key: rename it")
             for split, samples in self.by_key.items()
@@ -99,10 +99,10 @@ def drop_duplicates(
 def find_duplicates(
     objects: Objects, table: ShardTable, by: DuplicateKind, *, without: Collection[tuple[int, int]] = ()
 ) -> list[DuplicateSample]:
-    """Return every sample of a split that repeats an earlier one, in table order, but those in `without`.
+    """Return every sample of a split that repeats an earlier one, in table order, ignoring those in `without`.
 
-    `table` has no deletions, and each shard has a sample index. `without` has pairs of shard number and row. For
-    payloads, see `digests`.
+    `table` must have no deletions, and a sample index for each shard. `without` has pairs of shard number and row.
+    For payloads, see `digests`.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
@@ -118,8 +118,8 @@ def find_duplicates(
     stops = np.cumsum(table.stored_per_shard)
     shards = np.searchsorted(stops, positions, side="right")
     rows = positions - np.concatenate([[0], stops])[shards]
-    is_counted = [location not in without for location in zip(shards.tolist(), rows.tolist(), strict=True)]
-    return _compare(objects, table, by, shards[is_counted], rows[is_counted])
+    is_candidate = [location not in without for location in zip(shards.tolist(), rows.tolist(), strict=True)]
+    return _compare(objects, table, by, shards[is_candidate], rows[is_candidate])
 
 
 def _compare(
@@ -147,7 +147,7 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
         assert digest is not None, shard
         return SampleIndex.decode(objects.read(digest), objects.location(digest))
 
-    # In groups, so that memory holds a bounded number of indexes.
+    # Indexes are read in groups, so that memory holds a bounded number of them.
     for start in range(0, len(shards), _MAX_PARALLEL_READS):
         yield from map_in_threads(read, shards[start : start + _MAX_PARALLEL_READS], _MAX_PARALLEL_READS)
 

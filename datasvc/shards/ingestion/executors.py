@@ -70,7 +70,7 @@ def run_units(
         engine: "local" or "ray".
         workers: number of units to build at once.
         progress: counts what is built, in this process.
-        cleanup: its close waits for the exit of the worker processes, which happens in the background.
+        cleanup: when it is closed, it waits for the worker processes, which exit in the background.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -86,9 +86,9 @@ def run_units(
 
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
-    """Return the start method for worker processes; `is_local` if source and repository are local files."""
-    # A fork takes milliseconds. But it copies the state of other threads, and of libraries with threads or network
-    # clients, in the middle of an operation.
+    """Return the start method for worker processes. `is_local`: source and repository are local files."""
+    # A fork takes milliseconds. But it also copies the state of other threads, and of libraries with threads or
+    # network clients, in the middle of an operation. A process that has them starts its workers with `spawn`.
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
 
@@ -117,7 +117,7 @@ def _run_processes(
                 pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
             if not pending:
                 return
-            # The time-out only updates the progress bar.
+            # The time-out serves only to update the progress bar.
             done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
             counters.pass_on(progress)
             for future in done:
@@ -129,7 +129,7 @@ def _run_processes(
             "with fewer --workers if memory ran out"
         ) from error
     finally:
-        # In a thread: the caller compares and commits while the worker processes exit.
+        # A thread waits for the workers to exit, so that the caller can compare and commit meanwhile.
         shutdown = threading.Thread(
             target=executor.shutdown, kwargs={"cancel_futures": True}, name="datasvc-executor-shutdown"
         )
@@ -200,7 +200,7 @@ def _run_ray(
         raise ConfigError(f"--engine ray needs Ray, which is not installed: {how_to_install('ray')}") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    # Stored once in Ray's object store instead of sent with every task.
+    # The work is stored once in Ray's object store, instead of being sent with every task.
     shared = ray.put(work)
     build = ray.remote(max_retries=3)(_build_on_ray)
     waiting = iter(units)
@@ -216,7 +216,7 @@ def _run_ray(
                 result, (size_bytes, num_samples, num_shards) = ray.get(task)
                 progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
                 yield result
-    # The error of the unit itself, as the other executors raise it.
+    # Raise the error of the unit itself, as the other executors do.
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:

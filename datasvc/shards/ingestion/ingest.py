@@ -52,7 +52,7 @@ OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
-# Part of the journal's name. Increase it when planning changes: an ingest must not continue shards of another plan.
+# Part of the journal's name. Increase it when planning changes, so that no ingest continues shards of another plan.
 PLAN_FORMAT = 1
 
 
@@ -66,11 +66,11 @@ class IngestReport:
         num_shards: number of shards by split of the version.
         size_bytes: bytes of all shards of the version.
         num_added: number of samples from this source by split of the version.
-        num_left_out: number of samples of the previous version that an append leaves out, by split, where there are
-            any: replaced ones, and with "drop" those that another split has.
+        num_left_out: number of samples of the previous version that an append leaves out, by split that has any:
+            those that new samples replace, and those that on_split_overlap="drop" removes.
         bad: samples that were left out because they are damaged or repeat a key.
         duplicates: samples with the same content as an earlier one of their split, by split; "drop" leaves them out.
-        overlaps: samples that two splits share, without those accepted before; "drop" leaves them out of one split.
+        overlaps: samples that two splits share, except those accepted before; "drop" leaves them out of one split.
         ignored: number of files of the source that are not ingested, by extension.
         num_resumed: number of shards that an earlier, interrupted run stored.
         has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
@@ -131,11 +131,11 @@ def ingest(
         duplicates: for samples with the same content as an earlier one of their split: "keep" and report them, "drop"
             them, or "fail".
         max_side: longest side in pixels; larger images are scaled down and encoded again.
-        quality: 1 to 100, of images that are encoded again; without `max_side`, all JPEG and WebP images are.
+        quality: quality of images that are encoded again, 1 to 100; without `max_side`, all JPEG and WebP images are.
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key, so that a sample keeps
-            its split when data is added. None: that of the data set for an append, otherwise 0.
-        limit: number of samples to read of each split, the first ones of the source, bad ones included. None: all.
+            its split when data is added. None: the fraction of the data set for an append, else 0.
+        limit: read only this many samples of each split, the first ones of the source; bad ones count. None: all.
         seed: seed of the permutation that assigns samples to shards.
         append: add the samples to those of the newest version.
         on_common: with `append`, rule for keys that the newest version has in any split; see `combine.append_table`,
@@ -171,20 +171,20 @@ def ingest(
             "--classes"
         )
     num_workers = count_workers(opened, workers, engine)
-    # Shards get the labels of the version appended to, so that the append does not write them again.
+    # Classes get the labels that they have in the newest version, so that an append need not write shards again.
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
     source_classes = combine_classes(head_classes, [opened.classes])
     progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, options, source_classes)
     with ExitStack() as cleanup:
         results, num_resumed = _build(plan, engine, num_workers, progress, cleanup)
-        # The options of a source that the caller opened are unknown here, so that it cannot be listed again.
+        # A source that the caller opened cannot be listed again, because its options are unknown here.
         if isinstance(source, (str, os.PathLike)) or source_options is not None:
             _check_unchanged(plan, source_options)
         tables = _tables(plan, results)
         if classes is not None:
             tables |= name_tables(tables, classes)
-        # Files of one file system have distinct paths, so keys of a listed source cannot repeat.
+        # Keys of a listed source cannot repeat: they are paths, or were checked when the source was listed.
         duplicate_samples = SplitDuplicates.find(
             repository.objects, tables, by_key=not isinstance(opened, ListedSource)
         )
@@ -260,16 +260,18 @@ def _make_plan(
     labels = tuple(mapping[label] for label in range(len(mapping))) if mapping else None
     schema = stored_schema(source.schema)
     identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
-    plan = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
+    plan_digest = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
     fingerprint = source.fingerprint()
-    journal = repository.journal(plan, fingerprint)
+    journal = repository.journal(plan_digest, fingerprint)
     attempt, has_changed = journal.begin()
     units = plan_units(source, options)
     units = [relabel_unit(unit, labels) for unit in units] if labels else units
-    # The work is sent to every worker, and the units have the listing already.
+    # The work is sent to every worker without the listing, because the units contain it.
     bare_source = source.without_files() if isinstance(source, ListedSource) else source
-    work = IngestWork(repository.url, plan, fingerprint, attempt, bare_source, schema, options, classes, labels)
-    # An iterable has no identity between runs: another fingerprint does not mean that the source changed.
+    work = IngestWork(
+        repository.url, plan_digest, fingerprint, attempt, bare_source, schema, options, classes, labels
+    )
+    # An iterable is a different one in each run, so another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(repository, work, units, journal, has_changed)
 
@@ -290,11 +292,11 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
 def _build(
     plan: _Plan, engine: EngineName, workers: int, progress: Progress, cleanup: ExitStack
 ) -> tuple[list[UnitResult], int]:
-    """Build the units that the journal lacks; return all results in order, and the number of old shards."""
+    """Build the units that the journal lacks; return all results in order, and the number of earlier shards."""
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
     num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
-    # The progress of an interrupted run counts too.
+    # Units that an interrupted run finished count as progress too.
     for unit in plan.units:
         if unit.number in results:
             shards = results[unit.number].shards
@@ -328,7 +330,7 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
             shard = BuiltShard.from_dict(content)
             if _is_stored(plan.repository.objects, shard):
                 earlier.setdefault(int(name[:8]), {})[shard.split, shard.ordinal] = shard
-    # Records of single shards stay in the journal after their unit is finished.
+    # The journal keeps the records of single shards after their unit is finished; they are not needed then.
     for result in done:
         earlier.pop(result.number, None)
     return done, earlier

@@ -1,7 +1,7 @@
 """The single commit of an ingest: a new version from its tables, or the newest version with its samples appended.
 
-An ingest commits at most once: its log entry has an id. By that id, an ingest finds the version that it committed
-before it was killed, or that an identical ingest committed concurrently.
+An ingest commits at most once, because its log entry has an id. By that id, an ingest finds the version that it
+committed before it was killed, or that an identical ingest committed concurrently.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class IngestCommit:
         name: name of the data set.
         tables: shard tables by split; all their shards are stored.
         metadata: further fields of the log entry.
-        attempt: attempt of the ingest's journal.
+        attempt: identifies the attempt of the ingest, see `Journal.begin`.
         append, on_common: as in `ingest`.
         on_overlap, keys_are_places: as in `settle_overlaps`.
-        overlaps: samples that two splits share, in the last attempt.
+        overlaps: samples that two splits share, as found by the last call of `_build`.
     """
 
     repository: Repository
@@ -72,8 +72,8 @@ class IngestCommit:
 
     def run(self) -> Entry:
         """Return the committed version. Raise as `ingest`."""
-        # The comparison of splits takes long. Done before the log is read, it gives other writers no time to commit
-        # first, which would force a retry.
+        # The comparison of splits takes long. It is done before the log is read, because another writer that commits
+        # after that read forces a retry.
         if not (self.append and self._log.head()):
             _ = self._settled_new_version
         try:
@@ -82,7 +82,7 @@ class IngestCommit:
             return already.entry
 
     def _build(self, head: int) -> dict[str, Any]:
-        # Checked for every attempt, as an identical ingest may have committed since the last one.
+        # Checked at every call, because an identical ingest may have committed since the last one.
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
@@ -119,7 +119,7 @@ class IngestCommit:
             joined,
             self.on_overlap,
             keys_are_places=self.keys_are_places,
-            # Unless the old splits were never compared, only the new samples are compared with all others.
+            # If the old splits were compared with each other before, only new samples are compared with all others.
             checked=old if accepted is not None else None,
         )
         num_kept = {split: _count_kept(table, joined[split]) for split, table in old.items()}
@@ -152,7 +152,7 @@ class IngestCommit:
 def _count_kept(old: ShardTable, new: ShardTable) -> int:
     """Return the number of samples of a split that its next version has too, counted by shard."""
     partners = find_partners(old, new)
-    # Append only deletes samples of existing shards, so the smaller count of the two versions is what they share.
+    # An append only deletes samples of existing shards, so both versions have the smaller count of each shard.
     before, after = old.samples_per_shard[list(partners)], new.samples_per_shard[list(partners.values())]
     return int(np.minimum(before, after).sum())
 

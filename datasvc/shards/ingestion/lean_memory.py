@@ -18,19 +18,19 @@ _MMAP_THRESHOLD: Final = -3  # glibc's malloc.h
 _BATCH_BYTES: Final = 256 << 10
 _lock = threading.Lock()
 _num_inside = 0
-_pool_outside: pa.MemoryPool | None = None
+_previous_pool: pa.MemoryPool | None = None
 
 
 @contextmanager
 def lean_arrow() -> Iterator[None]:
-    """Make Arrow use the system's allocator inside the block; Arrow's own memory pools keep freed memory.
+    """Make Arrow use the system's allocator inside the block, because Arrow's own pools keep freed memory.
 
     Processes that are forked inside the block inherit the setting. Several threads may be inside at once.
     """
-    global _num_inside, _pool_outside  # noqa: PLW0603 - Arrow has one default pool per process
+    global _num_inside, _previous_pool  # noqa: PLW0603 - Arrow has one default pool per process
     with _lock:
         if not _num_inside:
-            _pool_outside = pa.default_memory_pool()
+            _previous_pool = pa.default_memory_pool()
             pa.set_memory_pool(pa.system_memory_pool())
         _num_inside += 1
     try:
@@ -39,14 +39,14 @@ def lean_arrow() -> Iterator[None]:
         with _lock:
             _num_inside -= 1
             if not _num_inside:
-                pa.set_memory_pool(_pool_outside)
+                pa.set_memory_pool(_previous_pool)
 
 
 def keep_lean() -> None:
     """Make a process that only builds shards return freed memory to the operating system at once."""
-    # Arrow allocates from the system, which maps each allocation of the size of a batch separately and unmaps it when
-    # it is freed. By default, glibc raises that size limit after the first free and then caches such memory in blocks
-    # that fit no later batch, which takes a quarter more memory in the end.
+    # Arrow allocates from the system: glibc maps each allocation above a threshold separately, and unmaps it when it
+    # is freed. By default, glibc raises the threshold after the first free and then caches such memory in blocks that
+    # fit no later batch. This takes a quarter more memory in the end, so the threshold is fixed here.
     pa.set_memory_pool(pa.system_memory_pool())
     set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:  # only glibc has this option; other C libraries do not need it

@@ -32,7 +32,7 @@ def check_bad(
         repeated: stored samples that repeat a key.
         tables: shard tables of the stored samples by split.
         source: the source, for messages.
-        fails: any bad sample prevents the commit; otherwise only a split without any good sample does.
+        fails: whether any bad sample prevents the commit; if not, only a split without any good sample prevents it.
 
     Raises:
         NotFoundError: the source has no samples, not even bad ones.
@@ -69,7 +69,7 @@ def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source
 
 
 def store_quarantine(objects: Objects, bad: Sequence[BadSample]) -> Digest | None:
-    """Store the samples that were left out and the reasons, one JSON object per line; return its digest, if any."""
+    """Store the samples that were left out and the reasons, one JSON object per line; return their digest."""
     if not bad:
         return None
     # Sorted, so that the object does not depend on the order in which workers finish.

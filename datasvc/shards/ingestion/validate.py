@@ -62,7 +62,7 @@ class CheckedBatch:
 
     @cached_property
     def digests(self) -> tuple[pa.Array, pa.Array]:
-        """Sample and payload digest of each sample, see `digests`: `fixed_size_binary(16)[num_samples]`."""
+        """Sample and payload digest of each sample, see `format/digests.py`: `fixed_size_binary(16)[num_samples]`."""
         samples, payloads = digest_batch(self.columns)
         return pa.array(samples, pa.binary(DIGEST_BYTES)), pa.array(payloads, pa.binary(DIGEST_BYTES))
 
@@ -83,7 +83,7 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
             sizes = [(header.width, header.height) if header else (0, 0) for header in headers]
             columns[WIDTH], columns[HEIGHT] = (pa.array(side, pa.int32()) for side in zip(*sizes, strict=True))
             kinds = [header.kind if header else "" for header in headers]
-    # Labels of other types are ordinary columns.
+    # A label of another type is an ordinary column.
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):
         columns[LABEL] = _relabel(work, columns[LABEL], reasons)
     kept = pa.RecordBatch.from_arrays([columns[field.name] for field in work.schema], schema=work.schema)
@@ -96,7 +96,7 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
 
 
 def value_bytes(column: pa.Array) -> Integers:
-    """Return the approximate size of each value of a column in bytes, a function of the values alone: `int64[n]`."""
+    """Return the approximate size of each value of a column in bytes: `int64[n]`. Equal values give equal sizes."""
     kind = column.type
     if is_gathered(kind):
         return np.diff(value_offsets(column)).astype(np.int64)
@@ -106,7 +106,7 @@ def value_bytes(column: pa.Array) -> Integers:
         stops = np.concatenate([[0], np.cumsum(items)])
         return np.asarray(np.diff(stops[value_offsets(column)]), np.int64)
     if pa.types.is_fixed_size_list(kind):
-        # `flatten` leaves out the values of null lists, so that the rows cannot be told apart.
+        # With null lists, `flatten` leaves out their values and the rows cannot be told apart: sizes are estimated.
         if column.null_count or not len(column) or not kind.list_size:
             return np.full(len(column), kind.list_size * _DEFAULT_VALUE_BYTES)
         return np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
@@ -153,7 +153,7 @@ def _relabel(work: IngestWork, column: pa.Array, reasons: dict[int, str]) -> pa.
     labels = np.array(column.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
     for row in np.flatnonzero(labels >= num_classes).tolist():
         reasons.setdefault(row, f"its label {labels[row]} has no class: expected labels below {num_classes}")
-        labels[row] = -1  # the table of stored labels below has no such index
+        labels[row] = -1  # `work.labels` below has no such index
     if work.labels is None:
         return column
     stored = np.where(labels < 0, labels, np.asarray(work.labels, np.int64)[labels])
