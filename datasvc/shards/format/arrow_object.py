@@ -15,17 +15,17 @@ from datasvc.errors import ConfigError, CorruptDataError
 def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> bytes:
     """Return a table as an Arrow IPC file, with `metadata` for its record batch if the table has rows."""
     sink = pa.BufferOutputStream()
-    # A file has a record batch per chunk: with other chunks, an equal table would give other bytes.
+    # Arrow writes one record batch per chunk, so equal tables with other chunks would give other bytes.
     combined = table.combine_chunks()
     with pa.ipc.new_file(sink, combined.schema) as file:
         for batch in combined.to_batches():
-            # Arrow stores the metadata of a schema twice, in the header and in the footer; that of a batch, once.
+            # The batch gets the metadata, because Arrow stores that of a schema twice: in header and footer.
             file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def decode_metadata(content: bytes) -> dict[bytes, bytes]:
-    """Return the `metadata` that `encode_table` wrote. `content` must be readable for `decode_table`."""
+    """Return the `metadata` that `encode_table` wrote. `decode_table` must have accepted `content`."""
     file = pa.ipc.open_file(pa.py_buffer(content))
     metadata = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
     return dict(metadata or {})

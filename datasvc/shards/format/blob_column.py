@@ -1,6 +1,6 @@
 """Buffer that collects the blobs or texts of one column of a record batch, reused for every batch of a shard.
 
-The buffer is reused because allocation of new memory takes longer than the copy of a blob. A blob that is read from
+The buffer is reused because allocating new memory takes longer than copying a blob. A blob that is read from
 its file directly into the buffer is not copied at all.
 """
 
@@ -30,11 +30,11 @@ class BlobColumn:
         return offsets[1:] - offsets[:-1]
 
     def reserve(self, size_bytes: int) -> memoryview:
-        """Return the memory of the next blob. A blob that is written there is not copied by `append`."""
+        """Return the memory of the next blob. If the blob is written there, `append` does not copy it."""
         start = self._offsets[-1]
         stop = start + size_bytes
         if stop > len(self._view):
-            # At least doubled, so that the copies of a growing buffer stay few.
+            # At least doubled, so that a growing buffer is copied only a few times.
             grown = np.empty(max(stop, 2 * len(self._buffer)), np.uint8)
             grown[:start] = self._buffer[:start]
             self._buffer, self._view = grown, grown.data
@@ -63,7 +63,7 @@ class BlobColumn:
         offsets = pa.py_buffer(np.array(self._offsets, offset_dtype(data_type)))
         content = pa.py_buffer(self._buffer[: self._offsets[-1]])
         array = pa.Array.from_buffers(data_type, count, [_validity(count, self._nulls), offsets, content])
-        # The memory stays for the next batch; Arrow wrote this one before the next `append`.
+        # The buffer is used again for the next batch: the caller writes this one before the next `append`.
         self._offsets, self._nulls, self._reserved = [0], [], None
         return array
 

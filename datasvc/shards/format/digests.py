@@ -4,9 +4,10 @@ There are two digests. Neither depends on the key, on the order of columns, on n
 measured from an image (`width`, `height`):
 
 - *sample*: over the values of all columns. Equal digests mean equal samples.
-- *payload*: over the blobs alone, if there are any: equal images with different labels have the same one.
+- *payload*: over the blobs alone, so equal images with different labels have the same one. Without blobs, it is the
+  sample digest.
 
-Both are 128-bit xxHash3, which is four times faster than the BLAKE3 of object names. That detects accidental changes
+Both are 128-bit xxHash3, which is four times faster than the BLAKE3 of object names. It detects accidental changes
 as reliably, but an attacker can construct collisions.
 """
 
@@ -71,7 +72,7 @@ def digest_samples(
         blobs: by column, the digest of each blob, None for null.
         values: by column, the result of `encode_value` for each value; without keys and measured columns.
     """
-    # Column by column, so that only the join is done per sample. A null value adds no bytes.
+    # Values are prefixed column by column, so that only the join is done per sample. A null value adds no bytes.
     parts = {name: _digest_parts(name, digests) for name, digests in blobs.items()}
     parts |= {name: _value_parts(name, column) for name, column in values.items()}
     rows = zip(*(column for _, column in sorted(parts.items())), strict=True) if parts else [()] * num_samples
@@ -102,7 +103,7 @@ def encode_value(value: Any) -> bytes | None:
     """Return the canonical encoding of a Python value for digests; None for null."""
     if value is None:
         return None
-    # Before int, of which bool is a subclass.
+    # Tested before int, because bool is a subclass of int.
     if isinstance(value, bool):
         return b"b1" if value else b"b0"
     if isinstance(value, int):
@@ -157,7 +158,7 @@ def blob_views(column: pa.Array) -> list[memoryview | None]:
 
 def _encode_column(column: pa.Array) -> list[bytes | None]:
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-    # For numbers without null, NumPy gives the same Python values as Arrow, and faster.
+    # For numbers without null, NumPy gives the same Python values as Arrow in less time.
     values = column.to_numpy().tolist() if is_number and not column.null_count else column.to_pylist()
     return [encode_value(value) for value in values]
 
@@ -165,7 +166,7 @@ def _encode_column(column: pa.Array) -> list[bytes | None]:
 def _payload(blobs: Sequence[bytes], sample: bytes) -> bytes:
     if not blobs:
         return sample
-    # One blob needs no second hash.
+    # With one blob, its digest serves as the payload digest, without a second hash.
     return blobs[0] if len(blobs) == 1 else xxh3_128_digest(b"".join(blobs))
 
 

@@ -1,7 +1,7 @@
 """Writer of Arrow IPC files that records the layout of the file: the position of every record batch and its blobs.
 
-The file is not read again for that, and nothing is copied: Arrow writes a file in small chunks, and the chunks that
-hold blobs are recognised by their memory address.
+To find the positions, no file is read again and nothing is copied: Arrow writes a file in small chunks, and the
+chunks that hold blobs are recognised by their memory address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datasvc.shards.format.schema import is_blob
 
 # "ARROW1" and padding, before the schema.
 _MAGIC_BYTES: Final = 8
-# A frame larger than 1/32 of its message is not kept, so that the sample index stays small beside the shard.
+# A frame (see `layout`) of more than 1/32 of its message is not kept, so that the sample index stays small.
 _FRAME_SHARE: Final = 32
 # Smaller chunks are collected and written together: a record batch has a dozen, most of them of a few bytes.
 _SMALL_BYTES: Final = 4096
@@ -37,7 +37,7 @@ class IpcWriter:
 
     Args:
         sink: receives the file's bytes in order.
-        schema: schema of every record batch; without dictionaries.
+        schema: schema of every record batch; without dictionary-encoded columns.
     """
 
     def __init__(self, sink: ByteSink, schema: pa.Schema) -> None:
@@ -53,7 +53,7 @@ class IpcWriter:
         self._file.write_batch(batch)
         chunks = self._chunks.take()
         if not self._batches:
-            # Arrow writes the file's header together with the first record batch; its chunks are not part of it.
+            # Arrow writes the file's header together with the first record batch; the header's chunks are left out.
             header_bytes = _MAGIC_BYTES + self._schema.serialize().size
             while start_bytes < header_bytes:
                 start_bytes += len(chunks.pop(0))
@@ -75,11 +75,11 @@ class IpcWriter:
 def describe_batch(
     chunks: Sequence[Chunk], offset: int, blobs: Sequence[pa.Buffer | None], num_samples: int
 ) -> BatchLayout:
-    """Return the layout of a record batch from the chunks that Arrow wrote for it, unchanged since then.
+    """Return the layout of a record batch from the chunks that Arrow wrote for it, whose memory is unchanged.
 
-    `offset` is that of the message in the file. `blobs` has the buffer of each blob column; None for no bytes.
+    `offset` is where the message starts in the file. `blobs` has the buffer of each blob column; None for no bytes.
     """
-    # Arrow writes a column's buffer without a copy, so equal memory means that a chunk is that buffer.
+    # Arrow writes a column's buffer without a copy, so a chunk with the same address and size is that buffer.
     blob_memory = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
     blob_ranges: dict[tuple[int, int], ByteRange] = {}
     frame: list[Chunk] = []

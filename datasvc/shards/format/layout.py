@@ -2,7 +2,8 @@
 
 The sample index contains the layout. Of most record batches, the layout has the *frame*: the encapsulated IPC message
 without the bytes of its blobs. A reader then fetches single blobs, and verifies them by the payload digests of the
-sample index. If the frame is a large part of the message, as for text, it has a digest of the whole message instead.
+sample index. If the frame is a large part of the message, as for text, the layout has a digest of the whole
+message instead.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class ShardLayout:
 
 
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:
-    # Without either, the bytes of the batch could not be verified.
+    # One of them is needed to verify the bytes of the batch, and a writer never stores both.
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
     message = ByteRange(row["offset"], row["length"])

@@ -1,4 +1,4 @@
-"""Local files that are mapped into memory, and can also be read without an access to the mapped pages."""
+"""Local files that are mapped into memory, and can also be read by position, without an access to mapped pages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MappedFile:
     def __init__(self, path: Path | str) -> None:
         self._path = path
         self._descriptor = _open(path)
-        # Not at exit: other threads may still read then, and the kernel closes the file anyway.
+        # The file is not closed at exit, when other threads may still read it; the kernel closes it anyway.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
             # Python's mmap, because Arrow's memory map takes ten times as long to create.
@@ -96,7 +96,7 @@ def _with_descriptors(open_file: Callable[[], Opened], path: Path | str) -> Open
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-    # A mapping and its file need a descriptor each, and the default of many systems is 1,024 for a process.
+    # A mapping and its file need a descriptor each, and many systems allow a process only 1,024 by default.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # if the limit stays, the second call reports it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,6 +1,6 @@
 """Stored objects as files for Arrow's own readers: local ones are mapped, remote ones are read by byte range.
 
-SQL queries use it, because they read only some columns of a shard.
+SQL queries use these files, because they read only some columns of a shard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAIL_BYTES: Final = 16 << 10
 class ObjectFiles:
     """The objects of a repository as files, opened by digest.
 
-    Contents are not checked against the digest, because only the ranges that a reader requests are read; sizes are.
+    Sizes are checked. Contents are not checked against the digest, because only requested ranges are read.
 
     Args:
         storage: storage of the repository.

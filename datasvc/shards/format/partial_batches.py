@@ -41,7 +41,7 @@ class FramedBatch:
 
     Attributes:
         batch: the samples; those that are not readable yet have arbitrary or null blobs.
-        readable: `bool[num_samples]`, samples that are readable from the start.
+        readable: `bool[num_samples]`, samples that are readable before any `add`.
 
     Raises:
         CorruptDataError: the frame is not a record batch of `schema`, or does not match the layout.
@@ -65,7 +65,7 @@ class FramedBatch:
         self._valid = np.array(
             [self.batch.column(name).is_valid().to_numpy(zero_copy_only=False) for name in self._columns]
         )
-        # A sample whose blobs have no bytes is complete with the frame.
+        # A sample whose blobs have no bytes needs nothing but the frame.
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
@@ -86,7 +86,7 @@ class FramedBatch:
             }
             if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
                 raise CorruptDataError(f"{self._name}: the bytes read for its sample {row} are corrupt; {_ADVICE}")
-        # After all samples of the run were verified: readers see the memory at once.
+        # Stored only after all samples of the run are verified, because readers see the memory at once.
         for number, view in enumerate(views):
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
@@ -107,7 +107,7 @@ class WholeBatch:
         schema: schema of the shard.
         name: name of the batch for messages.
 
-    Attributes: as of `FramedBatch`.
+    Attributes: see `FramedBatch`.
     """
 
     def __init__(self, layout: BatchLayout, schema: pa.Schema, name: str) -> None:

@@ -25,7 +25,7 @@ from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialB
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 
-# About what a connection transfers in a third of a request's latency: samples closer than this are read together.
+# Samples that are closer are read together: a connection transfers this much in a third of a request's latency.
 GAP_BYTES: Final = 256 << 10
 
 
@@ -61,9 +61,9 @@ class PartialRead:
 class PartialShard(Shard):
     """A shard of which only some samples are readable yet; these are read as from a complete shard.
 
-    Test with `has`. Make samples readable with `fetch`, or with `plan`, the caller's own requests and `add`. `blobs`,
-    `is_valid` and `sample` raise IndexError for other samples, where `column` and `values` have arbitrary content.
-    Threads may add and read concurrently.
+    `has` tells whether samples are readable. `fetch` makes them readable. So does a caller that reads the ranges of
+    `plan` itself and passes them to `add`. For samples that are not readable, `blobs`, `is_valid` and `sample` raise
+    IndexError, and `column` and `values` have arbitrary content. Threads may add and read concurrently.
 
     Args:
         info: digest and size of the shard.
@@ -88,7 +88,7 @@ class PartialShard(Shard):
                     f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes; restore both "
                     "from another copy"
                 )
-            # The index lists samples in the order of the file: the first ones belong to this batch.
+            # The index lists samples in the order of the file, so the first remaining ones belong to this batch.
             batch_payloads, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]
             batch_name = f"record batch {number} of shard {name}"
             self._partial.append(
@@ -122,19 +122,20 @@ class PartialShard(Shard):
         """Make the samples of a read of `plan` readable; `contents` has the bytes of each of its spans.
 
         Raises:
-            CorruptDataError: the bytes do not match their digest; no sample became readable. Names the record batch.
+            CorruptDataError: the bytes do not match their digest; no sample became readable. The message names the
+                record batch.
         """
         lengths = [len(content) for content in contents]
         assert lengths == [span.length for span in read.spans], (lengths, read)
         with self._lock:
             partial = self._partial[read.batch]
             partial.add((read.start, read.stop), contents)
-            # A batch without a frame is replaced when it is read; arrays made from its placeholder are dropped.
+            # A batch without a frame replaces its placeholder now, so arrays made from the placeholder are dropped.
             if partial.batch is not self._batches[read.batch]:
                 self._batches[read.batch] = partial.batch
                 self._drop_cached_columns()
             first = int(self._starts[read.batch])
-            # Last: `has` reads the flags without the lock.
+            # Set last, because `has` reads the flags without the lock.
             self._is_readable[first + read.start : first + read.stop] = True
 
     def fetch(self, objects: RangedObjects, rows: Integers, *, pool: Executor | None = None) -> int:

@@ -1,6 +1,6 @@
 """Reader of one shard: blobs as zero-copy views, other columns as arrays.
 
-Views are slices of Arrow's own buffers: a slice takes about a thirtieth of the time of an Arrow scalar.
+Views are slices of Arrow's own buffers, because a slice takes about a thirtieth of the time of an Arrow scalar.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Shard:
 
     @staticmethod
     def map(path: Path | str) -> Shard:
-        """Open a local file by mapping it, so that only the pages in use are read.
+        """Open a local file by mapping it, so that only accessed pages are read.
 
         The mapping stays valid if the file is deleted. Raise NotFoundError, CorruptDataError, ConfigError.
         """
@@ -68,8 +68,8 @@ class Shard:
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
         """Return the bytes of a view of this shard, read from the file and not from the mapped pages.
 
-        An access to a mapped page maps up to 2 MiB around it. After reads at random positions, complete shards are
-        mapped, and they count against the memory limit of the process. Also, an error of the disk raises an exception
+        An access to a mapped page maps up to 2 MiB around it. So reads at random positions would soon map complete
+        shards, which count against the memory limit of the process. Also, an error of the disk raises an exception
         here, while it kills a process that accesses a mapped page.
 
         Args:
@@ -131,7 +131,7 @@ class Shard:
         return self._arrays[column]
 
     def is_valid(self, column: str, rows: npt.NDArray[np.int64]) -> bool:
-        """Return whether the shard has the column and none of `rows` is null in it."""
+        """Return whether the shard has the column, with a value (not null) for each of `rows`."""
         if column not in self.schema.names:
             return False
         if column not in self._valid:
@@ -150,7 +150,7 @@ class Shard:
         }
 
     def _drop_cached_columns(self) -> None:
-        """Drop the arrays made from the record batches; called after a record batch was replaced."""
+        """Drop the arrays made from the record batches. `PartialShard` calls this after it replaced a batch."""
         self._arrays.clear()
         self._valid.clear()
         self.__dict__.pop("_blob_parts", None)
@@ -166,7 +166,7 @@ class Shard:
         return parts
 
     def _detached(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        # These small arrays are used for every batch: as views, their pages would stay mapped.
+        # These small arrays are used for every batch, so they are copied: views would keep their pages mapped.
         return array if self._file is None else array.copy()
 
     def _release_pages(self) -> None:

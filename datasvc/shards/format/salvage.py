@@ -29,11 +29,11 @@ def sample_identities(batch: pa.RecordBatch) -> list[SampleIdentity]:
 
 
 def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
-    """Return key and digests of all samples that still parse in the bytes of a corrupt shard."""
+    """Return key and digests of all samples in the record batches of a corrupt shard that still parse."""
     identities: set[SampleIdentity] = set()
     for batch in _readable_batches(content):
         try:
-            # A corrupt offset may point outside of its buffer; Arrow would follow it.
+            # Validated first, because Arrow would follow a corrupt offset out of its buffer.
             batch.validate(full=True)
             identities.update(sample_identities(batch))
         except _PARSE_ERRORS:

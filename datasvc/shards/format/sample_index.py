@@ -1,6 +1,6 @@
 """The sample index of a shard: the key and the digests of each sample, and the layout of the shard's record batches.
 
-It is a small object beside each shard. With it, an append, a diff and the search for duplicates read no images, and a
+It is a small object of its own. With it, an append, a diff and the search for duplicates read no images, and a
 loader can verify single samples of a shard that is not fetched completely yet.
 """
 
@@ -88,7 +88,7 @@ class SampleIndex:
         return keys
 
     def digests(self, column: str) -> Digests:
-        """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`; they compare and sort."""
+        """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`, to compare or sort."""
         values = self.table.column(column).combine_chunks()
         raw = np.frombuffer(values.buffers()[1] or b"", f"V{DIGEST_BYTES}")
         return raw[values.offset : values.offset + len(values)]

@@ -1,4 +1,4 @@
-"""Schemas of shards: their columns, and the number of their format. A shard is a plain Arrow IPC file."""
+"""Schemas of shards: their columns, and the number of the shard format. A shard is a plain Arrow IPC file."""
 
 from __future__ import annotations
 
@@ -73,18 +73,18 @@ def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None 
         raise ConfigError(f"column names must be unique; got {names}")
     if KEY not in names or fields[names.index(KEY)].type != pa.string():
         raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got the columns {names}")
-    # The format number comes last: given metadata must not override it.
+    # The format number comes last, because the given metadata must not override it.
     return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
 
 
 def measured_columns(schema: pa.Schema) -> tuple[str, ...]:
-    """Return the columns that a shard's writer measured from images, if the schema is that of a shard; else ()."""
+    """Return the columns of a shard's schema that hold measured image sizes; () for any other schema."""
     is_shard = _FORMAT in (schema.metadata or {})
     return (WIDTH, HEIGHT) if is_shard and IMAGE in schema.names else ()
 
 
 def is_gathered(data_type: pa.DataType) -> bool:
-    """Return whether a writer copies values of this type one by one into a buffer: blobs and text."""
+    """Return whether a writer copies values of this type one by one into a buffer, as it does for blobs and text."""
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(check(data_type) for check in checks)
 

@@ -1,6 +1,6 @@
 """The shard table of a split: one row per shard. It is stored as an object, so its digest identifies the samples.
 
-The table has no field per sample: a row takes a few hundred bytes, so that a split of a billion samples opens in
+The table has no field per sample, and a row takes a few hundred bytes. So a split of a billion samples opens in
 seconds.
 """
 
@@ -61,8 +61,8 @@ class ShardTable:
         rows: Arrow table with the columns of docs/formats.md.
         sample_schema: columns of the samples; a column that a shard does not have is null for its samples.
         classes: class names; label i belongs to `classes[i]`. Empty without class names.
-        label_counts: number of live samples by label; empty if they were not counted, as with more labels than
-            `MAX_CLASSES`.
+        label_counts: number of live samples by label; empty if they were not counted, for instance because
+            there are more labels than `MAX_CLASSES`.
         image_kinds: number of images by format, deleted ones included.
         deletions: digest of the deletions object; None if no sample is deleted.
     """
@@ -76,7 +76,7 @@ class ShardTable:
 
     @classmethod
     def build(cls, rows: Sequence[TableRow], sample_schema: pa.Schema, classes: Sequence[str] = ()) -> ShardTable:
-        """Return the table of shards without deletions, in the given order."""
+        """Return the table of these shards, in the given order and without deletions."""
         statistics = [row.statistics for row in rows]
         columns = [
             [bytes.fromhex(row.shard.digest) for row in rows],
@@ -93,7 +93,7 @@ class ShardTable:
             pa.table(columns, schema=_COLUMNS),
             sample_schema,
             tuple(classes),
-            # Not for arbitrary integers: metadata must not grow with the data.
+            # Arbitrary integers are not counted, because metadata must not grow with the data.
             label_counts if len(label_counts) <= MAX_CLASSES else {},
             _total(shard.image_kinds for shard in statistics),
         )
@@ -134,7 +134,7 @@ class ShardTable:
                 f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}"
             )
         return cls(
-            # Tables of format 1 lack columns and the fields read with `get` below.
+            # Tables of format 1 lack two columns, which `_upgraded` adds, and the fields that `get` reads below.
             rows if format_number > 1 else _upgraded(rows),
             schema,
             tuple(described["classes"]),

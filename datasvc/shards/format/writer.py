@@ -20,11 +20,11 @@ from datasvc.shards.format.ipc_writer import ByteSink, IpcWriter
 from datasvc.shards.format.layout import ShardLayout
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, is_gathered
 
-# A byte range of one batch is read quickly, and the overhead per batch is negligible.
+# So small that one batch is read quickly by byte range; so large that the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
 # Upper bound for record batches of tiny samples.
 BATCH_SAMPLES = 1 << 16
-# Initial buffers: of blobs, for a full record batch and its last blob; of keys and other short texts.
+# Initial buffer sizes: `_BLOB_BYTES` for the blobs of a full record batch, `_TEXT_BYTES` for keys and other texts.
 _BLOB_BYTES = BATCH_BYTES + (BATCH_BYTES >> 2)
 _TEXT_BYTES = 256 << 10
 
@@ -36,11 +36,11 @@ class ShardStatistics:
     Attributes:
         num_samples: number of samples in the shard.
         max_width: width of the widest image in pixels, 0 without images.
-        max_height: height of the highest image in pixels, 0 without images.
+        max_height: height of the tallest image in pixels, 0 without images.
         max_sample_bytes: blob bytes of the largest sample.
         label_counts: number of samples by label.
         image_kinds: number of images by format, such as "JPEG". Empty in the statistics of `ShardWriter`, which does
-            not read images; `ShardOutput` adds it.
+            not read images; `ShardOutput` adds the counts.
     """
 
     num_samples: int
@@ -136,7 +136,7 @@ class ShardWriter:
             blobs: by column of blobs or text (`is_gathered`), the bytes of each sample, None for null; copied before
                 this returns.
             values: all other columns of the same samples.
-            as_one: write them as one record batch of any size, to keep the record batches of another shard.
+            as_one: write all samples as one record batch of any size, so that a rewritten shard keeps its batches.
 
         Raises:
             ConfigError: columns are missing or unknown.
@@ -146,7 +146,7 @@ class ShardWriter:
             raise ConfigError(f"the samples have the columns {sorted(names)}; expected {sorted(self._schema.names)}")
         self._flush()
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
-        # Average size of a sample's other columns: lists may be larger than any blob.
+        # Average size of a sample's other columns, which count too because lists may be larger than any blob.
         other_bytes = values.nbytes // max(1, values.num_rows)
         start = size_bytes = 0
         for row in range(values.num_rows):
@@ -160,15 +160,15 @@ class ShardWriter:
                 start, size_bytes = row + 1, 0
 
     def blob_buffer(self, column: str, size_bytes: int) -> memoryview:
-        """Return memory to read the next blob of `column` into; then pass it to `append`, or call this again."""
+        """Return memory for the next blob of `column`. Fill it and pass it to `append`; another call discards it."""
         return self._blobs[column].reserve(size_bytes)
 
     def close(self) -> ShardStatistics:
         """Write the remaining samples and the file's footer; return the statistics, without image kinds."""
         self._flush()
         self._file.close()
-        # The next shard is written while this one is synced to disk. The buffers are freed before, so that memory
-        # holds the buffers of one shard only.
+        # The next shard is written while this one is synced to disk. The buffers are freed now, so that memory holds
+        # the buffers of one shard only.
         self._blobs, self._blob_columns, self._texts = {}, (), {}
         return self.statistics
 

@@ -1,9 +1,9 @@
 """EXIF orientation of an encoded image: the rotation or flip that makes it upright, read from the file's bytes.
 
 Shards store width and height of the upright image, crops are chosen in it, and DALI cuts them from it. So all of them
-must read the tag in the same way, which is that of DALI: the last EXIF block of a JPEG, the `eXIf` chunk of a PNG at
-any position, the `EXIF` chunk of a WebP; not XMP, and not the text chunks of old PNGs, which Pillow would use too.
-The image is not decoded.
+must read the tag as DALI does: from the last EXIF block of a JPEG, the `eXIf` chunk of a PNG at any position, or the
+`EXIF` chunk of a WebP. XMP and the text chunks of old PNGs, which Pillow would use too, are ignored. The image is not
+decoded.
 
 Source of the values: EXIF 2.32 (CIPA DC-008-2019), 4.6.4 A, tag 0x0112.
 """
@@ -45,13 +45,13 @@ def read_orientation(content: bytes | memoryview, kind: str) -> int:
     raw = memoryview(content).cast("B")
     orientation = _UPRIGHT
     for block in _exif_blocks(raw, kind):
-        # The last block counts, as for DALI.
+        # The last block wins, as in DALI.
         orientation = parse_orientation(block) or _UPRIGHT
     return orientation
 
 
 def parse_orientation(tiff: memoryview) -> int | None:
-    """Return the orientation in the TIFF header of an EXIF block, 1 if it has none; None if the header is invalid."""
+    """Return the orientation in the TIFF data of an EXIF block, 1 if it has none; None if their header is invalid."""
     start = bytes(tiff[:2])
     if start not in (b"II", b"MM"):
         return None

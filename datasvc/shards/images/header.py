@@ -1,7 +1,7 @@
 """Encoded images: read headers without decoding, check that files are complete, and re-encode to smaller images.
 
-The header of a plain JPEG is parsed here, about twenty times faster than by Pillow; Pillow reads all other files. It
-accepts some files whose end is missing, but the decoders of the GPU path do not, so the end of a file is checked.
+The header of a plain JPEG (`is_plain_jpeg`) is parsed here, about twenty times faster than by Pillow, which reads all
+other files. Pillow accepts some files whose end is missing, but GPU decoders do not, so the end of a file is checked.
 If the end does not show that the file is complete, the image is decoded.
 """
 
@@ -30,7 +30,7 @@ _MAX_SEGMENTS = 64
 _IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2, _APP14}
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
-# Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS plugin, for one, starts a program.
+# Formats that Pillow may try. Others are unsafe for untrusted bytes: the one for EPS, for example, starts a program.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
 
@@ -55,7 +55,7 @@ class Reencoding:
 
     Attributes:
         max_side: larger images are scaled down to this many pixels on their longer side; None: no scaling.
-        quality: JPEG and WebP quality, 1 to 100. Given without `max_side`, all JPEG and WebP images are re-encoded.
+        quality: JPEG and WebP quality, 1 to 100. If only this is given, all JPEG and WebP images are re-encoded.
 
     Raises:
         ConfigError: a value is out of range.
@@ -219,7 +219,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
 
 
 def _scan_offset(raw: bytes) -> int:
-    """Return the offset of a JPEG's scan data, after the headers, whose thumbnails contain end markers too."""
+    """Return the offset of a JPEG's scan data, after its headers: thumbnails in them have end markers too."""
     offset = 2
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:
         offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")

@@ -260,17 +260,15 @@ def _make_plan(
     labels = tuple(mapping[label] for label in range(len(mapping))) if mapping else None
     schema = stored_schema(source.schema)
     identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
-    plan_digest = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
+    plan_id = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
     fingerprint = source.fingerprint()
-    journal = repository.journal(plan_digest, fingerprint)
+    journal = repository.journal(plan_id, fingerprint)
     attempt, has_changed = journal.begin()
     units = plan_units(source, options)
     units = [relabel_unit(unit, labels) for unit in units] if labels else units
     # The work is sent to every worker without the listing, because the units contain it.
     bare_source = source.without_files() if isinstance(source, ListedSource) else source
-    work = IngestWork(
-        repository.url, plan_digest, fingerprint, attempt, bare_source, schema, options, classes, labels
-    )
+    work = IngestWork(repository.url, plan_id, fingerprint, attempt, bare_source, schema, options, classes, labels)
     # An iterable is a different one in each run, so another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(repository, work, units, journal, has_changed)

@@ -96,7 +96,7 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
 
 
 def value_bytes(column: pa.Array) -> Integers:
-    """Return the approximate size of each value of a column in bytes: `int64[n]`. Equal values give equal sizes."""
+    """Return the approximate size of each value of a column in bytes: `int64[n]`. They depend on the values alone."""
     kind = column.type
     if is_gathered(kind):
         return np.diff(value_offsets(column)).astype(np.int64)

@@ -15,7 +15,7 @@ from datasvc.shards.query.preview import Preview, thumbnail
 
 _MAX_SIDE = 192
 _MAX_CHARACTERS = 200
-# The browser must not execute or load anything that a sample's text contains.
+# A sample's text must not make the browser execute or load anything.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
 body { font: 13px sans-serif; margin: 1.5em; background: #fff; color: #222 }
@@ -28,7 +28,7 @@ dd { margin: 0 0 0 6em }
 
 
 def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> int:
-    """Write an HTML page of thumbnails and captions, replacing an old file; return the number of samples.
+    """Write an HTML page of thumbnails and captions, which replaces an old file; return the number of samples.
 
     Raises:
         NotFoundError: the folder of `path` does not exist.

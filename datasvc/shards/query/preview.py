@@ -1,6 +1,6 @@
-"""Previews of a split: its first samples for display, with values, blob sizes and images; thumbnails of images.
+"""Previews of a split's first samples: values, blob sizes and images for display; and thumbnails of images.
 
-`datasvc head` and the contact sheet show them.
+`datasvc head` and the contact sheet show the previews.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
 
 def _preview(split: Split, schema: pa.Schema, sample: Mapping[str, Any]) -> Preview:
     blobs = {field.name: sample[field.name] for field in schema if is_blob(field.type)}
-    # Null blobs are shown as values.
+    # A null blob has no size, so it is shown among the values.
     present = {name: blob for name, blob in blobs.items() if blob is not None}
     return Preview(
         split.name,

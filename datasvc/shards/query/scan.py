@@ -1,7 +1,7 @@
 """Scans of a split's live samples as an Arrow data set for DuckDB; only the bytes of the columns in use are read.
 
-Arrow's own scanner threads are not used. They read ahead and survive a scan that ends early, for instance by LIMIT;
-if they then call Python while the interpreter exits, the process aborts or hangs. Here, all reads run in the thread
+Arrow's own scanner threads are not used. They read ahead and survive a scan that ends early, for instance by LIMIT.
+If they then call Python while the interpreter exits, the process aborts or hangs. Here, all reads run in the thread
 that requests the next batch, or in threads that end with the scan.
 """
 
@@ -81,11 +81,11 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     def _batches(self, columns: list[str], condition: arrow_dataset.Expression | None) -> Iterator[pa.RecordBatch]:
         used = [name for name in self.schema.names if name in columns or _uses(condition, name, self.schema)]
         used = used or [KEY]  # a batch without columns would have no samples either
-        for batch in self._stored(pa.schema([self.schema.field(name) for name in used])):
+        for batch in self._read_shards(pa.schema([self.schema.field(name) for name in used])):
             for selected in [batch] if condition is None else _filtered(batch, condition):
                 yield selected.select(columns)
 
-    def _stored(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def _read_shards(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Yield the live samples of all shards in order, while the next shards are read in the background."""
         scans = (
             _read_live(
@@ -108,7 +108,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
                 scan, reading = pending.popleft()
                 batches = reading.result()
                 if batches is not None:
-                    # First again: shards are returned in table order.
+                    # The shard stays first in the queue, because samples are returned in table order.
                     pending.appendleft((scan, pool.submit(next, scan, None)))
                     yield from batches
         finally:
@@ -136,7 +136,7 @@ def _read_live(
     """
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
-    # Flags take a byte per sample, eight times the bitmap: they exist only for shards that are being read.
+    # Flags take a byte per sample, eight times the bitmap, so they are made only for shards that are being read.
     is_live = None if deleted is None else ~deleted()
     for stored in _read_stored(files, digest, schema, where):
         batch = pa.record_batch([_column(stored, field) for field in schema], schema)
@@ -199,7 +199,7 @@ def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> lis
 
 
 def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.Schema) -> bool:
-    """Return whether an expression refers to a column, which means that it cannot be evaluated without the column."""
+    """Return whether an expression refers to a column: Arrow then rejects it for the other columns alone."""
     if expression is None:
         return False
     others = pa.schema([field for field in schema if field.name != column])
