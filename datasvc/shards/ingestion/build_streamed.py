@@ -122,6 +122,7 @@ def _read_part(
             if turn_bytes is not None:
                 start_bytes = int(batch.stops_bytes[start - 1]) if start else 0
                 turn_stop = int(np.searchsorted(batch.stops_bytes, start_bytes + turn_bytes))
+                # The sample that reaches `turn_bytes` is included, so that a turn is never empty.
                 stop = min(batch.num_samples, max(start, turn_stop) + 1)
             yield batch, np.arange(start, stop)
             start = stop

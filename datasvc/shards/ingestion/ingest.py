@@ -327,7 +327,8 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
         else:
             shard = BuiltShard.from_dict(content)
             if _is_stored(plan.repository.objects, shard):
-                earlier.setdefault(int(name[:8]), {})[shard.split, shard.ordinal] = shard
+                unit = int(name[:8])  # see `ShardFinisher`: the name starts with the number of the unit
+                earlier.setdefault(unit, {})[shard.split, shard.ordinal] = shard
     # The journal keeps the records of single shards after their unit is finished; they are not needed then.
     for result in done:
         earlier.pop(result.number, None)

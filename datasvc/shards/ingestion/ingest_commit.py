@@ -111,6 +111,7 @@ class IngestCommit:
         old = {name: split.table for name, split in newest.items()}
         accepted = accepted_counts(newest.entry.content)
         new = self.tables
+        # Keys made of file and row may be equal for different samples, so they do not decide the split.
         if not self.keys_are_places:
             new = keep_splits(objects, old, new, on_common=self.on_common)
         joined = append_splits(objects, old, new, on_common=self.on_common)

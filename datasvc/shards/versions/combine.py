@@ -107,7 +107,7 @@ def keep_splits(
         rows = common.b.by_shard()
         if on_common == "replace":
             moved = only_samples(objects, result[split], rows)
-            # If the source has the key in both splits, the sample in the split of `head` wins over the moved one.
+            # If `new` has the key in split `other` too, that sample is kept instead of the moved one.
             present = result.get(other)
             result[other] = moved if present is None else append_table(objects, present, moved, on_common="keep")
         result[split] = delete_samples(objects, result[split], rows)
@@ -132,8 +132,8 @@ def append_table(
         on_common: rule for keys that both sides have.
 
     Raises:
-        ConfigError: a column has two types; `new` lacks a column that `head` requires; unnamed labels exceed the
-            class names of the other side.
+        ConfigError: a column has two types; `new` lacks a column that `head` requires; labels without
+            names are too large for the class names of the other side.
         ConflictError: both sides have a key, and `on_common` does not resolve it (the message lists up to ten).
         CorruptDataError, NotFoundError, UnavailableError: a shard or its sample index cannot be read.
     """
