@@ -1,4 +1,4 @@
-"""Base class of all batches: a batch is a tuple `(inputs, labels)` with further attributes, and moves to a device."""
+"""Base class of all batches: a batch unpacks as `(inputs, labels)`, has further attributes, and moves to a device."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ A = TypeVar("A")
 
 
 class Batch(ABC, Generic[A]):
-    """A dataclass of arrays or tensors; it unpacks, indexes and counts as the tuple `(inputs, labels)`.
+    """A dataclass of arrays or tensors that can be unpacked and indexed like the tuple `(inputs, labels)`.
 
-    So `len(batch)` is 2, as for a batch of torch's `DataLoader`; the number of samples is `len(batch.positions)`.
+    `len(batch)` is therefore 2, as for a pair from torch's `DataLoader`; the number of samples is
+    `len(batch.positions)`.
     """
 
     @property
@@ -54,6 +55,7 @@ class Batch(ABC, Generic[A]):
         return self._change(methodcaller("pin_memory")) if pinned.can_pin() else self
 
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return the batch with `change` applied to each tensor, also to those in mappings."""
         import torch
 
         def changed(value: Any) -> Any:

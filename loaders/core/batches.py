@@ -1,7 +1,7 @@
 """Reads one rank's samples in the access order, as batches of zero-copy views of shards, for the loaders to decode.
 
-A shard is opened for the first batch that needs it, and released after the last such batch is handed over. So a
-loader never holds more shards of a cache than its order's window.
+A shard is opened for the first batch that needs it, and released after the last batch that needs it is handed
+over. So a loader never holds more shards of a cache than the window of its order.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SampleBatch(NamedTuple):
         mask: `bool[n]`, False for padding samples.
         shards: `int64[n]`, index of each sample's shard in the shard table of its split.
         rows: `int64[n]`, row of each sample in its shard, counting deleted samples.
-        blobs: views of the encoded images, `uint8[size]` each, which keep their mapping alive. Empty if no blob
-            column was requested.
+        blobs: views of the encoded images, `uint8[size]` each; a view keeps the memory map of its shard alive. Empty
+            if no blob column was requested.
         columns: further columns of fixed width by name, `dtype[n]`.
         parts: the same samples grouped by shard, for decoders that read columns of other types.
         sources: `int64[n]`, index of each sample's split in the mixture; zeros for a single split.
@@ -64,7 +64,7 @@ class SampleBatch(NamedTuple):
 
     @property
     def holders(self) -> list[Shard]:
-        """The shard of each sample, `n` of them."""
+        """The shard of each sample, in the order of `positions`."""
         by_index = {index: part.shard for part in self.parts for index in part.indices.tolist()}
         return [by_index[index] for index in range(len(self.positions))]
 
@@ -155,7 +155,7 @@ class SampleBatches:
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
         step, positions, mask, locations, by_split = located
-        # Before the shards are opened: a shard that no reference was added to stays open until `close`.
+        # References come first: a shard that is opened without a reference stays open until `close`.
         self._use_shards(epoch, located)
         blobs: list[Any] = [] if self._blob is None else [None] * len(positions)
         columns = {name: np.empty(len(positions), kind) for name, kind in self._types.items()}
@@ -178,7 +178,7 @@ class SampleBatches:
         )
 
     def _use_shards(self, epoch: int, located: LocatedStep) -> None:
-        """Register a use of each shard that the batch needs with its reader."""
+        """Add references to all shards that the batch needs, so that they stay open until the batch is retired."""
         start = Cursor(epoch, located.step.start)
         before = self._locator.cursors(start)
         after = self._locator.cursors(Cursor(epoch, located.step.next_position))
@@ -187,7 +187,7 @@ class SampleBatches:
         for number, reader in self._readers.items():
             first, last = before[number], after[number]
             reader.use(first, last)
-            # The orders' windows do not cover padding, nor epochs of a small split that begin and end in this batch.
+            # `use` covers neither padding nor epochs of a small split that begin and end in this batch.
             if pads or last.epoch > first.epoch + 1:
                 is_inside = (locations.epochs > first.epoch) & (locations.epochs < last.epoch)
                 is_kept = (locations.sources == number) & (is_inside | ~located.mask)
@@ -195,7 +195,7 @@ class SampleBatches:
 
 
 class _SplitLocator:
-    """A `SampleLocator` of one split, whose positions are those of its access order."""
+    """A `SampleLocator` of one split, whose positions are those of the split's access order."""
 
     def __init__(self, reader: SplitReader, lanes: int) -> None:
         self._reader = reader
@@ -213,7 +213,7 @@ class _SplitLocator:
 class _MixtureLocator:
     """A `SampleLocator` of a mixture: assigns positions to splits, each with an order and epochs of its own."""
 
-    # Even if the splits' orders have lanes: consecutive positions of the mixture have no fixed relation to them.
+    # 1 even if the splits' orders have lanes: consecutive positions of the mixture have no fixed relation to them.
     lanes = 1
 
     def __init__(self, order: MixOrder, readers: Mapping[int, SplitReader]) -> None:

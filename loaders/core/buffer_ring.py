@@ -1,4 +1,4 @@
-"""Reuse of batch memory after its last reference is gone: new memory costs several times as much as to fill it.
+"""Reuses the memory of a batch after its last reference is gone: allocating memory takes longer than filling it.
 
 The decoders of images and tokens take the memory of their batches from a ring.
 """
@@ -16,8 +16,8 @@ import numpy.typing as npt
 class BufferRing:
     """Reusable buffers of one shape.
 
-    A buffer is in use while a reference to it, to a view of it, or to a tensor of its memory exists. A raw address is
-    no reference.
+    A buffer is in use while a reference to it, to a view of it, or to a tensor of its memory exists. A raw address
+    does not count as a reference.
 
     Args:
         shape: shape of a buffer.
@@ -30,7 +30,7 @@ class BufferRing:
         self._buffers: list[npt.NDArray[Any]] = []
 
     def take(self) -> npt.NDArray[Any]:
-        """Return an unused buffer with arbitrary values. Hand over views of it, which keep it in use."""
+        """Return an unused buffer with arbitrary values; a view of it, handed to a user, keeps it in use."""
         if (unused := _find(self._buffers, _REFERENCES_OF_AN_UNUSED_BUFFER)) is not None:
             return unused
         buffer = np.empty(self._shape, self._dtype)
@@ -47,5 +47,6 @@ def _find(buffers: Sequence[npt.NDArray[Any]], num_references: int) -> npt.NDArr
     return None
 
 
-# One reference of the list, and those of the loop. Their number depends on the interpreter, so it is measured.
+# An unused buffer is referenced by the list, and by the loop in `_find`. How many references these are depends on the
+# interpreter, so their number is measured.
 _REFERENCES_OF_AN_UNUSED_BUFFER = next(count for count in range(1, 9) if _find([np.empty(0)], count) is not None)

@@ -1,6 +1,6 @@
-"""Shard stores that read a loader's splits through the node's cache, whose budget must hold all their windows.
+"""Shard stores that read a loader's splits through the node's cache, whose budget must hold the windows of all.
 
-Used by loaders with `cache=`. A budget that is too small is an error when the loader is created, before any fetch.
+Loaders with `cache=` use them. If the budget is too small, creating the loader fails, before anything is fetched.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def follow_splits(
 ) -> list[PrefetchingShardStore]:
     """Return a prefetching shard store for each split, for one rank of a loader.
 
-    Args as for `Loader`; `global_batch` is the number of samples of a step over all ranks.
+    For the arguments see `Loader`; `global_batch` is the number of samples of a step over all ranks.
 
     Raises:
-        CacheFullError: the cache's budget is below the windows that the order needs; the message has their size.
+        CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has their size.
     """
     _check_windows(samples, order, cache, global_batch * (prefetch + 1))
     # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
@@ -41,7 +41,7 @@ def follow_splits(
 
 
 def _check_windows(samples: Split | Mixture, order: OrderConfig, cache: Cache, run: int) -> None:
-    """Raise CacheFullError if the cache cannot hold the shards of any `run` consecutive positions."""
+    """Raise CacheFullError unless the cache can hold the shards of any `run` consecutive positions."""
     tables = [split.table for split in splits_of(samples)]
     needed = 0
     for table, split_run in zip(tables, most_of(samples, run), strict=True):

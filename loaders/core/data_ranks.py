@@ -38,7 +38,7 @@ def choose_data_ranks(ranks: DataRanks | DeviceMesh | None) -> DataRanks:
         ranks: the data rank, or a `torch.distributed` device mesh of one axis, such as `mesh["data"]`.
 
     Raises:
-        ConfigError: the mesh has several axes; `ranks` is something else.
+        ConfigError: the mesh has several axes, or `ranks` is neither a `DataRanks` nor a mesh.
     """
     if ranks is None or isinstance(ranks, DataRanks):
         return ranks or DataRanks()

@@ -1,11 +1,12 @@
 """Writer of the ledger: a record of the samples that a rank handed over, one file per start or restart of the loader.
 
 A new file begins with the first batch after the loader's creation or after `load_state_dict`; its header has the
-cursor. Invariant: a batch is in the file before the loader's cursor moves past it. So the ledger has every sample
-that a state counts as served, even if the process is killed or only one rank saves its state.
+cursor at which it begins. Invariant: a batch is in the file before the loader's cursor moves past it. So the ledger
+has every sample that a state counts as served, even if the process is killed or only one rank saves its state.
 
-A batch is one `pwrite` of 64 bytes over the last record: usually a rank serves one strided range of positions, which
-grows. `datasvc.ledger.file` defines the format; `datasvc.ledger.history` merges the files of ranks and restarts.
+Usually the positions that a rank serves form one strided range. So writing a batch is one `pwrite` of 64 bytes, which
+extends the range in the last record. `datasvc.ledger.file` defines the format; `datasvc.ledger.history` merges the
+files of ranks and restarts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from datasvc.order import Tail
 
 @dataclass(frozen=True)
 class _WritePosition:
-    """Write position in a file: the number of its records, and the last record of served samples with its index."""
+    """Write position in a file: its number of records; the last record of served samples, which grows; its index."""
 
     num_records: int = 0
     growing: LedgerRecord | None = None
@@ -49,7 +50,7 @@ class _WritePosition:
 
 
 class Ledger:
-    """One rank's part of a ledger.
+    """Writes one rank's part of a ledger.
 
     Args:
         folder: folder of the ledger, created at the first write. All ranks of a job and all its restarts use one.
@@ -99,7 +100,7 @@ class Ledger:
         self._position, self._last = _WritePosition(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
-        """Record a batch, before the loader's cursor moves past it. To record the same batch again changes nothing.
+        """Record a batch, before the loader's cursor moves past it. Recording the same batch again changes nothing.
 
         Args:
             batch: the batch to hand over.
@@ -117,14 +118,14 @@ class Ledger:
         self._open()
         is_full = bool(batch.mask.all())
         if bad or not is_full:
-            # Records of padding and masked samples come first: they count only together with their batch.
+            # Padding and masked samples come first: the audit counts them only if the record of their batch follows.
             self._append(_masked_records(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
         for strided in describe_positions(step.start, step.next_position, samples):
             self._grow(LedgerRecord(RecordKind.SERVED, batch.epoch, strided, strided.size))
 
     def end_epoch(self, epoch: int, position: int) -> None:
-        """Record that an epoch ends at `position` and its remaining samples are dropped. Raises as `write`."""
+        """Record that an epoch ends at `position` and drops its remaining samples. Raises the errors of `write`."""
         num_dropped = self._header_fields["num_samples"] - position
         if num_dropped:
             self._open()
@@ -191,7 +192,7 @@ class Ledger:
         )
 
     def _check_folder(self) -> None:
-        """Raise ConfigError for a ledger of other data; the audit finds ranks that differ and start together."""
+        """Raise ConfigError if the ledger is of other data; only the audit compares ranks that start together."""
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"ledger is {self.folder}, which is a file; expected a folder, existing or new")
         files = list_files(self.folder) if self.folder.exists() else []

@@ -1,8 +1,8 @@
 """Base class of all loaders: access order, data rank, batches in progress, and the cursor of the run.
 
 Invariant: the cursor counts batches handed over, never prefetched ones. Each kind of loader has its own
-`BatchDecoder`, which converts samples to batches. A decoder can be dropped at any moment: a new one starts at the
-cursor.
+`BatchDecoder`, which converts samples to batches. A decoder can be dropped at any moment, because a new one
+starts at the cursor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class BatchDecoder(Protocol[B_co]):
-    """Converts sample batches to the loader's batches, several at a time, first in, first out."""
+    """Converts sample batches to the loader's batches: several at a time, returned in the order of their arrival."""
 
     def feed(self, batch: SampleBatch) -> None:
         """Start decoding a batch, which may be empty; its views stay valid until `take` has returned it."""
@@ -78,8 +78,8 @@ class Loader(ABC, Generic[B]):
 
     Raises:
         ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
-            a column; a batch is larger than the epoch with `tail="drop"`; the ledger is one of other data or another
-            order.
+            a column; a batch is larger than the epoch with `tail="drop"`; the ledger belongs to other data or
+            another order.
         CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
     """
 
@@ -288,7 +288,7 @@ class Loader(ABC, Generic[B]):
                 self._num_decoding -= timer.num_samples > 0
                 self._fill(self._prefetch)
                 self._batches.retire(batch)
-                # Before the cursor moves, so that no state is ahead of the ledger.
+                # Written before the cursor moves, so that no state is ahead of the ledger.
                 if self._ledger is not None:
                     with self.profiler.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
@@ -299,7 +299,7 @@ class Loader(ABC, Generic[B]):
         return finished, batch.after
 
     def _fill(self, num_batches: int) -> None:
-        """Start decoding until `num_batches` are in progress, not counting empty ones, which cost nothing."""
+        """Start decoding until `num_batches` are in progress; empty batches cost nothing and do not count."""
         if self._decoder is None:
             with self.profiler.stage(Stage.START):
                 self._decoder = self._make_decoder()
@@ -318,7 +318,7 @@ class Loader(ABC, Generic[B]):
         decoder, self._decoder, self._stream = self._decoder, None, None
         self._in_progress.clear()
         self._num_decoding = 0
-        # First the decoder, whose threads read from the shards.
+        # The decoder is closed before the shards, because its threads read from them.
         if decoder is not None:
             decoder.close()
         self._batches.close()

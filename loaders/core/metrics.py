@@ -12,6 +12,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.profiling.report import Report
 from datasvc.loaders.profiling.step_times import Stage, Totals
 
+# Name, help text and value of each metric.
 _COUNTERS: Final[tuple[tuple[str, str, Callable[[Totals], float]], ...]] = (
     ("steps", "Batches handed over", lambda totals: totals.num_steps),
     ("samples", "Samples handed over", lambda totals: totals.num_samples),
@@ -30,7 +31,7 @@ class LoaderCollector(Collector):
     """Metrics of loaders: counters over all steps, gauges over the steps since the last `restart_report`.
 
     Args:
-        loaders: loaders by the value of their label `loader`. Metrics per stage have the label `stage` too.
+        loaders: value of the label `loader` -> the loader. Metrics per stage have the label `stage` too.
     """
 
     def __init__(self, loaders: Mapping[str, Loader[Any]]) -> None:

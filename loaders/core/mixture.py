@@ -1,4 +1,4 @@
-"""Weighted mixtures of data sets, which loaders accept in place of a split; `datasvc.mix_order` has their order."""
+"""Weighted mixtures of data sets, accepted by loaders in place of a split; `datasvc.mix_order` has their order."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _BLOCK: Final = 4096
 class Mixture:
     """A weighted mixture of splits, which a loader accepts in place of a split.
 
-    A weight is a fraction of the samples served, independent of the splits' sizes. Positions are counted across all
-    epochs of the mixture: in the first n blocks each split serves its fraction of the n * block samples, with an
+    A weight is a fraction of the samples served, independent of the splits' sizes. Blocks are counted across all
+    epochs of the mixture: of the n * block samples in the first n blocks, each split serves its fraction, with an
     error of less than one sample. Each split is read to its end in its own access order, and then again in the order
     of its next epoch. So every pass over a split serves each of its samples once, wherever the mixture's epochs end.
 
-    An epoch of the mixture has `epoch_samples` samples and ends no split's pass: the next epoch continues it. Samples
-    that a loader drops at the end of an epoch (`tail="drop"`) are missing in their split's pass. No sample is dropped
-    if `epoch_samples` is a multiple of the global batch.
+    An epoch of the mixture has `epoch_samples` samples. Its end does not end a pass over a split: the next epoch
+    continues the pass. Samples that a loader drops at the end of an epoch (`tail="drop"`) are missing in the pass. No
+    sample is dropped if `epoch_samples` is a multiple of the global batch.
 
     Args:
         parts: splits and their weights, as pairs or a mapping. Only ratios matter: 7, 2, 1 equals 0.7, 0.2, 0.1. A
-            float is taken as the decimal number that it is written as. A weight of 0 leaves a split out.
+            float counts as the decimal number that is written: 0.1 is exactly 1/10. A weight of 0 leaves a split out.
         epoch_samples: samples of an epoch; default: the number of samples in all splits with a weight above 0.
-        block: number of positions that are mixed together. If it is the global batch, and `epoch_samples` a multiple
-            of it, every global batch has the exact fractions.
+        block: number of positions that are mixed together. If it equals the global batch, and `epoch_samples` a
+            multiple of it, every global batch has the exact fractions.
 
     Raises:
         ConfigError: there are no splits; a split occurs twice; a weight is negative or not finite, or gives less than
@@ -75,7 +75,7 @@ class Mixture:
     def classes(self) -> tuple[str, ...]:
         """Class names of the mixture's labels: the names of all splits, each once, in the order of label values.
 
-        Loaders map each split's labels to these. Empty if the splits have no class names.
+        Loaders map each split's labels to the indices of these names. Empty if the splits have no class names.
         """
         return tuple(dict.fromkeys(name for split in weighted_splits(self) for name in split.classes))
 
@@ -134,16 +134,16 @@ def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
 
 
 def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's order, in a mixture with a different seed per split."""
+    """Return the access order of each split: the loader's order; in a mixture each split has a seed of its own."""
     if not isinstance(samples, Mixture):
         return [config]
     return [own_order(config, split.digest) for split in samples.splits]
 
 
 def clock_steps(samples: Split | Mixture) -> list[int | None]:
-    """Return, for each split, the bytes that the mixture reads between two of its samples; None for a single split.
+    """Return, for each split, the mean bytes read from one of its samples to the next; None without a mixture.
 
-    With these the cache compares shards of different splits by the time until their next use.
+    The cache needs them to compare shards of different splits by the time until their next use.
     """
     if not isinstance(samples, Mixture):
         return [None]
@@ -153,7 +153,7 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
 
 
 def label_maps(samples: Split | Mixture) -> list[Integers | None]:
-    """Return, for each split, the mixture's label of each of its labels, `int64[classes]`; None: labels are equal.
+    """Return, for each split, the mixture's label for each label of the split, `int64[classes]`; None: same labels.
 
     Raises:
         ConfigError: some splits have class names and others have none, so their labels cannot be matched.
@@ -182,13 +182,13 @@ def name_of(split: Split) -> str:
 
 
 def columns_of(samples: Split | Mixture) -> list[str]:
-    """Return the columns that every split has, in the order of the first."""
+    """Return the columns that every split has, in the order of the first split."""
     first, *others = (split.table.sample_schema.names for split in weighted_splits(samples))
     return [name for name in first if all(name in other for other in others)]
 
 
 def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
-    """Raise ConfigError if a split lacks a column; `what` describes it in the message, by default by its name."""
+    """Raise ConfigError if a split lacks a column; `what` is the message's term for it, by default its name."""
     for split in weighted_splits(samples):
         names = split.table.sample_schema.names
         if column not in names:

@@ -1,4 +1,4 @@
-"""Open shards of a split, with reference counts: opened at the first need, released after the last use."""
+"""Open shards of a split, with reference counts: a shard is opened at its first use, and released after its last."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OpenShards:
         return self._open[shard]
 
     def get_all(self, rows_by_shard: Mapping[int, Integers]) -> dict[int, Shard]:
-        """Return a shard for each entry; a shard that is not resident may contain the requested rows only."""
+        """Return the shard of each entry; if it is not resident yet, it may contain only the requested rows."""
         if self._open.keys() >= rows_by_shard.keys():
             return {shard: self._open[shard] for shard in rows_by_shard}
         closed = {
@@ -85,9 +85,10 @@ class OpenShards:
 
 
 class WholeEpochUses:
-    """References of one epoch of a global shuffle: every shard that it opens, until the epoch ends.
+    """Holds the references of one epoch of a global shuffle: every shard, once open, stays open until the epoch ends.
 
-    A global shuffle may need any shard at any time. Only opened shards are counted, not millions of possible ones.
+    A global shuffle may need any shard at any time. References are added only when a shard is opened, because a split
+    may have millions of shards.
     """
 
     def __init__(self, shards: OpenShards, num_samples: int) -> None:
@@ -117,7 +118,7 @@ class WholeEpochUses:
 
 
 class OrderedUses:
-    """References of one epoch of a windowed or sequential order, which needs each shard in a range of positions.
+    """Holds the references of one epoch of a windowed or sequential order: each shard has a range of positions.
 
     Args:
         shards: open shards of the split.

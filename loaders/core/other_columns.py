@@ -1,6 +1,6 @@
 """Further columns of a batch: numbers and booleans as arrays, everything else as lists of Python values.
 
-For the argument `columns` of `ImageLoader`.
+They are what the argument `columns` of `ImageLoader` requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shard and row of the samples of the next steps, computed for many steps per call because a call is expensive.
+"""Computes shard and row of the samples of many steps per call, because each call has a high fixed cost.
 
 `SampleBatches` reads the samples at these locations.
 """
@@ -58,7 +58,7 @@ class LocatedStep(NamedTuple):
         positions: `int64[n]`, positions of this rank's samples.
         mask: `bool[n]`, False for padding samples.
         locations: locations of this rank's samples.
-        by_shard: for each split a list of shards with the indices of their samples, `int64[k]` ascending.
+        by_shard: index of a split -> its shards, each with the batch indices of its samples, `int64[k]` ascending.
     """
 
     step: Step
@@ -106,7 +106,7 @@ def _slice_all(
     """Return the result of `slice_step` for each of several consecutive steps."""
     first, size = steps[0], steps[0].stop - steps[0].start
     full_steps = [step for step in steps if step.stop <= step.num_samples and step.stop - step.start == size]
-    # All full steps have the positions of the first one plus an offset: one addition instead of a call each.
+    # Each full step has the positions of the first one plus an offset, so one addition replaces a call per step.
     offsets = np.array([step.start - first.start for step in full_steps], np.int64)
     positions, _ = slice_step(first, rank=rank, world_size=world_size, lanes=lanes)
     full = offsets[:, None] + positions

@@ -11,13 +11,13 @@ from datasvc.errors import ConfigError
 class SingleThreadGuard:
     """A reentrant context manager for one thread of the process that created it.
 
-    Entering it raises ConfigError while another thread is inside, and in a forked child: a fork does not copy the
-    threads of decoders and clients.
+    Entering it raises ConfigError while another thread is inside, and in a forked child, because a fork does not copy
+    the threads of decoders and clients.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        # Reentrant: an interrupt after the lock is acquired and before its use leaves it acquired by this thread.
+        # Reentrant, because an interrupt just after the acquisition may leave the lock held by this thread for good.
         self._in_use = threading.RLock()
 
     @property

@@ -46,7 +46,7 @@ class SplitReader:
         config: parameters of the access order.
         blob: column of blobs, if any.
         columns: further columns of fixed width.
-        labels: the mixture's label of each label, `int64[classes]`; None: labels are not mapped.
+        labels: the mixture's label for each label of the split, `int64[classes]`; None: labels are not mapped.
 
     Raises:
         ConfigError: the split lacks one of the columns.
@@ -118,7 +118,7 @@ class SplitReader:
     def retire(self, cursor: Cursor, batch: Cursor) -> None:
         """Record that the batch starting at `batch` is handed over, which moves the split's order to `cursor`."""
         self.advance(cursor)
-        # The comparison first, because nearly all batches are retired without a change of the epoch.
+        # This cheap comparison skips the loops for nearly all batches, because few of them end an epoch.
         if min(self._orders, default=cursor.epoch) < cursor.epoch:
             for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
                 del self._orders[epoch]
@@ -130,7 +130,7 @@ class SplitReader:
             self._shards.drop(self._kept.popleft()[1])
 
     def values(self, part: ShardPart, column: str) -> npt.NDArray[Any]:
-        """Return a copy of a column of fixed width, `dtype[k]`. Raises ConfigError: it is null for a sample."""
+        """Return a part's values of a column of fixed width, a copy, `dtype[k]`. Raises ConfigError: one is null."""
         if not part.shard.is_valid(column, part.rows):
             raise ConfigError(
                 f"column {column!r} of {name_of(self.split)} is null for samples of shard "

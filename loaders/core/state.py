@@ -1,6 +1,6 @@
-"""State of a loader as JSON values: that of a split is an `OrderState`; this module defines that of a mixture.
+"""State of a loader as JSON values: an `OrderState` for a single split; this module defines the one for a mixture.
 
-A state of other samples or of another order is an error, because its position would stand for other samples.
+Loading a state of other samples or another order is an error, because its position would stand for other samples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `BatchDecoder` of `ImageLoader`: plans crops, decodes with a backend, and masks or raises failures."""
+"""The `BatchDecoder` of `ImageLoader`: plans crops, decodes with a backend, and masks or reports bad samples."""
 
 from __future__ import annotations
 
@@ -120,5 +120,5 @@ class ImageDecoder:
 
 
 def _read(blobs: Sequence[Bytes], holders: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
-    """Return the bytes of one image of a batch, read into `buffer` if its shard is a file; a `Read` of backends."""
+    """Return the bytes of one image of a batch, read into `buffer` if its shard is a file; see `Read`."""
     return holders[index].read(blobs[index], buffer)

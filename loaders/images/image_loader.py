@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _LOG = logging.getLogger(__name__)
-# Backends are measured on a few distinct batches, limited in bytes because they are copied to another process.
+# The choice of a backend measures each on a few batches. Their bytes are limited, because they are copied to
+# another process.
 _TRIAL_BATCHES: Final = 4
 _TRIAL_BYTES: Final = 256 << 20
 
@@ -57,7 +58,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger: see `Loader`. `training=True` also
-            draws random windows and flips; False cuts the centre out.
+            draws random windows and flips; False crops the centre.
         size: side of the output in pixels.
         pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
         augment: windows, flips and colours of the images, and a transform of your own.
@@ -180,7 +181,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         scales the images here instead of torch.
 
         Raises:
-            ConfigError: `device` is a GPU, or `output` is "bfloat16", which NumPy does not have.
+            ConfigError: `device` is a GPU, or the output dtype is "bfloat16", which NumPy does not have.
             BadSampleError, CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `Loader`.
         """
         if self._config.device_id is not None or self._config.pixels.output == "bfloat16":
@@ -212,7 +213,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # Several iterators may be used in turn. Prefetched batches of another kind are decoded again.
+            # Several iterators may be used in turn, so prefetched batches may be of another kind: decode them again.
             if (self._framework, self._is_pinned) != (framework, is_pinned):
                 with self._thread_guard:
                     self._discard()
@@ -232,7 +233,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
         # A batch of a decode group is shared in ordinary memory; `_deliver` copies it for this job.
         config = dataclasses.replace(self._config, is_pinned=self._is_pinned and self.sharing is None)
-        # The state of `Loader`, without the backend: ranks may differ in the backend before they have agreed.
+        # All ranks must ask the same question, so it is without the backend: before they agree, backends may differ.
         question = super().state_dict() | {"batch_size": self.batch_size}
         backend = self._choice.settle(self._draw_trial, question=question)
         decoder = ImageDecoder(
@@ -269,7 +270,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         self._choice.restore(decode)
 
     def _deliver(self, decoded: ImageBatch[Any]) -> ImageBatch[Any]:
-        # Only labels, mask and numbers are copied if the images were decoded to pinned memory.
+        # If the images were decoded to pinned memory, this copies only labels, mask and numbers.
         return decoded.pin_memory() if self._is_pinned else decoded
 
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:

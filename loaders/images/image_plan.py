@@ -1,4 +1,4 @@
-"""Plan of the crop and edits of images, computed from size and position before an image is decoded."""
+"""Plans the crop and the edits of an image from its size and its position, before it is decoded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ImagePlan:
 
     @property
     def shorter_side(self) -> int:
-        """Length of an image's shorter side before the centre crop in evaluation, pixels."""
+        """Evaluation only: length of an image's shorter side before the centre crop, in pixels."""
         return round(self.size * _RESIZE_RATIO) if self.augment.resize is None else self.augment.resize
 
     @property

@@ -30,11 +30,12 @@ class TokenBatch(Batch[A]):
         mask: `bool[n]`, False for padding samples of the last batch.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch.
-        labels: `int64[n, block]`, the next token of each token; -100 if it has none.
+        labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
         document_ids: `int32[n, block]`, document of each token, counted from 0 in its block; -1 for padding.
         position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
-        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, and its size, as used by
-            attention kernels for variable lengths. A segment is a document's part of a block, or a block's padding.
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, and then its size, as
+            attention kernels for variable lengths expect. A segment is a document's part of a block, or a block's
+            padding.
         max_seqlen: number of tokens of the longest segment.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.

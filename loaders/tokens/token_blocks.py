@@ -1,7 +1,8 @@
-"""Access to token blocks in shards, which copies many blocks per call.
+"""Reads token blocks from shards, many blocks per call.
 
-Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. All are
-consecutive bytes in a mapped file, so one indexing operation on a sliding-window view of the file copies a batch.
+Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. Each
+block is consecutive bytes in a mapped file, so one indexing operation on a sliding-window view of the file copies a
+batch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class BlockFormat:
         column: name of the column.
         block_tokens: maximum number of tokens in a block.
         dtype: dtype of a stored token.
-        is_ragged: whether blocks may be shorter.
+        is_ragged: whether blocks may be shorter than `block_tokens`.
     """
 
     column: str
@@ -107,13 +108,13 @@ def choose_format(
 
 
 class StoredBlocks:
-    """Index of the blocks in one shard, from its record batches. Raises ConfigError: a block contains null."""
+    """Finds the blocks of one shard in its record batches, and copies them. Raises ConfigError: null in a block."""
 
     def __init__(self, batches: Sequence[pa.RecordBatch], format_: BlockFormat) -> None:
         self.format = format_
         self._contents: list[Bytes] = []
         numbers: dict[int, int] = {}  # address of a mapped file -> its index in `_contents`
-        # The empty arrays are for a shard without batches, as `np.concatenate` needs at least one.
+        # The empty arrays are for a shard without batches, because `np.concatenate` needs at least one array.
         content_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for batch in batches:
             buffer, batch_starts, batch_sizes = _find_rows(batch.column(format_.column), format_)
@@ -186,7 +187,7 @@ class StoredLists:
         self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return the values of the lists of `rows`, concatenated: index in `rows` and value of each."""
+        """Return the index in `rows` of the list of each value, and the values: those of all lists, concatenated."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
         positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
@@ -200,8 +201,8 @@ def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Intege
         _, starts, stops = blob_part(array)
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
-    # `values` includes the elements of lists that are null themselves; `flatten` leaves them out. The decoder reports
-    # those lists if a batch needs them.
+    # `values` includes the elements of lists that are null themselves; `flatten` leaves such lists out. The decoder
+    # reports a list that is null if a batch needs it.
     if values.null_count and array.flatten().null_count:
         raise ConfigError(
             f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"

@@ -52,8 +52,9 @@ class TokenConfig:
         block_tokens: tokens of a block.
         dtype: dtype of a token in blobs; None for lists.
         tokenizer: digest of the tokenizer; None if the data set does not record it.
-        lengths_are_needed: True: a shard without the column `length` is an error; False: its blocks count as full.
-        pad: token that replaces padding; None keeps the stored values, and puts 0 after short lists.
+        lengths_are_needed: True: a shard without the column `length` is an error; False: such a shard has only full
+            blocks.
+        pad: token to write into padding; None keeps the stored values, and puts 0 after short lists.
         labels: next tokens as labels, "across" documents or only "within" them; None: no labels.
         documents: whether to compute document ids, position ids and segments.
         end: token that ends a document; None: use the column `document_starts`.
@@ -168,11 +169,12 @@ class TokenDecoder:
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
         elif ragged is not None:
-            # Only ragged blocks: padding that is stored in a full block stays as it is stored.
+            # Only ragged blocks get zeros: padding that is stored in a full block is not changed.
             _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
 
     def _lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:
+        """Return the number of stored tokens of each block of a part, from its size in bytes."""
         dtype, block = blocks.format.dtype, self._config.block_tokens
         lengths, remainders = np.divmod(blocks.sizes[part.rows], dtype.itemsize)
         problem = f"column {self._config.column!r} has more than {block} tokens of {dtype}, or an incomplete one"
@@ -180,6 +182,7 @@ class TokenDecoder:
         return lengths
 
     def _given_lengths(self, batch: SampleBatch, part: ShardPart, length: Integers) -> Integers:
+        """Return the column `length` of a part, whose values must not exceed the stored `length`."""
         self._check_not_null(part, LENGTH)
         lengths: Integers = part.shard.values(LENGTH)[part.rows]
         is_outside = (lengths < 0) | (lengths > length[part.indices])
@@ -197,7 +200,7 @@ class TokenDecoder:
             self._raise_if_bad(batch, is_bad, problem, part)
 
     def _document_starts(self, batch: SampleBatch, tokens: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return the index of a block and the position in it for each start of a document, `[n]` both."""
+        """Return, for each start of a document, the index of its block and its position in the block, `[n]` each."""
         if self._config.end is not None:
             # A search in the flat array, because a search by rows takes several times as long.
             rows, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])

@@ -51,7 +51,7 @@ def number_positions(segments: Integers, out: Integers) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _ramp(size: int) -> Integers:
-    """Return `arange(size)`, cached because new memory costs several times as much as the computation."""
+    """Return `arange(size)`, cached because allocating memory takes several times as long as filling it."""
     return np.arange(size)
 
 

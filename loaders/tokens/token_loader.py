@@ -39,7 +39,7 @@ class TokenFormat:
         column: name of the column of blocks.
         block_tokens: tokens of a block, at least 1; needed for blobs and for lists of variable size.
         dtype: dtype of a token in blobs, such as "uint16"; bytes are little-endian.
-        pad: token that replaces padding, at least 0; None keeps the stored values, and puts 0 after short lists.
+        pad: token to write into padding, at least 0; None keeps the stored values, and puts 0 after short lists.
         end: token that ends a document, at least 0; needed for documents if there is no column `document_starts`.
 
     Raises:
@@ -155,7 +155,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # Set for each batch, because several iterators may be used in turn.
+            # The conversion is set for each batch, because several iterators may be used in turn.
             self._convert = convert
             try:
                 batch = next(batches, None)
