@@ -21,7 +21,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
 from datasvc.loaders.augment.transform import Transform
 
-_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of the keys; order and ingest use lower numbers
+_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of the keys, one per independent use; order and ingest have lower ones
 _TRIES = 10
 # Random streams of a position: four per try, the flip, the colours. The numbers must never change, because a resumed
 # run draws from them again.
@@ -46,8 +46,8 @@ class AugmentConfig:
         resize: evaluation only: shorter side before the centre crop, in pixels, at least the loader's `size`; None:
             `size` * 256 / 224.
         transform: function for training and evaluation, called for each image from any thread with the cropped and
-            flipped `uint8[size, size, 3]` and a random generator of (seed, epoch, position). It returns an array of
-            the same shape and dtype, which may be its argument.
+            flipped `uint8[size, size, 3]` and a random generator that depends on (seed, epoch, position). It returns
+            an array of the same shape and dtype, which may be its argument.
 
     Raises:
         ConfigError: a value is out of range.
@@ -143,7 +143,7 @@ def plan_random_windows(
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
     image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
-    # All tries of all samples are drawn at once, and the first that fits is taken: no loop over samples.
+    # All tries of all samples are drawn at once, and the first that fits is taken; this avoids a loop over samples.
     drawn = uniforms(key, positions, _FLIP + 1)
     draw = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
     area = image_w * image_h * _between(draw[:, _AREA], *config.scale)
@@ -159,7 +159,7 @@ def plan_random_windows(
 
 
 def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
-    """Draw the colour factors of each sample; arguments as of `plan_random_windows`.
+    """Draw the colour factors of each sample; for the arguments see `plan_random_windows`.
 
     The ranges and the random order of the four changes are those of torchvision's `ColorJitter`.
     """
@@ -179,7 +179,7 @@ def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentC
 
 
 def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Generator]:
-    """Return a random generator for each sample, for the user's transforms; arguments as of `plan_random_windows`.
+    """Return a random generator for each sample, for the user's transforms; see `plan_random_windows`.
 
     A generator depends on (seed, epoch, position) only.
     """

@@ -1,10 +1,11 @@
 """Colour changes of decoded images on the CPU: brightness, contrast, saturation and hue, by given factors.
 
 The four changes, their neutral factors and their random order are those of torchvision's `ColorJitter` (its
-`adjust_brightness`, `adjust_contrast`, `adjust_saturation` and `adjust_hue`): a blend with black, with the image's
-mean grey, with each pixel's own grey, and a rotation of the hue in HSV, each clipped to the range of a pixel. Grey is
-0.299 R + 0.587 G + 0.114 B (ITU-R BT.601). torchvision truncates to integers after each change; this module rounds
-once at the end, so images differ from torchvision's by a few levels, and truncation does not darken them.
+`adjust_brightness`, `adjust_contrast`, `adjust_saturation` and `adjust_hue`): the first three blend
+the image with black, with its mean grey, and with each pixel's own grey; the last one rotates the hue in HSV. Results
+are clipped to the range of a pixel. Grey is 0.299 R + 0.587 G + 0.114 B (ITU-R BT.601). torchvision truncates to
+integers after each change, which darkens images. This module rounds once at the end, so its images differ from
+torchvision's by a few levels.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _GREY: Final = np.array([[0.299], [0.587], [0.114]], np.float32)
 _WHITE: Final = np.float32(255)
 _NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing
 _NUM_SCRATCH = 4  # scratch planes for a change
-_THREAD_LOCAL: Final = threading.local()  # a changer per thread: new memory costs more than the computation
+_THREAD_LOCAL: Final = threading.local()  # a changer per thread; allocating one takes longer than its work
 
 
 class _ColourChanger:
-    """Changes the colours of images of one size in pixels, in scratch memory that fits into a core's cache."""
+    """Changes the colours of images of one size, in scratch memory that fits into a core's cache."""
 
     def __init__(self, height: int, width: int) -> None:
         self.size = (height, width)
@@ -97,7 +98,7 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
     _read_hue(planes, value, chroma, hue, weight)
     hue += 6 * rotation
     hue -= 6 * np.floor(hue / 6)
-    # Fraction of the chroma that a channel lacks: a trapezoid over the hue hexagon (its middle, height there, slope).
+    # A channel is value - weight * chroma. As a function of hue, weight is a trapezoid (middle, height there, slope).
     for plane, (middle, height, slope) in zip(planes, ((3, 2, -1), (2, -1, 1), (4, -1, 1)), strict=True):
         np.subtract(hue, middle, out=weight)
         np.abs(weight, out=weight)
@@ -110,7 +111,7 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
 
 
 def _read_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
-    """Write the hue, -1 to 5, to `hue`: (a - b) / chroma + 0, 2 or 4, depending on the largest channel."""
+    """Write the hue, -1 to 5, to `hue`: (a - b) / chroma, plus 0, 2 or 4 for the largest channel."""
     red, green, blue = planes
     np.subtract(red, green, out=hue)
     hue += 4 * chroma
@@ -124,7 +125,7 @@ def _read_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, sc
 
 def _grey(planes: _Floats, scratch: _Floats) -> _Floats:
     """Return the grey of each pixel, stored in `scratch`."""
-    # No matrix product: its last bit differs between machines.
+    # Sums instead of a matrix product, whose last bit differs between machines.
     terms = np.multiply(planes, _GREY, out=scratch[:3])
     terms[0] += terms[1]
     terms[0] += terms[2]
@@ -137,4 +138,4 @@ def _clip(planes: _Floats) -> None:
     np.minimum(planes, _WHITE, out=planes)
 
 
-_CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)  # as in `sequence`
+_CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)  # see `sequence`

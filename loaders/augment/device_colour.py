@@ -1,8 +1,9 @@
 """Colour changes of a complete batch with torch, for images that are decoded or normalised on a GPU.
 
-The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255, from
-the rounding of sums. Three of the changes have one form: a blend of the image, its grey and its mean grey. So a batch
-needs at most as many passes as an image has changes, although every image has its own order.
+The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255,
+because sums are rounded differently. Brightness, contrast and saturation are all blends of the image, its grey and
+its mean grey, so one pass can make a different change to each image. So a batch needs only as many passes as the
+image with the most changes, although every image has its own order.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def plan_passes(factors: ColourFactors) -> list[ColourPass]:
 
 
 def _plan_pass(kinds: npt.NDArray[np.int64], amounts: npt.NDArray[np.float32]) -> ColourPass:
+    """Return the pass with one change of each image: its kind, `int64[n]`, and its factor, `float32[n]`."""
     is_blend = kinds < _HUE
     image_weight = np.where(is_blend, amounts, np.float32(1))
     grey_weight = 1 - image_weight
@@ -73,7 +75,7 @@ def change_colours(images: Tensor, passes: Sequence[ColourPass], place: Place) -
     """Change the colours of a batch in place.
 
     Args:
-        images: `float32[n, 3, height, width]`, levels 0 to 255; integers on return.
+        images: `float32[n, 3, height, width]`, levels 0 to 255; whole numbers on return.
         passes: passes for these images.
         place: function that copies an array to their device.
     """
@@ -111,7 +113,7 @@ def _rotate_hue(images: Tensor, rotations: Tensor) -> Tensor:
     )
     hue = hue / chroma.clamp_min(_TINY)  # grey has no hue; it gets 0
     hue = (hue + 6 * rotations[:, None, None]).remainder(6)
-    # Fraction of the chroma that a channel lacks: a trapezoid over the hue hexagon (its middle, height there, slope).
+    # A channel is value - fraction * chroma. Over the hue, fraction is a trapezoid (middle, height there, slope).
     lacking = [
         ((hue - middle).abs() * slope + height).clamp(0, 1)
         for middle, height, slope in ((3, 2, -1), (2, -1, 1), (4, -1, 1))

@@ -23,10 +23,10 @@ Transform: TypeAlias = Callable[[Image, np.random.Generator], Image]
 def apply_transform(transform: Transform, image: Image, generator: np.random.Generator) -> None:
     """Replace an image, `uint8[height, width, 3]`, in place by the result of a transform.
 
-    Errors of the transform itself are not converted.
+    Errors that the transform raises are passed on unchanged.
 
     Raises:
-        ConfigError: the transform returns something else than an array of the image's shape and dtype.
+        ConfigError: the transform returns anything but an array of the image's shape and dtype.
     """
     changed = transform(image, generator)
     if changed is image:

@@ -33,10 +33,11 @@ class DecodeConfig:
         backend: "cpu" decodes only the window of each image, in threads; "pillow" is slower and needs no further
             package; "gpu-window" decodes the window on the loader's device with DALI; "gpu-whole" decodes the whole
             image there and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or "pillow"
-            if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. A choice is
-            made by a trial in another process on the first batches, by data rank 0 for all ranks of a
-            torch.distributed process group. It is logged and stored in the state. Windows are equal for all backends;
-            pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about eight on a GPU.
+            if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. Between
+            several, a trial of the first batches in another process decides: data rank 0 chooses for all ranks of a
+            torch.distributed process group. The choice is logged and stored in the state. Windows are equal for all
+            backends; pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about eight on
+            a GPU.
         num_threads: number of decoding threads, at least 1; None: the processors available to this process, divided
             by the number of ranks that the launcher started on this node. If the launcher binds each rank to separate
             processors, give their number.
@@ -72,7 +73,7 @@ class BackendConfig:
         size: side of an image in pixels.
         prefetch: number of batches in progress at the same time.
         device_id: index of the GPU that receives the images; None: the CPU.
-        max_width: width of the widest image in the data set, for one allocation of GPU memory; 0 if unknown.
+        max_width: width of the widest image in the data set, so that GPU memory is allocated once; 0 if unknown.
         max_height: height of the tallest image in the data set; 0 if unknown.
         changes_colours: whether batches may come with an `Edit` of colours.
         is_pinned: whether batches are in page-locked host memory.
@@ -102,7 +103,7 @@ class DecodedImages:
     Attributes:
         images: images of shape `PixelFormat.shape(n, size)`: an array from the CPU, or a tensor on a GPU. An image
             that cannot be decoded is all zeros. The memory is not reused while a reference to it exists.
-        bad: reasons why images could not be decoded, by index in the batch.
+        bad: index in the batch -> reason why that image could not be decoded.
     """
 
     images: npt.NDArray[Any] | torch.Tensor

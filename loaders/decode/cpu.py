@@ -63,11 +63,11 @@ class CpuRun:
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.parts)
 
 
-_WORKING: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+_STOP_FLAGS: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    for stopped in list(_WORKING):
+    for stopped in list(_STOP_FLAGS):
         stopped.set()
 
 
@@ -100,7 +100,7 @@ class CpuBackend:
         self._pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="datasvc-decode")
         self._thread_local = threading.local()
         self._stopped = threading.Event()
-        _WORKING.add(self._stopped)
+        _STOP_FLAGS.add(self._stopped)
         self._in_progress: deque[CpuRun] = deque()
 
     def feed(
@@ -124,7 +124,7 @@ class CpuBackend:
         *,
         out: npt.NDArray[Any] | None = None,
     ) -> CpuRun:
-        """Start decoding a batch outside of the queue of `feed` and `take`; arguments as of `feed`.
+        """Start decoding a batch outside of the queue of `feed` and `take`; for the arguments see `feed`.
 
         `out` is output memory for a full batch, which only this batch uses until `finish`; None: memory of the
         backend.
@@ -191,7 +191,7 @@ class CpuBackend:
         return empty_pinned(self._config.shape, self._config.pixels.dtype)
 
     def _deliver(self, images: npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
-        """Return images, those of bfloat16 as a tensor of that dtype: NumPy does not have it."""
+        """Return the images; those of bfloat16 as a tensor, because NumPy does not have this dtype."""
         if self._config.pixels.output != "bfloat16":
             return images
         import torch

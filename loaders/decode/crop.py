@@ -1,7 +1,7 @@
 """Decode only a window of an image on the CPU, with nvImageCodec, the decoder that DALI uses.
 
-It is called for each image, not for a batch as in DALI. So an image that cannot be decoded does not affect others,
-and one thread decodes and scales a window while its pixels are in the cache of the processor core.
+nvImageCodec is called for each image, not for a batch as in DALI. So an image that cannot be decoded does not affect
+others, and one thread decodes and scales a window while its pixels are in the cache of the processor core.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def is_jpeg_2000(blob: Bytes) -> bool:
 
 def import_codec() -> Any:
     """Return the module nvimgcodec. Raises ConfigError: it is not installed."""
-    # Without its log messages: Pillow may decode an image that nvImageCodec refuses, and the loader reports the other
-    # bad images.
+    # Its log messages are off: Pillow may decode an image that nvImageCodec refuses, and the loader reports the
+    # images that neither decodes.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec

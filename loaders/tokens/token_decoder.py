@@ -55,7 +55,7 @@ class TokenConfig:
         lengths_are_needed: True: a shard without the column `length` is an error; False: such a shard has only full
             blocks.
         pad: token to write into padding; None keeps the stored values, and puts 0 after short lists.
-        labels: next tokens as labels, "across" documents or only "within" them; None: no labels.
+        labels: the label of a token is the next one, "across" documents or only "within" one; None: no labels.
         documents: whether to compute document ids, position ids and segments.
         end: token that ends a document; None: use the column `document_starts`.
     """

@@ -71,7 +71,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             variable size, or blobs of integers.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger: see `Loader`.
         tokens: how the data set stores blocks, or the name of their column alone.
-        labels: next tokens as labels, "across" documents or only "within" them; None: no labels.
+        labels: the label of a token is the next one, "across" documents or only "within" one; None: no labels.
         documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
 
     Raises:
@@ -136,7 +136,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
     @property
     def tokenizer(self) -> str | None:
-        """Digest of the `tokenizer.json` of the tokens; None if the data set does not record it."""
+        """Digest of the `tokenizer.json` that made the tokens; None if the data set does not record it."""
         return None if self._config.tokenizer is None else self._config.tokenizer.decode()
 
     def __iter__(self) -> Iterator[TokenBatch[torch.Tensor]]:

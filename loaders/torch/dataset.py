@@ -27,9 +27,9 @@ _logger = logging.getLogger(__name__)
 class Dataset(torch.utils.data.Dataset[Any]):
     """A split as `torch.utils.data.Dataset`: `dataset[5]` is a dict of columns, or the result of `transform` for it.
 
-    A pickle of it contains the address of the split. Every process opens shards and cache itself at its first read,
-    so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the child: give its
-    folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the `DataLoader`.
+    Its pickle contains only the addresses of split and cache. Every process opens shards and cache itself at its
+    first read, so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the
+    child: give its folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the `DataLoader`.
 
     With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position): `transform` gets
     a `numpy.random.Generator` if it has a parameter `generator`. The global generators of torch (CPU), numpy and
@@ -100,7 +100,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return several samples in the order of `indices`, read shard by shard. Raises as `__getitem__`."""
+        """Return several samples in the order of `indices`, read shard by shard. For errors see `__getitem__`."""
         # A forked process opens clients, shards and cache again, because those of its parent do not work there.
         if self._reader is None or self._reader.process != os.getpid():
             split = self.split if self._process == os.getpid() else reopen(self.split)
@@ -123,10 +123,11 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def _read_columns(self) -> tuple[str, ...]:
         if IMAGE not in self.columns or self._decode is None:
             return self.columns
-        # For an image that does not decode: the key is in the message, and a black image gets width and height.
+        # If an image does not decode, the message needs its key, and the black image its width and height.
         return tuple(dict.fromkeys((*self.columns, KEY, WIDTH, HEIGHT)))
 
     def _number(self, index: int) -> int:
+        """Return the number of a sample, from 0 on; a negative `index` counts from the end."""
         try:
             number = operator.index(index)
         except TypeError as error:

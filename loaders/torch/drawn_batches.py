@@ -18,7 +18,7 @@ class DrawnBatches(Iterator[list[int]]):
     w, w + W, ... from the loader's start, and the loader's batches are independent of the number of workers.
 
     Args:
-        order: order of the rank.
+        order: the rank's part of the access order.
         epoch: epoch to draw from.
         position: position at which the loader starts.
         num_workers: number of workers; 0: one process draws all steps.

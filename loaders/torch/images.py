@@ -1,6 +1,6 @@
 """Decoding of complete images with Pillow for users' transforms: upright, 8-bit RGB.
 
-For the argument `decode` of `Dataset`; `ImageLoader` decodes windows only.
+`Dataset` uses it for its argument `decode`; `ImageLoader` has decoders of its own, which decode only windows.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
     """One rank's samples, epoch by epoch: `DataLoader(IterableDataset(dataset, batches), batch_size=...)`.
 
     The loader's `batch_size` must be that of `batches`; then its batches and their sequence are independent of the
-    number of workers. A `for` starts at the cursor of `set_epoch` or `load_state_dict` and runs to the end of the
-    epoch, also in workers, including persistent ones. `ResumableDataLoader` and torchdata's `StatefulDataLoader`
-    track the samples served; with torch's own loader call `set_epoch` before each epoch.
+    number of workers. A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the
+    end of the epoch, also in workers and in persistent ones. `ResumableDataLoader` and torchdata's
+    `StatefulDataLoader` track the samples served. torch's own loader does not: call `set_epoch` before each epoch.
 
     Args:
         dataset: data set that reads and transforms samples.
@@ -81,12 +81,12 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.seek(*self.order.parse_state(state))
 
     def seek(self, epoch: int, position: int) -> None:
-        """Set the position and epoch at which a `for` starts."""
+        """Set the epoch and position at which a `for` starts."""
         self._start.copy_(torch.tensor([epoch, position]))
 
 
 class ServedSamples(Iterator[Any]):
-    """Iterator over single samples, which reads a batch at a time; its state is defined between batches."""
+    """Iterator over single samples, which reads a batch at a time; it has a state only between batches."""
 
     def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
         self._dataset = dataset

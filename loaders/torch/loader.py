@@ -30,7 +30,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         batches: the order of a map-style data set.
         num_workers: worker processes; 0: the samples are read in this process. This option and those that follow are
             passed to torch's `DataLoader`; its other options, such as `shuffle`, follow from the order.
-        collate_fn: makes a batch of a list of samples.
+        collate_fn: makes a batch from a list of samples.
         pin_memory: copy tensors into page-locked memory.
         timeout: seconds to wait for a batch of a worker; 0: no limit.
         worker_init_fn: called in each worker with its number.
@@ -40,7 +40,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         persistent_workers: keep the workers from epoch to epoch.
 
     Raises:
-        ConfigError: `data` and `batches` do not go together; the splits differ.
+        ConfigError: `data` and `batches` do not go together, or have different splits.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         if isinstance(data, IterableDataset) and batches is None:
             self._source: IterableDataset | OrderBatchSampler = data
-            order: dict[str, Any] = {"batch_size": data.batch_size}
+            batching: dict[str, Any] = {"batch_size": data.batch_size}
         elif isinstance(batches, OrderBatchSampler) and not isinstance(data, torch.utils.data.IterableDataset):
             if isinstance(data, Dataset):
                 batches.order.check_split(data.split)
             self._source = batches
-            order = {"batch_sampler": batches}
+            batching = {"batch_sampler": batches}
         else:
             raise ConfigError(
                 "expected a data set with an OrderBatchSampler, or only an IterableDataset of datasvc.loaders.torch; "
@@ -83,7 +83,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             generator=generator,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
-            **order,
+            **batching,
         )
 
     def __len__(self) -> int:
@@ -96,8 +96,8 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._cursor[0]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the remaining batches of the epoch. Raises errors of reading and of transforms, also in workers."""
-        # The sampler or data set may be at another position, for example after `load_state_dict`.
+        """Yield the remaining batches of the epoch. Raises errors of reads and transforms, also those of workers."""
+        # Move the sampler or data set to the cursor: it may be elsewhere, for example after `load_state_dict`.
         epoch, position = self._cursor
         self._source.seek(epoch, position)
         for batch in super().__iter__():

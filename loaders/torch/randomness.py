@@ -21,12 +21,12 @@ from datasvc.keyed_random import Keys, derive_keys
 from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
-_GLOBAL_GENERATORS = 48  # purpose of the keys; order, ingest and augmentation use lower numbers
+_GLOBAL_GENERATORS = 48  # purpose of the keys, unlike that of any other keys, so that draws are independent
 _BOUND: Final = 1 << 63
 
 
 class PlacedTransform:
-    """A user's transform with the randomness of a sample's position.
+    """Calls a user's transform with random numbers that depend on the sample's position.
 
     The transform gets a `numpy.random.Generator` if it has a parameter `generator`.
     """
@@ -64,7 +64,7 @@ def global_generators_at(index: ServedIndex) -> Iterator[None]:
     counter = np.array([0, 0, index.position, 0], np.uint64)
     bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
     seeds = bits.integers(0, _BOUND, 3).tolist()
-    # numpy's generator is replaced for the duration of the block: to copy its state takes ten times as long.
+    # numpy's generator is replaced for the duration of the block, because copying its state takes ten times as long.
     before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
     mtrand.set_bit_generator(_substitute_generator())
     np.random.seed([seeds[1] >> 32, seeds[1] & 0xFFFFFFFF])  # noqa: NPY002 - transforms draw from the global one

@@ -1,4 +1,4 @@
-"""Sample numbers that one rank gets at each step; a pure function, so equal in every process."""
+"""Sample numbers that one rank gets at each step: a pure function, so every process computes the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankOrder:
         return num_before + bool(size), num_before * self.batch_size + size
 
     def indices(self, epoch: int, step: Step) -> list[int]:
-        """Return this rank's samples of a step as `ServedIndex`; none if the last step is too short for this rank."""
+        """Return this rank's samples of a step as `ServedIndex`; an empty list if the last step is too short."""
         positions, mask = self._part(step)
         order = self._order(epoch)
         shards, rows = order.locate(positions)

@@ -1,4 +1,4 @@
-"""Reader of a split's samples by number. Each process opens shards and cache itself; none are pickled."""
+"""Reads a split's samples by number. Each process opens its own shards and cache, which cannot be pickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
 
-# A mapped shard uses two of a process's often 1024 file descriptors. Other shards use memory or cache budget.
+# A mapped shard uses two file descriptors; a process often has 1024. Other shards use memory or cache budget.
 _MAX_MAPPED_SHARDS: Final = 256
 _MAX_OTHER_SHARDS: Final = 4
 
@@ -48,13 +48,13 @@ class CacheAddress:
         return cls(Path(cache).expanduser().resolve())
 
     def open(self) -> Cache:
-        """Open the cache in this process. Raises as `Cache`."""
+        """Open the cache in this process. For errors see `Cache`."""
         options = {} if self.tenant is None else {"tenant": self.tenant}
         return Cache(self.folder, peers=self.peers, **options)
 
 
 class SampleReader:
-    """Reads samples in the process that created it; without a cache, a local repository in place.
+    """Reads samples, only in the process that created it; without a cache, it reads a local repository in place.
 
     Raises:
         ConfigError: the cache was open in the parent process before a fork.
@@ -117,7 +117,7 @@ class SampleReader:
 
 
 def reopen(split: Split) -> Split:
-    """Return a forked process's copy of a split, opened again, because store clients do not work after a fork."""
+    """Return a split, opened again in a forked process, because store clients do not work after a fork."""
     opened: Split = pickle.loads(pickle.dumps(split))  # noqa: S301 - pickled in the same line
     return opened
 

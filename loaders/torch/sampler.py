@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
     """One rank's batches of an epoch, as lists of `ServedIndex`: `DataLoader(dataset, batch_sampler=batches)`.
 
-    A `for` starts at the cursor of `set_epoch` or `load_state_dict`, and runs to the end of the epoch. It does not
-    move the cursor: loaders draw batches ahead, so drawn batches are not served yet. `ResumableDataLoader` and
-    torchdata's `StatefulDataLoader` track the batches served; with torch's own loader call `set_epoch` before each
-    epoch.
+    A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the end of the epoch. It
+    does not move the cursor, because loaders draw batches long before they serve them. `ResumableDataLoader` and
+    torchdata's `StatefulDataLoader` track the batches served. torch's own loader does not: call `set_epoch` before
+    each epoch.
 
     Args:
-        data: a split, or a data set of it.
+        data: a split, or a `Dataset` of a split.
         batch_size: samples of this rank per step.
         seed, order, ranks: see `Loader`.
         shuffle: "global" or None (table order); "auto" is "global".

@@ -25,7 +25,7 @@ class ServedIndex(int):
     counts: bool | None
 
     def __new__(cls, number: int, seed: int, epoch: int, position: int, counts: bool | None = None) -> Self:
-        """Create the number; an `int` gets its value in `__new__`."""
+        """Create the number here, because an `int` cannot get its value in `__init__`."""
         index = super().__new__(cls, number)
         index.seed, index.epoch, index.position, index.counts = seed, epoch, position, counts
         return index

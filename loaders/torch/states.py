@@ -1,7 +1,7 @@
-"""Conversion of torchdata's loader states to the common loader state of datasvc.
+"""Converts torchdata's loader states to the common loader state of datasvc.
 
-torchdata's `StatefulDataLoader` stores a state per worker, or of the sampler, after the last batch handed over, and
-can load it with the same number of workers only. The common state is a position, independent of workers.
+torchdata's `StatefulDataLoader` stores one state per worker, or that of the sampler, after the last batch handed
+over. It can load them only with the same number of workers. The common state is a position, independent of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DrawState:
         worker: index of the loader's worker; 0 in the main process.
         num_workers: number of workers of the loader; 0 in the main process.
         num_batches: number of batches that this process has drawn since the loader's start.
-        global_batch: positions of a step.
+        global_batch: number of positions of a step.
         num_samples: samples of the epoch.
         order: `OrderState` at the loader's start, as JSON values.
         kind: marker of this type in a stored state.
@@ -42,7 +42,7 @@ class DrawState:
 
     @classmethod
     def from_dict(cls, state: Any) -> DrawState:
-        """Return the state from its attributes by name. Raises ConfigError: they are not those of a state."""
+        """Return the state from a dict of its attributes. Raises ConfigError: `state` is no such dict."""
         if not _is_draw_state(state):
             raise ConfigError(
                 f"this is no state of a data set or sampler of datasvc: found {_summarize(state)}; give the "

@@ -1,4 +1,4 @@
-"""Distribution of a decision of data rank 0 to all ranks, through the key-value store of their process group.
+"""Distributes a decision of data rank 0 to all ranks, through the key-value store of their process group.
 
 A store is used instead of a collective, because ranks may call it from any thread and in parallel to other
 communication, and a rank that never calls it does not block the collectives of the others.
@@ -29,8 +29,8 @@ def default_store() -> Store | None:
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public function
-    # A clone has a separate connection: a wait locks the connection for all other threads. Stores written in Python,
-    # such as those of elastic jobs, have no such lock and cannot be cloned.
+    # A clone has a connection of its own, because a wait locks a connection for all other threads. Stores written in
+    # Python, such as those of elastic jobs, have no such lock and cannot be cloned.
     with suppress(RuntimeError):
         store = store.clone()
     default: Store = store
@@ -47,7 +47,7 @@ def agree(
         choose: function that decides, called once, on one process of data rank 0.
         is_first: whether this is a process of data rank 0; with tensor or pipeline parallelism there are several.
         store: store of the process group.
-        timeout: most time that other processes wait for the answer.
+        timeout: longest time that other processes wait for the answer.
 
     Raises:
         ConfigError: `choose` failed on data rank 0.

@@ -1,4 +1,4 @@
-"""Choose the decoding backend of a loader from its argument, its state or a trial, equally on all ranks."""
+"""Chooses the decoding backend of a loader from its argument, its state or a trial, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Draw = Callable[[], Sequence[TrialBatch]]
 class DecodeChoice:
     """The decoding backend of one loader.
 
-    Only a restored state changes the choice afterwards, because pixels differ between backends.
+    Once the backend is chosen, only a restored state changes it, because pixels differ between backends.
 
     Args:
         requested: backend of the user's `DecodeConfig`.
@@ -91,7 +91,7 @@ class DecodeChoice:
             DeviceError: the backend of the state does not work here.
             UnavailableError: data rank 0 does not report its choice.
         """
-        # These values are equal on all ranks. Otherwise some ranks would wait for others that do not take part.
+        # This uses only values that are equal on all ranks: no rank may wait for others that do not take part.
         is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
         needs_agreement = is_open and self._ranks.world_size > 1 and not self._is_agreed
         store = self._find_store() if needs_agreement else None
@@ -108,7 +108,7 @@ class DecodeChoice:
         )
         answer = agree(
             hashlib.sha256(identity.encode()).hexdigest(),
-            # A single candidate is reported too: other ranks may have several.
+            # Rank 0 reports even a single candidate, because other ranks may have several.
             lambda: self._settled or self._stored or self._choose_here(draw),
             is_first=self._ranks.rank == 0,
             store=store,
@@ -123,7 +123,7 @@ class DecodeChoice:
         return self._prove(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
     def _prove(self, stored: Backend, draw: Draw) -> Backend:
-        """Try the backend of the state, which may be of another machine, on this rank; return it if it works."""
+        """Return the backend of the state, after a trial here, because the state may be of another machine."""
         batches = draw()
         refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
         if refused:
@@ -157,7 +157,7 @@ class DecodeChoice:
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
                 raise ConfigError(f"decode='gpu' works with no backend of this machine: {reasons}; use decode='cpu'")
             return self._candidates[0]
-        chosen = max(trials.rates, key=trials.rates.__getitem__)  # of equal rates, that of the first candidate
+        chosen = max(trials.rates, key=trials.rates.__getitem__)  # the first candidate, if rates are equal
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
         _LOG.info("decode=%r is %r here: %s", self._requested, chosen, measured)
         return chosen

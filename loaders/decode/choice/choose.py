@@ -1,4 +1,4 @@
-"""The decoding backends: which are possible for a loader, and creation of a backend by its name."""
+"""Finds the decoding backends that are possible for a loader, and creates a backend by its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def find_missing() -> dict[Backend, str]:
         import_codec()
     except ConfigError as error:
         missing["cpu"] = str(error)
-    # `nvidia` first: without this parent package, the search for `nvidia.dali` raises an error.
+    # `nvidia` is searched first: without this parent package, the search for `nvidia.dali` raises an error.
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
         reason = "decoding on a GPU needs DALI, which is not installed; install nvidia-dali-cuda130"
         missing |= dict.fromkeys(ON_GPU, reason)

@@ -1,6 +1,6 @@
 """Number of processors for one rank: those of the process, divided by the number of ranks on the node.
 
-The default number of decoding threads.
+It is the default number of decoding threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 from datasvc.errors import ConfigError
 from datasvc.processors import count_processors
 
-# Set by torchrun and datasvc-run, by horovodrun, by Open MPI. The first one that is set is used.
+# Variables of torchrun and datasvc-run, of horovodrun, and of Open MPI. The first one that is set counts.
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 

@@ -11,7 +11,7 @@ import io
 import itertools
 import json
 import os
-import pickle  # to a process that this one starts
+import pickle  # only between this process and those that it starts
 import resource
 import signal
 import sys
@@ -97,7 +97,7 @@ def try_backends(
     Args:
         config: settings of the backends.
         candidates: backends to try, in this order.
-        batches: distinct, non-empty batches; a single one would stay in the processor's cache and raise the rates.
+        batches: non-empty batches; several, because a single one would stay in the processor's cache and be faster.
         module: module that the child runs.
         deadline_s: seconds after which a child that does not answer is killed.
     """
@@ -130,7 +130,7 @@ def _receive_answer(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
         is_late.set()
         child.process.kill()
 
-    # A timer that kills the child, because the child's output has no end while a decoder hangs.
+    # A timer kills the child, because reading its output would never end while a decoder hangs.
     timer = threading.Timer(deadline_s, end)
     timer.start()
     try:
@@ -208,8 +208,8 @@ def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageB
             with closing(make(job.config, candidate)) as backend:
                 compare_with_pillow(backend, batches[0], job.config)
                 if not any(map(is_plain_jpeg, batches[0].images)):
-                    # A GPU decodes only JPEGs. Without this trial, the first JPEG would be decoded in the
-                    # loader's process, which a faulty decoder could crash.
+                    # A GPU decodes only JPEGs. Without this trial, its decoder would get its first JPEG in the
+                    # loader's process, which it may crash.
                     compare_with_pillow(backend, _make_jpeg(), job.config)
                 rate = measure_rate(backend, batches, prefetch=job.config.prefetch)
             yield {"rate": rate}  # after `close`, because some decoders fail in it
@@ -269,7 +269,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has answers only
     job: TrialJob = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-    end_with_input()  # the parent has exited, or has ended a trial in which a decoder hangs
+    end_with_input()  # exit when stdin ends: the parent has exited, or has given up on a trial
     for answer in answer_trials(job, partial(make_backend, framework="torch", profiler=StepProfiler())):
         print(json.dumps(answer), file=answers, flush=True)
 

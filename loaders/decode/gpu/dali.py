@@ -200,13 +200,14 @@ def _build(config: BackendConfig, graph: Graph) -> Any:
         starts = fn.external_source(name="starts", no_copy=True, dtype=types.INT32, ndim=1)
         shapes = fn.external_source(name="shapes", no_copy=True, dtype=types.INT32, ndim=1)
         flips = fn.external_source(name="flips", no_copy=True, dtype=types.INT32, ndim=0)
-        how = {"output_type": types.RGB, **decoder_arguments(config)}
+        options = {"output_type": types.RGB, **decoder_arguments(config)}
         window = {"start": starts, "shape": shapes, "axes": [0, 1]}
         if graph == "window":
-            decoded = fn.decoders.image_slice(images, **window, **how)
+            decoded = fn.decoders.image_slice(images, **window, **options)
         else:
-            decoded = fn.slice(fn.decoders.image(images, **how), **window)
-        # DALI's kernel differs from Pillow's by a fifth of a level in the mean; torch has no GPU kernel for bytes.
+            decoded = fn.slice(fn.decoders.image(images, **options), **window)
+        # DALI scales, because torch has no GPU kernel for bytes; it differs from Pillow by a fifth of a level in the
+        # mean.
         scaled = fn.resize(decoded, resize_x=size, resize_y=size, interp_type=types.INTERP_LINEAR, antialias=True)
         pipe.set_outputs(fn.crop_mirror_normalize(scaled, mirror=flips, **output_arguments(config.pixels)))
     pipe.build()

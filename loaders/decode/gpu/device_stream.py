@@ -1,6 +1,6 @@
 """A separate GPU stream, whose copies and kernels run in parallel to those of the caller's stream.
 
-Invariant: every tensor that is made on it is passed to `hand_over`: the caller's stream waits for the tensor, and
+Invariant: every tensor that is made on it is passed to `hand_over`. So the caller's stream waits for the tensor, and
 torch's allocator reuses its memory only after the caller's stream has finished with it.
 """
 
@@ -33,7 +33,7 @@ def make_stream(device: int | torch.device) -> torch.cuda.Stream:
     """Return a new stream of a GPU."""
     import torch
 
-    make: Any = torch.cuda.Stream  # without type annotations
+    make: Any = torch.cuda.Stream  # torch does not annotate its arguments
     stream: torch.cuda.Stream = make(device)
     return stream
 

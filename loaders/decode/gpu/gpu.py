@@ -83,7 +83,7 @@ class GpuBackend:
         self._name = BACKENDS[graph]
         self._profiler = profiler or StepProfiler()
         self._pipeline = DaliPipeline(config, graph)
-        self._threads: CpuBackend | None = None  # created for the first image that DALI cannot decode
+        self._cpu_backend: CpuBackend | None = None  # created for the first image that DALI cannot decode
         self._in_progress: deque[_DividedBatch] = deque()
         self._num_unexplained = 0
 
@@ -109,7 +109,7 @@ class GpuBackend:
         else:
             self._num_unexplained = 0
         if failed:
-            # After the handler, because the traceback of its error refers to the pipeline's memory.
+            # Only after the handler has ended, because the traceback of its error refers to the pipeline's memory.
             self._rebuild_pipeline()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):
@@ -119,10 +119,10 @@ class GpuBackend:
 
     def close(self) -> None:
         """See `ImageBackend`."""
-        # First, because DALI's threads read the images' memory and must finish before it is released.
+        # The pipeline first: its threads read the images' memory and must finish before this memory is released.
         self._pipeline.close()
-        if self._threads is not None:
-            self._threads.close()
+        if self._cpu_backend is not None:
+            self._cpu_backend.close()
         self._in_progress.clear()
 
     def _rebuild_pipeline(self) -> None:
@@ -141,7 +141,7 @@ class GpuBackend:
         return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
 
     def _decode_after_failure(self, part: _SubBatch, error: RuntimeError) -> DecodedImages:
-        """Decode images on which DALI failed on the CPU, which finds the bad ones."""
+        """Decode on the CPU the images on which DALI failed, to find the bad ones."""
         run = self._start_on_cpu(part)
         assert run is not None
         decoded = self._cpu().finish(run)
@@ -187,11 +187,11 @@ class GpuBackend:
         return tensor if self._config.device_id is None else tensor.cuda(self._config.device_id)
 
     def _cpu(self) -> CpuBackend:
-        if self._threads is None:
-            self._threads = CpuBackend(
+        if self._cpu_backend is None:
+            self._cpu_backend = CpuBackend(
                 self._config, backend=_cpu_decoder(), framework="torch", profiler=self._profiler
             )
-        return self._threads
+        return self._cpu_backend
 
 
 def _cpu_decoder() -> Backend:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ColourBackend:
     """An `ImageBackend` that changes the colours of the images of a `GpuBackend` on their device.
 
-    Arguments and errors as of `GpuBackend`.
+    For arguments and errors see `GpuBackend`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ColourBackend:
         with device_errors(self._name):
             self._finish = DeviceFinish(config.pixels, device)
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
-        # Last, because it starts threads and allocates memory, which would not be released if a later step failed.
+        # Created last: it starts threads and allocates memory, which would not be released if a later step failed.
         self._inner = GpuBackend(dataclasses.replace(config, pixels=levels), graph, profiler=profiler)
         self._in_progress: deque[ColourFactors | None] = deque()
 

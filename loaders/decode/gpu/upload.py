@@ -96,7 +96,7 @@ class PinnedRing:
 class UploadBackend:
     """An `ImageBackend` that decodes on the CPU and normalises on a device.
 
-    Colours change on the device too, unless the user has a transform, which comes after them.
+    Colours are changed on the device too, unless the user has a transform, which runs on the CPU after them.
 
     Args:
         config: settings of the backend.
@@ -138,7 +138,7 @@ class UploadBackend:
         colours = None
         if edit is not None and edit.transform is None:
             colours, edit = edit.colours, None
-        # Timed as a transfer, because `PinnedRing.take` waits for the device if all slots are in use.
+        # This counts as transfer, because `PinnedRing.take` waits for the device if all slots are in use.
         with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
         self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
@@ -162,7 +162,7 @@ class UploadBackend:
         self._ring.close()
 
     def _upload_ahead(self) -> None:
-        """Start to copy the next batch while the caller uses the last one, if it is decoded."""
+        """If the next batch is decoded, start to copy it while the caller uses the last one."""
         # `is_decoded` is False after an error, which `take` raises when it reaches that batch.
         if self._fed and self._fed[0].run.is_decoded:
             self._upload()
