@@ -19,7 +19,7 @@ from datasvc.loaders.profiling.step_times import Stage
 
 B = TypeVar("B")
 
-# A job may wait for one more batch after every 8 batches, so slow jobs cost it an eighth of its batches at most.
+# A job may wait for one more batch after every 8 batches, so slow jobs delay at most an eighth of its batches.
 _BATCHES_PER_PATIENCE: Final = 8
 
 
@@ -32,7 +32,7 @@ class SharingCounts:
         decoded: batches that this job decoded, for itself and for the others.
         behind: number of times that the job fell too far behind the others.
         last_behind: batches behind the fastest job at the last such time.
-        lost: number of times that a job was silent for too long, or that the group could not be used.
+        lost: number of times that another job was silent for too long, or that the group could not be used.
     """
 
     shared: int = 0
@@ -43,7 +43,7 @@ class SharingCounts:
 
 
 class Pace:
-    """Distance of this job to the others of its group, in steps, and the decision when to wait for them.
+    """Measures how far this job is from the others of its group, in steps, and decides when to wait for them.
 
     Args:
         group: settings of the group.
@@ -82,9 +82,9 @@ class Pace:
         self._is_behind = False
 
     def wait_for_others(self, cursor: Cursor) -> None:
-        """Wait for jobs that are further behind this one than the lag, before this job decodes a step.
+        """Before this job decodes a step, wait for jobs that are behind it by more than the lag.
 
-        Only jobs that decode are waited for: a job that trains or is stopped decodes nothing.
+        This job waits only for jobs that are decoding, not for one that trains or is stopped.
 
         Raises:
             LagError: this job is too far behind the others, and the group has `when_behind="raise"`.
@@ -109,7 +109,7 @@ class Pace:
         return cursor.epoch * self._steps_per_epoch + cursor.position // self._global_batch
 
     def _wait_for(self, other: Cursor, behind: int) -> bool:
-        """Wait for the step of a job that is `behind` steps behind this job; return False if none is waited for."""
+        """Wait for the step of a job that is `behind` steps behind this job; return False if it need not wait."""
         if not self._group.lag < behind <= self._patience_left:
             return False
         pending = self._folder.find(other)
@@ -123,7 +123,7 @@ class Pace:
 
     def _record_lag(self, ahead: int) -> None:
         if ahead <= self._patience_left:
-            # Not behind yet: the other jobs, which have the same patience, wait for this job.
+            # This job is not too far behind yet: the others have the same patience, so they wait for it.
             self._patience_left -= 1
             return
         was_behind, self._is_behind = self._is_behind, True
@@ -164,8 +164,8 @@ class SharedDecoder(Generic[B]):
         self._folder, self._pace, self._group = folder, pace, group
         self._counts, self._profiler = counts, profiler
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="datasvc-publish")
-        # Batches with the result if another job has decoded it, the future if this job decodes it, or None if
-        # another job decodes it.
+        # Each batch with its result if another job has decoded it, with a future if this job is decoding it, or with
+        # None if another job is decoding it.
         self._fed: deque[tuple[SampleBatch, Any]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
@@ -173,7 +173,7 @@ class SharedDecoder(Generic[B]):
         self._pace.advance()
         result = self._find_or_decode(batch)
         if isinstance(result, PendingStep):
-            # Closed, because `take` looks for the batch again: an open pipe per prefetched batch has no use.
+            # Close the pending step: `take` looks for the batch again, so an open pipe per batch has no use.
             with result:
                 result = None
         self._fed.append((batch, result))
@@ -246,7 +246,8 @@ class SharedDecoder(Generic[B]):
             self._folder.abandon(cursor)
             raise
         with suppress(OSError):
-            # Without memory or a file descriptor the claim ends too, and other jobs decode the step.
+            # If no memory or file descriptor is left, `publish` still ends the claim, and another job decodes the
+            # step.
             self._folder.publish(cursor, finished)
         return finished
 

@@ -1,9 +1,9 @@
 """The folder of a decode group: one symbolic link per step that a job of the group decodes or has decoded.
 
 While a job decodes a step, the link of the step points to a pipe of this job; afterwards it points to the memory of
-the batch. To create the link is to claim the step: only one job can do so, and each step is decoded once. The jobs
-need no server, and no job waits for a lock of another job. A job that exits or is killed leaves only links without a
-target, which other jobs remove.
+the batch. A job claims a step by creating its link: only one job can create it, so each step is decoded once. The
+jobs need no server, and no job waits for a lock of another job. A job that exits or is killed leaves only links
+without a target, which other jobs remove.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datasvc.loaders.decode_sharing.membership import Membership
 from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, size_of
 from datasvc.loaders.decode_sharing.packing import pack
 
-# Buffers that are kept for the next batches of this job, because new memory costs more than to fill it.
+# Buffers that are kept for the next batches of this job, because allocating memory takes longer than filling it.
 _MAX_SPARE: Final = 4
 _TRIES: Final = 100
 
@@ -52,8 +52,8 @@ class PendingStep:
 class GroupFolder:
     """A job's view of its decode group. One thread calls `publish` and `abandon`, another one the other methods.
 
-    Args and errors as of `Membership`; `num_kept` is the maximum number of mappings of other jobs' memory that are
-    kept for later batches. Methods raise OSError if no file descriptor or no memory is left.
+    For arguments and errors see `Membership`; `num_kept` is the maximum number of mappings of other jobs' memory that
+    are kept for later batches. Methods raise OSError if no file descriptor or no memory is left.
     """
 
     def __init__(self, name: str, ranks: DataRanks, settings: Mapping[str, Any], num_kept: int = 16) -> None:
@@ -86,7 +86,7 @@ class GroupFolder:
             self._membership.leave()
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the batch of a step; a `PendingStep`, which the caller closes, if a job decodes it; or None."""
+        """Return the batch of a step; if a job is decoding it, a `PendingStep`, which the caller closes; or None."""
         links, name = self._membership.links, _name_of(cursor)
         link = links.open(name)
         if link is None:
@@ -102,7 +102,8 @@ class GroupFolder:
             if link is not None:
                 os.close(link.descriptor)
         if batch is None:
-            # The job is silent, or uses the memory for another batch: without the link the step can be claimed.
+            # The job is silent, or uses the memory for another batch: remove the link, so that the step can be
+            # claimed.
             links.remove(name, link.target)
         else:
             self._silent.discard(link.process)
@@ -154,7 +155,7 @@ class GroupFolder:
             self.abandon(cursor)
 
     def abandon(self, cursor: Cursor) -> None:
-        """End the claim of a step, if there is one; a job that waits for a step without a batch then decodes it."""
+        """End the claim of a step, if there is one; a job that waits for it decodes it, unless it was published."""
         with self._lock:
             pipe = self._claims.pop(cursor, None)
             if pipe is not None:
@@ -217,6 +218,7 @@ class GroupFolder:
             self._spare.pop(0).close()
 
     def _key(self, cursor: Cursor) -> bytes:
+        """Return the key that tells the batch of a step, with the settings of this group, from any other batch."""
         content = self._membership.settings + f" {_name_of(cursor)}".encode()
         return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 

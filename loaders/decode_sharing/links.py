@@ -42,7 +42,7 @@ class OpenLink(NamedTuple):
 
 
 class LinkFolder:
-    """An open folder of links, which is created if it does not exist. Methods raise OSError as the constructor does.
+    """An open folder of links, which is created if it does not exist. Methods raise OSError like the constructor.
 
     Raises:
         ConfigError: the path is not a folder that only this user can open.
@@ -90,8 +90,8 @@ class LinkFolder:
             if target is None:
                 return None
             descriptor = _open_target(target)
-            # If the link has not changed, its creator had not closed the descriptor yet. Later the number of the
-            # descriptor may stand for another file.
+            # If the link is still the same, its creator had not closed the descriptor before it was opened here.
+            # After that, the number of the descriptor may stand for another file.
             if self.read(name) == target:
                 if descriptor is not None:
                     return OpenLink(target, descriptor)

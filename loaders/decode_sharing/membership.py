@@ -23,17 +23,17 @@ _TRIES: Final = 100
 
 
 def folder_of(name: str, ranks: DataRanks) -> Path:
-    """Return the folder of this user's decode group `name` for one data rank: each rank has different batches."""
+    """Return the folder of this user's decode group `name` for one data rank, because ranks get different batches."""
     return _ROOT / f"{_prefix()}{ranks.rank}-of-{ranks.world_size}-{quote(name, safe='')}"
 
 
 def _prefix() -> str:
-    # With the name space of processes: containers may share `_ROOT`, but a process id is valid in one of them only.
+    # The PID namespace is part of it: containers may share `_ROOT`, but a process id is valid in one of them only.
     return f"datasvc-decode-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 class Membership:
-    """Membership of a job in a decode group; at first the job is no member.
+    """Membership of a job in a decode group, which begins with `join`.
 
     Args:
         name: name of the group.
@@ -123,7 +123,7 @@ class Membership:
             if link is None:
                 continue
             other: Any = None
-            # The link of a killed job may point to a file of a new process with the same id.
+            # The link of a killed job may point to any file of a new process with the same id.
             with suppress(OSError, ValueError):
                 other = json.loads(os.pread(link.descriptor, _MAX_SETTINGS_BYTES, 0))
             os.close(link.descriptor)

@@ -54,7 +54,7 @@ class SharedBuffer:
             raise
 
     def try_lock(self) -> bool:
-        """Return whether no job maps the memory; no job can map it then until `unlock`."""
+        """Lock the memory, so that no job can read it until `unlock`. Return False if a job uses it."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -151,12 +151,12 @@ class _Mapping:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return None  # the job that owns the memory writes the next batch to it
-        # Under the lock, so that the header does not change after the comparison.
+        # The header is read under the lock, so that it does not change after the comparison.
         stored_key, num_parts = _HEADER.unpack_from(self._mapped, 0)
         if stored_key != key:
             self._unlock()
             return None
-        # Only the views of the batch keep `owner` alive, so the last view ends it.
+        # Only the views of the batch keep `owner` alive, so `owner` ends with the last view.
         owner = (ctypes.c_char * len(self._mapped)).from_buffer(self._mapped)
         # Any thread may drop the last view, so `unused` is a deque, to which appending is atomic.
         weakref.finalize(owner, self._return, unused).atexit = False

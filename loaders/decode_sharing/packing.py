@@ -1,6 +1,6 @@
 """Serialization of a batch as byte arrays: one per array or tensor, and a header that describes them.
 
-The header is a pickle: both processes belong to one user and run the same program, and nothing is stored.
+The header may be a pickle, because both processes belong to one user and run the same program, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def pack(batch: object) -> list[Part]:
     """Return the batch as byte arrays, the header last: views of contiguous memory, copies otherwise."""
     arrays: list[Part] = []
 
-    # No method of the pickler: it would make a reference cycle, which keeps the batch until garbage collection.
+    # As a method of the pickler it would make a reference cycle, which keeps the batch until garbage collection.
     def set_aside(buffer: pickle.PickleBuffer) -> None:
         arrays.append(np.frombuffer(buffer.raw(), np.uint8))
 

@@ -18,11 +18,11 @@ class DecodeGroup:
 
     Attributes:
         name: name of the group; jobs of one user with the same name share batches.
-        lag: number of batches that a job may be behind the one that decodes and still get shared batches. So many
-            are kept in memory, once for all jobs.
-        patience: number of batches that a job waits in total for jobs that are further behind, such as a job that
-            starts late or writes a checkpoint. Every eight batches of the job add one to this number again. 0: it
-            never waits.
+        lag: number of batches that a job may be behind the one that decodes and still get shared batches. This
+            number of batches is kept in memory, once for all jobs.
+        patience: total number of batches for which a job waits for jobs that are further behind, such as a job that
+            starts late or writes a checkpoint. After every eight batches of its own, it may wait for one more, up to
+            this number. 0: it never waits.
         when_behind: "alone": a job that is too far behind decodes the same batches in its own process until it
             catches up; "raise": it gets a `LagError`.
         silent_s: seconds that a job waits for a batch that another job decodes; then it decodes the batch itself.

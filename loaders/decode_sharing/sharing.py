@@ -61,7 +61,7 @@ class Sharing(Generic[B]):
             inner: decoder of the batches that this job decodes; see `SharedDecoder`.
             kind: further settings that affect the batches: the array type and the backend.
         """
-        # The kind is one of the settings of a job, so with another kind the job joins the group again.
+        # The kind is one of the settings of a job, so if it changes, the job leaves the group and joins it again.
         if self._folder is None or self._pace is None or self._kind != kind:
             self.close()
             self._kind = kind
@@ -112,8 +112,8 @@ def _to_json(name: str, value: object) -> Any:
             "module, no lambdas"
         ) from error
     if isinstance(value, FunctionType):
-        # The pickle of a function has only its name, and two scripts, both `__main__`, may differ in a function of
-        # one name.
+        # The pickle of a function has only its name, but two scripts, both `__main__`, may have different functions
+        # of one name.
         code = value.__code__
         constants = [constant for constant in code.co_consts if isinstance(constant, str | int | float | bytes)]
         content += code.co_code + repr((code.co_names, constants)).encode()

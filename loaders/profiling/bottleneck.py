@@ -1,11 +1,12 @@
-"""Diagnosis of a run's bottleneck from its summed step times, with advice in words.
+"""Finds the bottleneck of a run from the sums over its steps, and gives advice in words.
 
-Decoding threads run parallel to the caller. With `prefetch` batches in progress a step takes the longer of two times:
-the threads' time for a batch, or the caller's time for a batch plus the loader's work in the caller's thread. Hence:
+Decoding threads run parallel to the caller, which consumes the batches. With `prefetch` batches in progress a step
+takes the longer of two times: the threads' time for a batch, or the caller's time for a batch plus the loader's work
+in the caller's thread. Hence:
 
-- If the caller waited for a small fraction of its time, the caller itself is the bottleneck.
-- If most calls waited for other threads, the stage of these threads is the bottleneck, whatever other stages took.
-- Otherwise it is the stage that blocked the calls longest.
+- If the caller spent only a small fraction of its time waiting, the caller itself is the bottleneck.
+- If most calls waited for other threads, the stage of these threads is the bottleneck, however long other stages
+took. - Otherwise it is the stage that blocked the calls longest.
 
 The creation of the decoder is not counted, because it happens once.
 """
@@ -20,7 +21,7 @@ from typing import Final
 from datasvc.loaders.profiling.step_times import Stage, Totals
 
 STARVED_SHARE: Final = 0.05
-"""Fraction of the time spent waiting from which a run counts as starved."""
+"""A run counts as starved if it spends at least this fraction of its time waiting."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
 
 
 def _missing_threads(totals: Totals, num_threads: int) -> int:
-    """Return the number of further threads that keep up with the consumer, if speed grows with the threads."""
+    """Return how many more threads could serve the consumer, if speed is proportional to their number."""
     num_missing = num_threads * totals.blocked_s[Stage.DECODE] / max(totals.consumer_s, _ROUNDING)
     return max(1, math.ceil(num_missing - _ROUNDING))
 

@@ -1,7 +1,8 @@
 """Named ranges around the stages of a loader, for torch's profiler and for NVTX tools such as Nsight Systems.
 
 Ranges are opened while torch's profiler records, and always in a process that an NVTX tool started or that has
-`DATASVC_NVTX=1`. Otherwise a stage costs two flag checks. No range is opened before torch is imported elsewhere.
+`DATASVC_NVTX=1`. Otherwise a stage costs two flag checks. This module does not import torch: until other code does,
+no range is opened.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)
 
 
 def open_range(kind: str) -> Callable[[], object] | None:
-    """Open the range of a stage, `BATCH` or `WAIT` in this thread.
+    """Open the range of a stage, `BATCH` or `WAIT` in the calling thread.
 
     Returns:
         A function that closes the range. None if no range was opened: neither torch's profiler nor NVTX ranges are

@@ -34,7 +34,7 @@ class Report:
     """Time per stage of a loader's steps; `str(report)` is a table that ends with the bottleneck.
 
     Attributes:
-        totals: sums over all steps.
+        totals: sums over all steps since the loader's last `restart_report`.
         bottleneck: the stage that limits the run, or the consumer.
         wait_p50_s: median wait of a step. Percentiles and longest waits cover the last 4,096 steps.
         wait_p95_s: 95th percentile of the waits.

@@ -18,7 +18,7 @@ from datasvc.loaders.profiling.step_times import Stage, StepTimes, Sums, TimeSpa
 _MAX_STEPS: Final = 4096
 _MAX_SPANS: Final = 32768
 
-# Fields of a `TimeSpan`. A tuple, because to create a `TimeSpan` takes longer than to time a stage.
+# Fields of a `TimeSpan`: a tuple, because creating a `TimeSpan` takes longer than timing a stage.
 _SpanFields = tuple[str, int, str, int, int, int]
 
 
@@ -31,15 +31,15 @@ class StepProfiler:
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
-        self.here = _Thread()
-        # Reentrant: garbage collection may finish an abandoned iterator, which calls `pause`, at any allocation.
+        self.here = _Thread()  # each thread sees its own values
+        # Reentrant, because at any allocation garbage collection may end an abandoned iterator, which calls `pause`.
         self._lock = threading.RLock()
         self._earlier, self._since_restart = Sums(), Sums()
         self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)
         self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
         self._active: Counter[Stage] = Counter()
         self._current: StepStageTimer | None = None  # the step whose batch the consumer uses
-        self.number = 0
+        self.number = 0  # number of the last step handed over
 
     def step(self) -> StepStageTimer:
         """Time a call for a batch: `with profiler.step() as step`; set `step.num_samples` inside.
@@ -101,7 +101,7 @@ class StepProfiler:
         self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
-        """Begin a stage outside of calls; called by `StageTimer`. A wait there is no work, and delays no call."""
+        """Begin a stage outside of calls; called by `StageTimer`. A wait there does not count: it is no work."""
         if timer.is_wait:
             return
         timer.counted = timer.stage

@@ -2,7 +2,7 @@
 
 A step is one call for a batch plus the consumer's time until the next call. Each moment inside the call belongs to
 one stage, the innermost, so the stages of a step add up to its wait. Work of other threads, such as decoding, is
-counted separately: it costs the consumer nothing unless a call waits for it.
+counted separately, as time beside the calls: it costs the consumer nothing unless a call waits for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 # Waiting for a thread that has finished takes time too, so shorter waits than this fraction of a step do not count.
 _BOUND_SHARE: Final = 0.02
-_S: Final = 1e-9
+_S_PER_NS: Final = 1e-9
 
 
 class Stage(StrEnum):
@@ -25,7 +25,7 @@ class Stage(StrEnum):
     PEER = "peer"  # fetching shards from another node
     CACHE = "cache"  # opening and releasing resident shards
     READ = "read"  # planning the batch, views of samples, values of columns
-    DECODE = "decode"
+    DECODE = "decode"  # converting samples to arrays
     COLLATE = "collate"  # combining decoded samples into one batch
     TRANSFER = "transfer"  # host to device
     START = "start"  # creating the decoder
@@ -145,8 +145,8 @@ class Sums:
         return Totals(
             num_steps=self.num_steps,
             num_samples=self.num_samples,
-            wait_s=self.wait_ns * _S,
-            consumer_s=self.consumer_ns * _S,
+            wait_s=self.wait_ns * _S_PER_NS,
+            consumer_s=self.consumer_ns * _S_PER_NS,
             blocked_s=_seconds(self.blocked_ns),
             waiting_s=_seconds(self.waiting_ns),
             beside_s=_seconds(self.beside_ns),
@@ -156,4 +156,4 @@ class Sums:
 
 
 def _seconds(times_ns: Mapping[Stage, int]) -> dict[Stage, float]:
-    return {stage: value * _S for stage, value in times_ns.items() if value}
+    return {stage: value * _S_PER_NS for stage, value in times_ns.items() if value}

@@ -1,4 +1,4 @@
-"""A `ShardStore` that times each access, by where the shard was: in the cache, on a peer, or at the origin."""
+"""A `ShardStore` that times each access separately for shards in the cache, on a peer, and at the origin."""
 
 from __future__ import annotations
 

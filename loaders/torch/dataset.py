@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 class Dataset(torch.utils.data.Dataset[Any]):
     """A split as `torch.utils.data.Dataset`: `dataset[5]` is a dict of columns, or the result of `transform` for it.
 
-    Its pickle contains only the addresses of split and cache. Every process opens shards and cache itself at its
+    Its pickle contains the addresses of split and cache. Every process opens shards and cache itself at its
     first read, so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the
     child: give its folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the `DataLoader`.
 

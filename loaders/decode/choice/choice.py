@@ -91,7 +91,7 @@ class DecodeChoice:
             DeviceError: the backend of the state does not work here.
             UnavailableError: data rank 0 does not report its choice.
         """
-        # This uses only values that are equal on all ranks: no rank may wait for others that do not take part.
+        # Only values that are equal on all ranks decide this: no rank may wait for others that do not take part.
         is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
         needs_agreement = is_open and self._ranks.world_size > 1 and not self._is_agreed
         store = self._find_store() if needs_agreement else None
