@@ -23,7 +23,7 @@ _GREY: Final = np.array([[0.299], [0.587], [0.114]], np.float32)
 _WHITE: Final = np.float32(255)
 _NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing
 _NUM_SCRATCH = 4  # scratch planes for a change
-_THREAD_LOCAL: Final = threading.local()  # a changer per thread; allocating one takes longer than its work
+_THREAD_LOCAL: Final = threading.local()  # keeps a changer: allocating one takes longer than its work
 
 
 class _ColourChanger:

@@ -2,8 +2,8 @@
 
 The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255,
 because sums are rounded differently. Brightness, contrast and saturation are all blends of the image, its grey and
-its mean grey, so one pass can make a different change to each image. So a batch needs only as many passes as the
-image with the most changes, although every image has its own order.
+its mean grey, so one pass can make a different change to each image. A batch therefore needs only as many passes as
+the image with the most changes, although every image has its own order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shard stores that read a loader's splits through the node's cache, whose budget must hold the windows of all.
+"""Shard stores that read a loader's splits through the node's cache; its budget must hold the windows of all splits.
 
 Loaders with `cache=` use them. If the budget is too small, creating the loader fails, before anything is fetched.
 """

@@ -85,7 +85,7 @@ class Ledger:
             "tail": tail,
         }
         self._ranks = ranks
-        self._begin = (0, 0)
+        self._begin_cursor = (0, 0)
         self._path: Path | None = None
         self._file: int | None = None
         self._header_bytes = 0
@@ -96,7 +96,7 @@ class Ledger:
     def begin(self, epoch: int, position: int) -> None:
         """Begin a new file for the batches from this cursor on."""
         self.close()
-        self._begin, self._path = (epoch, position), None
+        self._begin_cursor, self._path = (epoch, position), None
         self._position, self._last = _WritePosition(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
@@ -181,7 +181,7 @@ class Ledger:
             raise self._write_error(error) from error
 
     def _header(self) -> Header:
-        epoch, position = self._begin
+        epoch, position = self._begin_cursor
         return Header(
             **self._header_fields,
             data_rank=self._ranks.rank,

@@ -63,11 +63,11 @@ class Loader(ABC, Generic[B]):
         blob: column to decode; None if the decoder reads the parts of a batch itself.
         columns: further columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
-        training: True: shuffled order, full batches only; False: table order, last batch padded.
+        training: True: shuffled order, full batches only; False: order of the shard table, last batch padded.
         cache: cache of the node; None: read a local repository in place, and a remote one into memory.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
-        shuffle: "global", None (table order), or "auto": "global" in training, None otherwise.
-        order: all parameters of the order, in place of `seed` and `shuffle`; needed for the order "windowed".
+        shuffle: "global", None (order of the shard table), or "auto": "global" in training, None otherwise.
+        order: all parameters of the order, in place of `seed` and `shuffle`; needed for the shuffle "windowed".
         ranks: data-parallel rank of this process, or a `torch.distributed` device mesh of one axis, such as
             `mesh["data"]`. Tensor- and pipeline-parallel peers give the same rank and get the same batches. Default:
             rank 0 of 1.
@@ -112,7 +112,7 @@ class Loader(ABC, Generic[B]):
         self._prefetch = prefetch
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
-        self._last_whole = len(split) - self._global_batch + 1
+        self._full_until = len(split) - self._global_batch + 1
         self._cached_stores = (
             []
             if cache is None
@@ -177,7 +177,7 @@ class Loader(ABC, Generic[B]):
         epoch = self._cursor.epoch
         try:
             # The first comparison is cheap; `steps_left` is needed for the last batch of an epoch only.
-            while self._cursor.epoch == epoch and (self._cursor.position < self._last_whole or self.steps_left):
+            while self._cursor.epoch == epoch and (self._cursor.position < self._full_until or self.steps_left):
                 batch, self._cursor = self._next()
                 yield batch
         finally:

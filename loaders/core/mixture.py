@@ -51,7 +51,7 @@ class Mixture:
     ) -> None:
         pairs = list(parts.items() if isinstance(parts, Mapping) else parts)
         self.splits: tuple[Split, ...] = tuple(split for split, _ in pairs)
-        self.weights: tuple[int, ...] = _as_integers([_parse(weight, split) for split, weight in pairs])
+        self.weights: tuple[int, ...] = _as_integers([_parse_weight(weight, split) for split, weight in pairs])
         self.block = block
         self._check()
         weighted = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
@@ -200,7 +200,7 @@ def largest(samples: Split | Mixture, statistic: str) -> int:
     return max(split.table.largest(statistic) for split in weighted_splits(samples))
 
 
-def _parse(weight: float | Fraction, split: Split) -> Fraction:
+def _parse_weight(weight: float | Fraction, split: Split) -> Fraction:
     """Return a weight as a fraction; a float as the shortest decimal number that represents it."""
     try:
         number = weight if isinstance(weight, int | Fraction) else float(weight)

@@ -1,6 +1,6 @@
 """Further columns of a batch: numbers and booleans as arrays, everything else as lists of Python values.
 
-They are what the argument `columns` of `ImageLoader` requests.
+The argument `columns` of `ImageLoader` requests them.
 """
 
 from __future__ import annotations

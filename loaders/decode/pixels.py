@@ -67,7 +67,7 @@ class PixelFormat:
 
     @property
     def shift(self) -> npt.NDArray[np.float32]:
-        """Summand of each channel in the normalisation, `float32[3]`."""
+        """Offset of each channel in the normalisation `level * scale + shift`, `float32[3]`."""
         return np.asarray(-np.array(self.mean) / np.array(self.std), np.float32)
 
     def shape(self, count: int, size: int) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ class PixelWriter:
         np.add(rows, self._row_shift, out=rows)
 
     def _write_halves(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
-        """Write images of 16-bit floats."""
+        """Write an image as 16-bit floats."""
         # A lookup table of the 256 levels, because rounding of float32 in NumPy takes four times as long.
         np.copyto(self._planes, _to_planes(image, flip))
         halves = out if self._planar else self._halves

@@ -17,8 +17,8 @@ from datasvc.loaders.decode.pixels import Pixels
 def make_resizer(framework: Framework, size: int) -> Callable[[Pixels], Pixels]:
     """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to `uint8[size, size, 3]`.
 
-    Its result is valid until the next call. "torch" selects torch's kernel; "numpy" Pillow's, and torch is not
-    imported.
+    Each result is valid until the next call. "torch" selects torch's kernel; "numpy" selects Pillow's, without an
+    import of torch.
     """
     if framework == "torch":
         return _make_torch_resizer(size)

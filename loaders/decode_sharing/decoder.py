@@ -246,8 +246,7 @@ class SharedDecoder(Generic[B]):
             self._folder.abandon(cursor)
             raise
         with suppress(OSError):
-            # If no memory or file descriptor is left, `publish` still ends the claim, and another job decodes the
-            # step.
+            # If memory or descriptors run out, `publish` still ends the claim, and another job decodes the step.
             self._folder.publish(cursor, finished)
         return finished
 

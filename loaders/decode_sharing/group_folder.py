@@ -102,8 +102,7 @@ class GroupFolder:
             if link is not None:
                 os.close(link.descriptor)
         if batch is None:
-            # The job is silent, or uses the memory for another batch: remove the link, so that the step can be
-            # claimed.
+            # The job is silent, or uses the memory for another batch: without its link, the step can be claimed.
             links.remove(name, link.target)
         else:
             self._silent.discard(link.process)
@@ -155,7 +154,7 @@ class GroupFolder:
             self.abandon(cursor)
 
     def abandon(self, cursor: Cursor) -> None:
-        """End the claim of a step, if there is one; a job that waits for it decodes it, unless it was published."""
+        """End the claim of a step, if there is one. If no batch was published, a job that waits for it decodes it."""
         with self._lock:
             pipe = self._claims.pop(cursor, None)
             if pipe is not None:

@@ -28,7 +28,7 @@ def folder_of(name: str, ranks: DataRanks) -> Path:
 
 
 def _prefix() -> str:
-    # The PID namespace is part of it: containers may share `_ROOT`, but a process id is valid in one of them only.
+    # It names the PID namespace, because containers may share `_ROOT`, but not the meaning of a process id.
     return f"datasvc-decode-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 

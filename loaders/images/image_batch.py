@@ -14,7 +14,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class ImageBatch(Batch[A]):
-    """One rank's part of a global batch; the tuple `(images, labels)`. `A` is a torch tensor or a NumPy array.
+    """One rank's part of a global batch; it unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
 
     Attributes:
         images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type and device; zeros for samples

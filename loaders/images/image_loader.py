@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _LOG = logging.getLogger(__name__)
-# The choice of a backend measures each on a few batches. Their bytes are limited, because they are copied to
+# To choose a backend, each one is measured on a few batches. Their bytes are limited, because they are copied to
 # another process.
 _TRIAL_BATCHES: Final = 4
 _TRIAL_BYTES: Final = 256 << 20

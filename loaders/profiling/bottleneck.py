@@ -2,11 +2,11 @@
 
 Decoding threads run parallel to the caller, which consumes the batches. With `prefetch` batches in progress a step
 takes the longer of two times: the threads' time for a batch, or the caller's time for a batch plus the loader's work
-in the caller's thread. Hence:
+in the caller's thread. So the bottleneck is found as follows:
 
 - If the caller spent only a small fraction of its time waiting, the caller itself is the bottleneck.
-- If most calls waited for other threads, the stage of these threads is the bottleneck, however long other stages
-took. - Otherwise it is the stage that blocked the calls longest.
+- If most calls waited for other threads, the bottleneck is the stage of these threads, however long others took.
+- Otherwise it is the stage that blocked the calls longest.
 
 The creation of the decoder is not counted, because it happens once.
 """
@@ -100,11 +100,11 @@ def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
 def _find_stage(totals: Totals) -> Stage:
     """Return the stage that limits a starved run."""
     # Stages in the call overlap with the threads' work, so their time costs nothing while the threads are the limit.
-    times_s = totals.waiting_s if _is_bound(totals) else totals.blocked_s
+    times_s = totals.waiting_s if _is_thread_bound(totals) else totals.blocked_s
     return max((stage for stage in times_s if stage is not Stage.START), key=times_s.__getitem__)
 
 
-def _is_bound(totals: Totals) -> bool:
+def _is_thread_bound(totals: Totals) -> bool:
     """Return whether most steps waited for other threads."""
     return 2 * totals.num_bound_steps > totals.num_steps
 
@@ -131,7 +131,7 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
         return (
             "the jobs of the decode group decode in turn: give each of them more, decode=DecodeConfig(num_threads=N)"
         )
-    if not _is_bound(totals) and totals.num_bound_steps:
+    if not _is_thread_bound(totals) and totals.num_bound_steps:
         setting = f"prefetch={2 * resources.prefetch or 2}"
         if resources.decoder is not None:
             setting = f"decode=DecodeConfig({setting})"

@@ -20,7 +20,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class TokenBatch(Batch[A]):
-    """One rank's part of a global batch, arrays or tensors on the CPU; the tuple `(tokens, labels)`.
+    """One rank's part of a global batch, arrays or tensors on the CPU; it unpacks as `(tokens, labels)`.
 
     The loader does not reuse the memory while a reference to it exists. Attributes that were not requested are None.
 
@@ -33,9 +33,8 @@ class TokenBatch(Batch[A]):
         labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
         document_ids: `int32[n, block]`, document of each token, counted from 0 in its block; -1 for padding.
         position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
-        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, and then its size, as
-            attention kernels for variable lengths expect. A segment is a document's part of a block, or a block's
-            padding.
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, then its size: an input of
+            attention kernels for variable lengths. A segment is a document's part of a block, or a block's padding.
         max_seqlen: number of tokens of the longest segment.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.

@@ -1,8 +1,7 @@
 """Reads token blocks from shards, many blocks per call.
 
-Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. Each
-block is consecutive bytes in a mapped file, so one indexing operation on a sliding-window view of the file copies a
-batch.
+Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. A
+block is consecutive bytes of a mapped file, so one indexing operation on a sliding-window view of it copies a batch.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         data: a split, or a `Dataset` of a split.
         batch_size: samples of this rank per step.
         seed, order, ranks: see `Loader`.
-        shuffle: "global" or None (table order); "auto" is "global".
+        shuffle: "global" or None (order of the shard table); "auto" is "global".
         tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad". With "pad", samples
             have a `mask`, which is False for padding. With "short" and several ranks, a rank may get one batch less.
 

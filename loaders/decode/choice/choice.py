@@ -92,8 +92,8 @@ class DecodeChoice:
             UnavailableError: data rank 0 does not report its choice.
         """
         # Only values that are equal on all ranks decide this: no rank may wait for others that do not take part.
-        is_open = self._requested in {"auto", "gpu"} and self._config.device_id is not None
-        needs_agreement = is_open and self._ranks.world_size > 1 and not self._is_agreed
+        has_choice = self._requested in {"auto", "gpu"} and self._config.device_id is not None
+        needs_agreement = has_choice and self._ranks.world_size > 1 and not self._is_agreed
         store = self._find_store() if needs_agreement else None
         if store is not None:
             self._settled, self._is_agreed = self._agree(draw, question, store), True

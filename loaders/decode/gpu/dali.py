@@ -206,8 +206,7 @@ def _build(config: BackendConfig, graph: Graph) -> Any:
             decoded = fn.decoders.image_slice(images, **window, **options)
         else:
             decoded = fn.slice(fn.decoders.image(images, **options), **window)
-        # DALI scales, because torch has no GPU kernel for bytes; it differs from Pillow by a fifth of a level in the
-        # mean.
+        # DALI scales, because torch has no GPU kernel for bytes. It differs from Pillow by 0.2 levels in the mean.
         scaled = fn.resize(decoded, resize_x=size, resize_y=size, interp_type=types.INTERP_LINEAR, antialias=True)
         pipe.set_outputs(fn.crop_mirror_normalize(scaled, mirror=flips, **output_arguments(config.pixels)))
     pipe.build()

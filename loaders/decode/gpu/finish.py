@@ -40,7 +40,7 @@ class DeviceFinish:
         """Return a batch in the output format; the work is queued on the current stream.
 
         Args:
-            levels: `uint8[n, size, size, 3]` on the device; returned itself if nothing changes.
+            levels: `uint8[n, size, size, 3]` on the device; if nothing changes, the result is a view of it.
             colours: colour factors of the images; None: colours do not change.
             bad: indices of images to replace by zeros.
 
