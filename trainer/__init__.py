@@ -1,8 +1,8 @@
 """Horovod's API for data-parallel training, on torch.distributed: `import datasvc.trainer as hvd`.
 
-The package imports torch when one of its names is first used, so that the launcher starts the ranks without that
-delay. The modules of `horovod.torch` and the packages `horovod.common` and `horovod.runner` exist under the same
-names.
+Importing the package does not import torch, so that the launcher starts the ranks without that delay; most names
+import torch when they are first used. Modules of `horovod.torch` that programs use, and the packages
+`horovod.common` and `horovod.runner`, exist under the same names.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from datasvc.trainer.optim.sync_batch_norm import SyncBatchNorm
 
 __version__ = "0.28.1"
-"""The Horovod release whose API this package implements; programs compare it with releases of Horovod.
+"""The Horovod release whose API this package implements, because programs compare it with releases of Horovod.
 
 The version of this implementation is `datasvc.__version__`.
 """
@@ -171,7 +171,8 @@ __all__ = [
     "synchronize",
 ]
 
-# Tried in this order. The first three do not import torch, so `hvd.run` starts a job without it.
+# A name is searched for in these modules, in this order. The first three do not import torch, so `hvd.run` starts a
+# job without it.
 _MODULES = (
     "errors",
     "function",
@@ -185,7 +186,7 @@ _MODULES = (
     "optim.sync_batch_norm",
     "job.capabilities",
 )
-# Programs use these modules of `horovod.torch` as attributes: name there, and module here.
+# Modules that programs use as attributes of `horovod.torch`: the name there, and the module here.
 _PUBLIC_MODULES = {
     "common": "common",
     "compression": "gradients.compression",

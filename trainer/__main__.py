@@ -1,6 +1,6 @@
 """Run the training program on this rank: `python -m datasvc.trainer --data digits@1 --repo URL --name digits-cnn`.
 
-Several ranks: `python -m datasvc.trainer.launch -np 2 python -m datasvc.trainer ...`, or torchrun.
+For several ranks, use `python -m datasvc.trainer.launch -np 2 python -m datasvc.trainer ...`, or torchrun.
 `python -m datasvc.trainer profile ...` measures the parts of a step instead.
 """
 
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     except HorovodInternalError as error:
-        # The error of the rank that failed states the cause; tracebacks of all other ranks would hide it. The
-        # launcher reads the class name to find the ranks that exited because of another one.
+        # The error of the rank that failed states the cause; tracebacks of all other ranks would hide it. By the
+        # class name, the launcher recognizes a rank that exited only because another rank had failed.
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         sys.exit(1)
 

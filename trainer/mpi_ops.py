@@ -1,6 +1,6 @@
 """The public names of `horovod.torch.mpi_ops`, which are resolved in `datasvc.trainer` when they are used.
 
-For a type checker they are `Any`. Import them from `datasvc.trainer` to get the types.
+A type checker sees them as `Any`. Import them from `datasvc.trainer` to get their types.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from datasvc import trainer
 from datasvc.trainer import ops
 from datasvc.trainer.common import util
 
-# Horovod defines these in other modules, or does not have them.
-_IN_OTHER_MODULES = frozenset(
+# Names of `datasvc.trainer` that Horovod defines in other modules, or does not have.
+_NOT_IN_MPI_OPS = frozenset(
     {
         "DistributedOptimizer",
         "EngineSettings",
@@ -25,19 +25,19 @@ _IN_OTHER_MODULES = frozenset(
         "run",
     }
 )
-_OF_TRAINER = frozenset(trainer.__all__) - _IN_OTHER_MODULES
+_FROM_TRAINER = frozenset(trainer.__all__) - _NOT_IN_MPI_OPS
 
 gpu_available = util.gpu_available
 handle_average_backwards_compatibility = util.get_average_backwards_compatibility_fun(ops)
 num_rank_is_power_2 = util.num_rank_is_power_2
 
 __all__ = sorted(  # noqa: PLE0605 - it is a list
-    {*_OF_TRAINER, "gpu_available", "handle_average_backwards_compatibility", "num_rank_is_power_2"}
+    {*_FROM_TRAINER, "gpu_available", "handle_average_backwards_compatibility", "num_rank_is_power_2"}
 )
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_TRAINER:
+    if name not in _FROM_TRAINER:
         raise AttributeError(f"module 'datasvc.trainer.mpi_ops' has no attribute {name!r}")
     return getattr(trainer, name)
 

@@ -11,7 +11,8 @@ __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedI
 class HorovodVersionMismatchError(ImportError):
     """The framework's version differs from the one that Horovod was built for.
 
-    Never raised here, because nothing is compiled for one version of torch; programs name it in `except`.
+    The trainer never raises it, because nothing is compiled for one version of torch. It exists because programs name
+    it in `except`.
 
     Args:
         name: name of the framework.

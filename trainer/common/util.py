@@ -35,12 +35,12 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:  # n
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Return whether the framework finds a GPU."""
+    """Return whether the framework, which must be "torch", finds a GPU."""
     return ext_base_name in EXTENSIONS and torch.cuda.is_available()
 
 
-# Horovod has these functions twice: in `horovod.common.util` they take `verbose`, in `horovod.torch` nothing.
-def _also_verbose(capability: Callable[[], T]) -> Callable[..., T]:
+# Horovod has these functions twice: only those in `horovod.common.util` take `verbose`.
+def _accept_verbose(capability: Callable[[], T]) -> Callable[..., T]:
     def built(verbose: bool = False) -> T:  # noqa: ARG001 - Horovod's signature
         return capability()
 
@@ -48,16 +48,16 @@ def _also_verbose(capability: Callable[[], T]) -> Callable[..., T]:
     return built
 
 
-mpi_built = _also_verbose(capabilities.mpi_built)
-gloo_built = _also_verbose(capabilities.gloo_built)
-nccl_built = _also_verbose(capabilities.nccl_built)
-ddl_built = _also_verbose(capabilities.ddl_built)
-ccl_built = _also_verbose(capabilities.ccl_built)
+mpi_built = _accept_verbose(capabilities.mpi_built)
+gloo_built = _accept_verbose(capabilities.gloo_built)
+nccl_built = _accept_verbose(capabilities.nccl_built)
+ddl_built = _accept_verbose(capabilities.ddl_built)
+ccl_built = _accept_verbose(capabilities.ccl_built)
 
 
 @contextlib.contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set environment variables inside the block and restore them after it; a value of None changes nothing."""
+    """Set environment variables inside the block and restore them after it; ignore variables with the value None."""
     new_values = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in new_values}
     os.environ.update(new_values)
@@ -74,12 +74,12 @@ def env(**kwargs: str | None) -> Iterator[None]:
 def get_average_backwards_compatibility_fun(
     reduce_ops: object,  # noqa: ARG001 - Horovod has others for each framework
 ) -> Callable[[ReduceOp | None, bool | None], ReduceOp]:
-    """Return a function of (op, average) that returns the reduction; see `choose_op`."""
+    """Return a function that chooses the reduction from the arguments `op` and `average`; see `choose_op`."""
     return lambda op, average: choose_op(average, op)
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether Adasum is possible with this number of ranks."""
+    """Return whether the number of ranks is a power of two, as Adasum requires."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 

@@ -1,4 +1,4 @@
-"""`hvd.elastic`: training that continues in the remaining processes when ranks join or leave.
+"""`hvd.elastic`: training that continues when ranks join or leave, without a restart of the other processes.
 
 The package imports torch when one of its names is first used, because the launcher uses `driver` without torch.
 """

@@ -1,4 +1,4 @@
-"""A loader that is created again when rank and size change, and continues at the position of the job."""
+"""A wrapper that creates a loader again when rank or size change, and continues at the position of the job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class ResumableLoader(Protocol[B_co]):
-    """The loader interface that is required here; the loaders of `datasvc.loaders` and torchdata have it."""
+    """The interface that `ElasticLoader` requires; the loaders of `datasvc.loaders` and torchdata have it."""
 
     def __iter__(self) -> Iterator[B_co]:
         """Yield the remaining batches of the epoch."""
@@ -26,15 +26,16 @@ class ResumableLoader(Protocol[B_co]):
 
 
 class ElasticLoader(Generic[B]):
-    """The loader for the current rank and size. Attributes that this class does not define are those of that loader.
+    """A wrapper of the loader for the current rank and size; it passes other attributes of that loader through.
 
-    The state of the loader is the position of the job, so that after a change of size each sample that was not
-    committed is delivered exactly once. Create a new iterator in every call of the training function.
+    The state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
+    each uncommitted sample exactly once. Create a new iterator in every call of the training function, because an
+    older iterator belongs to the loader or the position before the change.
 
     Args:
-        make_loader: factory, called as `make_loader(rank, size)` after each change; a loader of `datasvc.loaders`
-            gets them as `ranks=DataRanks(rank, size)`. Divide a constant global batch by `size` for a loss that
-            does not depend on the number of ranks.
+        make_loader: factory, called as `make_loader(rank, size)` after each change. Loaders of `datasvc.loaders` take
+            `ranks=DataRanks(rank, size)`. If the loss must not depend on the number of ranks, divide a constant
+            global batch size by `size`.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:
@@ -82,7 +83,7 @@ class ElasticLoader(Generic[B]):
             close()
 
     def __getattr__(self, name: str) -> Any:
-        # Private names are never those of the loader; without this check, `_loader` would recurse before it is set.
+        # Names with an underscore are not passed through: before `_loader` is set, its lookup would never end.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

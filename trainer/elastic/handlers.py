@@ -1,4 +1,4 @@
-"""Handlers that save, restore and synchronize the values of a `TorchState`, and the choice of one by the type."""
+"""Handlers that save, restore and synchronize the values of a `TorchState`, one class per type of value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value equal to rank 0's. Every rank calls this; `save` is called after all values are equal."""
+        """Make the value equal to rank 0's. Every rank calls this; `save` follows when all values are equal."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -89,23 +89,23 @@ class OptimizerHandler(StateDictHandler):
 
 
 class GradScalerHandler(StateDictHandler):
-    """Handler for `torch.amp.GradScaler`, whose `state_dict` omits the stage of the current step."""
+    """Handler for `torch.amp.GradScaler`, whose `state_dict` omits the progress of the current step."""
 
     value: torch.amp.GradScaler
 
     def restore(self) -> None:
-        """Load the saved copy, and discard the current step: the next gradients are scaled again."""
+        """Load the saved copy, and forget the interrupted step, so that the next step can unscale its gradients."""
         super().restore()
         self.reset()
 
     def reset(self) -> None:
-        """Discard the current step, also when nothing was restored."""
+        """Forget the interrupted step; needed also after a change of hosts, which restores nothing."""
         if self.value.is_enabled():
             self.value._per_optimizer_states.clear()  # noqa: SLF001 - the public update() clears it only after a complete step
 
 
 class SamplerHandler(StateDictHandler):
-    """Handler for `ElasticSampler` and `ElasticLoader`: the state belongs to the job, the samples to the rank."""
+    """Handler for `ElasticSampler` and `ElasticLoader`, whose state is that of the whole job, not of one rank."""
 
     value: ElasticSampler | ElasticLoader[Any]
 

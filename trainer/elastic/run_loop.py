@@ -17,7 +17,7 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous, open_rendezvous
 
 logger = logging.getLogger(__name__)
 
-# Number of repetitions of one failure, without a commit in between, after which it is raised.
+# A failure that is repeated this many times, without a commit in between, is raised.
 _MAX_REPEATS = 4
 
 S = TypeVar("S", bound=State)
@@ -30,10 +30,10 @@ def run(
 ) -> Callable[Concatenate[S, P], R]:
     """Wrap `func(state, ...)` so that it is called again when ranks join, leave or are lost.
 
-    All ranks call the wrapped function after `init`; it first copies the state of rank 0. When a rank is lost, the
-    other ranks restore their last commit; when hosts are added or removed, they keep their current state. Then the
-    ranks form a new round, rank and size change, the reset callbacks of the state run, and `func` is called again in
-    the same process.
+    All ranks call the wrapped function after `init`; it first copies the state of rank 0 to all ranks. When a rank is
+    lost, the other ranks restore their last commit; when hosts are added or removed, they keep their current state.
+    In both cases the ranks form a new round, in which rank and size may differ. The reset callbacks of the state run,
+    and `func` is called again in the same process.
 
     Any other exception of `func` propagates. If the program does not catch it, this rank ends, and the others
     continue from their last commit.
@@ -78,7 +78,7 @@ class _Loop:
         while True:
             try:
                 if self._should_sync:
-                    # Before the state, so that objects created later have the same names on all ranks.
+                    # First the numbers of optimizers and modules: later ones need the same names on all ranks.
                     raise_counts()
                     self._state.synchronize()
                 return train()
@@ -95,9 +95,9 @@ class _Loop:
                 self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
-        """Raise an error that new rounds do not repair, such as a disagreement of the ranks, which would recur."""
+        """Raise an error that has recurred too often: new rounds do not repair it. Example: the ranks disagree."""
         assignment = None if self._rendezvous is None else self._rendezvous.assignment
-        # Deaths in between are the cause of the error; the launcher counts and limits them.
+        # The same message after another death counts as a new failure: the launcher counts and limits deaths.
         failure = (str(error), self._state.num_commits, 0 if assignment is None else assignment.num_deaths)
         self._num_repeats = self._num_repeats + 1 if failure == self._last_failure else 0
         self._last_failure = failure
@@ -107,7 +107,7 @@ class _Loop:
             raise error
 
     def _join_next_round(self, *, should_sync: bool) -> None:
-        """Leave the round and join the next one; the rendezvous handles deaths in the meantime."""
+        """Leave the round and join the next one; the rendezvous handles ranks that die in the meantime."""
         rendezvous = self._rendezvous
         if rendezvous is not None:
             rendezvous.serial, rendezvous.wants_sync = self._state.serial, should_sync

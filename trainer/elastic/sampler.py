@@ -12,7 +12,7 @@ from datasvc.trainer.job import runtime
 
 
 class ElasticSampler(Sampler[int]):
-    """A sampler that distributes the samples of an epoch over the ranks; after a reset, the remaining samples.
+    """A sampler that distributes the samples of an epoch over the ranks; after a reset, only those that remain.
 
     Record processed samples before `commit`: with `record_batch` if all ranks have batches of one size, else with
     `record_indices`. If the number of remaining samples is not divisible by the number of ranks, some samples are
@@ -20,7 +20,7 @@ class ElasticSampler(Sampler[int]):
 
     Args:
         dataset: data set; only its length is used.
-        shuffle: whether to shuffle by `random.Random(seed + epoch)`; otherwise in the order of the data set.
+        shuffle: whether to shuffle by `random.Random(seed + epoch)`; if False, the order is that of the data set.
         seed: seed, the same on every rank.
     """
 

@@ -40,7 +40,7 @@ class State:
 
     @property
     def serial(self) -> int:
-        """Serial number of the state; it grows with each commit and synchronization. Equal serials: equal states."""
+        """Serial number, which grows with each commit and synchronization. Equal numbers mean equal states."""
         return self._serial
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -49,7 +49,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
-        # The new round includes these changes; the run loop repeats a later notice.
+        # The new round already includes these changes. If this discards a later notice, the run loop repeats it.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -76,7 +76,8 @@ class State:
             HostsUpdatedInterrupt: see `check_host_updates`.
         """
         self.save()
-        # Counted after the copy is complete: rank 0 of the next round is a rank with the greatest serial number.
+        # Increased only after the copy is complete, because a rank with the greatest serial number becomes rank 0 of
+        # the next round, and the others copy its state.
         self._serial += 1
         self.num_commits += 1
         self.check_host_updates()

@@ -13,9 +13,9 @@ from datasvc.trainer.elastic.state import ObjectState
 class TorchState(ObjectState):
     """The shared state of the ranks, such as `TorchState(model, optimizer, loader=loader, epoch=0)`.
 
-    Each value is an attribute. Models, optimizers, `ElasticSampler`, `ElasticLoader` and other objects with
-    `state_dict` and `load_state_dict` are saved by these methods; all other values are copied. Create it after
-    `init`, in the same way on every rank.
+    Each argument becomes an attribute. Models, optimizers, `ElasticSampler`, `ElasticLoader` and other objects with
+    `state_dict` and `load_state_dict` are saved by means of these methods; all other values are copied. Create the
+    state after `init`, in the same way on every rank.
 
     Args:
         model: model, or None.

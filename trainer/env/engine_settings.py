@@ -11,8 +11,8 @@ class EngineSettings:
 
     Args:
         fusion_bytes: maximum size of a fusion buffer; 0 disables fusion.
-        cycle_time_s: pause between two negotiations while nothing is submitted; an idle engine extends it to fifty
-            times this value, or to five times with process sets; a busy engine does not pause.
+        cycle_time_s: pause between two negotiations while nothing is submitted. The pause of an idle engine grows to
+            fifty times this value, or to five times with process sets. A busy engine does not pause.
         stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 for
             never.
         stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 for never.

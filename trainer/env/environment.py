@@ -22,7 +22,7 @@ WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The rank of a process in the job, on its node (local), and of its node among the nodes (cross)."""
+    """The rank of a process in the job, its local rank within its node, and the rank of its node (cross)."""
 
     rank: int = 0
     size: int = 1
@@ -33,7 +33,7 @@ class RankPlacement:
 
 
 def read_placement(environ: Mapping[str, str]) -> RankPlacement:
-    """Return the placement that a launcher (ours, torchrun, srun or mpirun) gave this process; else that of one rank.
+    """Return the placement that a launcher (ours, torchrun, srun or mpirun) gave this process; else rank 0 of 1.
 
     Raises:
         ValueError: only some of the launcher's variables are set, or they contradict each other.
@@ -67,13 +67,13 @@ def placement_variables(placement: RankPlacement) -> dict[str, str]:
 
 
 def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return Gloo's variable for the network interface, from Horovod's; empty if it is set already, or if none is."""
+    """Return Gloo's variable for the network interface, from Horovod's; none if Gloo's is set or Horovod's is not."""
     name = environ.get("HOROVOD_GLOO_IFACE")
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
 
 
 def configure_logging(environ: Mapping[str, str]) -> None:
-    """Configure the level and the format of the trainer's logger by Horovod's variables, if one is set.
+    """Configure the level and the format of the trainer's logger by Horovod's variables; do nothing if none is set.
 
     If the program has installed handlers, only the level is set.
 
@@ -87,7 +87,7 @@ def configure_logging(environ: Mapping[str, str]) -> None:
         raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, not {level!r}")
     logger = logging.getLogger("datasvc.trainer")
     logger.setLevel(_LOG_LEVELS[level.upper()])
-    # This includes the handler of an earlier call: a second one would print each line twice.
+    # The handler may be that of an earlier call of this function: a second one would print each line twice.
     if logger.hasHandlers():
         return
     hides_time = _is_set(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_set(
@@ -101,7 +101,7 @@ def configure_logging(environ: Mapping[str, str]) -> None:
 
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the rank and number of nodes from the launcher's variables; None without them."""
-    # Not computed if given: nodes may have different numbers of ranks.
+    # These variables are exact; a computed value is wrong if nodes have different numbers of ranks.
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
         if all(name in environ for name in names):
             cross_rank, cross_size = (parse_whole(environ[name], name) for name in names)
@@ -112,7 +112,7 @@ def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
-    """Return the engine settings from Horovod's variables; the others keep their defaults.
+    """Return the engine settings from Horovod's variables; settings without a variable keep their defaults.
 
     Raises:
         ValueError: a value is not a number, or is out of range.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_task
 
-# These ports are below the ephemeral range of Linux, which begins at 32768 and is in use by any process.
+# These ports are below the ephemeral range of Linux, which begins at 32768: any process may get a port of that range.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",

@@ -1,4 +1,4 @@
-"""The choice of the GPU of a rank."""
+"""Chooses the GPU of a rank."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def expand_node_list(text: str) -> list[str]:
-    """Return the names in a list such as `node[01-03,07],login`, in its order.
+    """Return the names in a list such as `node[01-03,07],login`, in the order of the list.
 
     Raises:
         ValueError: `text` is not such a list.
@@ -24,7 +24,7 @@ def expand_node_list(text: str) -> list[str]:
     names = []
     position = 0
     for match in _NAME.finditer(text):
-        # Only one comma may be between two names. Any other text ends the loop, and is an error below.
+        # One comma separates two names. Any other text between them ends the loop, and is an error below.
         if text[position : match.start()] not in ({""} if position == 0 else {","}):
             break
         position = match.end()
@@ -68,7 +68,7 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     """Return the nodes of the Slurm allocation, with the number of tasks on each; None without an allocation.
 
     `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE` if it has a number for each node; inside a
-    step, it may cover the nodes of the step only. Without both, each node has one task.
+    step, it may cover the nodes of the step only. If neither is set, each node has one task.
 
     Raises:
         ValueError: the variables contradict each other.
@@ -85,7 +85,7 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether `srun` started this process; a batch script has variables of the job, too."""
+    """Return whether `srun` started this process; a batch script has some of these variables, too."""
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEP_NUM_TASKS" in environ
     return "SLURM_PROCID" in environ and (in_step or environ.get("ENVIRONMENT") != "BATCH")
 

@@ -1,4 +1,4 @@
-"""`datasvc.trainer.run`: call of a function on every rank of a job."""
+"""`datasvc.trainer.run`, which calls a function on every rank of a job."""
 
 from __future__ import annotations
 

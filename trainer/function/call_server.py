@@ -22,7 +22,7 @@ _CALL_REQUEST, _ANSWER_REQUEST = b"call", b"answer"
 
 
 class CallServer:
-    """The server of a pickled call.
+    """Sends a pickled call to the ranks, and collects their results and exceptions.
 
     Args:
         call: pickled call for the ranks.
@@ -123,7 +123,7 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _CallTcpServer)
-        # Ignored: a client without the key, or a rank that died in between; the launcher reports the end of a rank.
+        # A client lacks the key, or a rank has died. Both are ignored: the launcher reports the end of a rank.
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),
             Connection(os.dup(self.request.fileno())) as connection,

@@ -63,7 +63,7 @@ def run(
     """Run `func(*args, **kwargs)` as a data-parallel job, with one process per rank.
 
     cloudpickle sends the function and its arguments, so functions of scripts, notebooks and closures work. The output
-    of the ranks is printed as by `datasvc.trainer.launch`. Outside the main thread, Ctrl-C is not forwarded to them.
+    of the ranks is printed as by `datasvc.trainer.launch`. A call outside the main thread does not forward Ctrl-C.
 
     Args:
         func: function that every rank calls; it calls `hvd.init()` first if it communicates with the other ranks.
@@ -72,7 +72,7 @@ def run(
         num_proc: number of ranks, by default 1.
         min_num_proc: minimum number of ranks; makes the job elastic.
         max_num_proc: maximum number of ranks; makes the job elastic.
-        slots: number of slots of hosts without one.
+        slots: number of slots of each host that is given without a number.
         reset_limit: number of changes of the ranks after which an elastic job ends.
         cooldown_range: minimum and maximum seconds for which a host gets no ranks after a failure.
         hosts: hosts of the form `a:2,b:2`; by default this machine.
@@ -101,11 +101,12 @@ def run(
 
     Raises:
         HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or called `os._exit`.
-            An elastic job continues without such a rank, but fails without any result, or after `sys.exit(0)`.
+            An elastic job continues without such a rank; it fails if no rank has a result, or one calls
+            `sys.exit(0)`.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments contradict each other, or are out of range.
-        Exception: the exception of the function on the first rank that failed; its cause is the traceback of the
-            rank.
+        Exception: the exception of the function on the first rank that failed; its `__cause__` has the traceback of
+            that rank.
     """
     _check_controller(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
     num_proc = _choose_name("np", np, "num_proc", num_proc)
@@ -151,7 +152,7 @@ def run(
 
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
-    # The ranks get the key through their environment; other processes cannot fetch the call.
+    # The ranks get the key through their environment; processes without it cannot fetch the call.
     key = secrets.token_bytes(32)
     # A discovery script may return any host, so other hosts must be able to connect.
     finds_hosts = elastic is not None and elastic.discovery_script is not None
@@ -165,7 +166,7 @@ def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, s
             raise HorovodInternalError(f"cannot start the ranks: {error}") from error
     if failure is not None:
         raise _choose_error(failure, server) if elastic is None else _choose_elastic_error(failure, server)
-    # The launcher counts status 0 as success, so the job itself has no failure.
+    # The launcher counts status 0 as success, also if the function ended the process by sys.exit(0).
     exited = sorted(answer.rank for answer in server.errors if answer.has_left)
     results = server.results
     missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
@@ -207,7 +208,7 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
 
 
 def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the exception of the worker that ended the job; the job has survived those of other workers."""
+    """Return the exception of the worker that ended the job; the job has survived exceptions of other workers."""
     errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 

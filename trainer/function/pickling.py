@@ -29,9 +29,9 @@ class RankTracebackError(Exception):
 class CallResult:
     """The result or the exception of the call on one rank.
 
-    `content` is the pickled result; if the traceback `text` is not empty, the pickled exception, or None if it cannot
-    be pickled. `worker` is the name of the process in an elastic job, where its rank may change. `has_left` is True
-    if the function ended the process with status 0 instead of returning.
+    If `text` is empty, `content` is the pickled result. Otherwise `text` is the traceback, and `content` the pickled
+    exception, or None if it cannot be pickled. `worker` is the name of the process in an elastic job, where its rank
+    may change. `has_left` is True if the function ended the process with status 0 instead of returning.
     """
 
     rank: int
@@ -78,7 +78,7 @@ def pickle_error(rank: int, error: BaseException) -> CallResult:
     """Return the answer for an exception, with the exception itself if it survives pickling."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
-        # Raised again in the launcher, it would end the program of the user.
+        # If the launcher raised a SystemExit again, it would end the program of the user.
         error = HorovodInternalError(f"rank {rank} called sys.exit({error.code!r}) in the function")
     return CallResult(rank, _pickle_exception(error), text)
 
@@ -111,7 +111,7 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`.
+    # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`. So try it here.
     for form in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):

@@ -15,7 +15,7 @@ PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
 
 def main() -> None:
-    """Run the call; exit with status 1 after an exception. In an elastic job, `sys.exit` keeps its status."""
+    """Run the call; exit with status 1 after an exception. In an elastic job, a `sys.exit` keeps its status."""
     worker = os.environ.get(WORKER_VARIABLE)
     address = (os.environ["MASTER_ADDR"], int(os.environ.pop(PORT)))
     # Removed from the environment, so that processes that the function starts do not inherit the key.

@@ -1,4 +1,4 @@
-"""Horovod's queries of the features that a build contains, such as `nccl_built`, for torch.distributed."""
+"""Horovod's queries of the features that a build contains, such as `nccl_built`, answered for the installed torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ mpi_threads_supported = mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_enabled() -> bool:
-    """Return whether torch has gloo, which sends all requests and the tensors on CPUs."""
+    """Return whether torch has gloo, which transfers all requests, and the tensors on CPUs."""
     return dist.is_available() and dist.is_gloo_available()
 
 

@@ -81,14 +81,14 @@ class _GlobalProcessSet(ProcessSet):
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()
-"""The process set of all ranks; its number is 0."""
+"""The process set of all ranks; its `process_set_id` is 0."""
 
-# The sets of the current job by their numbers, so that `shutdown` can remove the numbers.
+# The sets of the current job by their numbers, so that `shutdown` can clear the numbers.
 _added: dict[int, ProcessSet] = {}
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set. Every rank of the job calls this with the same ranks, also ranks outside the set.
+    """Add a process set. Every rank of the job calls this with the same ranks, also if it is outside the set.
 
     Args:
         process_set: process set, or its ranks.
@@ -137,7 +137,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def process_set_table() -> dict[int, list[int]]:
-    """Return the global ranks of every process set, by its number."""
+    """Return the global ranks of every process set, by its `process_set_id`."""
     return {number: list(ranks) for number, ranks in runtime.current_job().engine.process_sets.items()}
 
 
@@ -155,7 +155,7 @@ def members_of(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def clear_numbers() -> None:
-    """Remove the numbers of all process sets when the job ends, because the next job numbers its sets anew."""
+    """Clear `process_set_id` of all added sets when the job ends, because the next job numbers its sets anew."""
     for process_set in _added.values():
         process_set.process_set_id = None
     _added.clear()

@@ -95,7 +95,7 @@ def init(
                 transport, owns_default_group = _connect(placement, settings)
             else:
                 placement, transport = join_round(elastic, settings)
-                # Programs choose devices, log folders and seeds by these; the launcher could only predict the values.
+                # Programs choose devices, log folders and seeds by these; the launcher could only predict them.
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
@@ -179,12 +179,12 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of nodes."""
+    """Return the number of nodes; under our launcher, only of nodes with this local rank."""
     return current_job().placement.cross_size
 
 
 def cross_rank() -> int:
-    """Return the number of this node, from 0."""
+    """Return the number of this node among the nodes that `cross_size` counts, from 0."""
     return current_job().placement.cross_rank
 
 
@@ -247,7 +247,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
             _create_default_group(placement, settings, has_gpu=bool(gpu))
         transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size)
     except RuntimeError as error:
-        # Otherwise a retry would take this group for one that the user created.
+        # If the group stayed, a retry would take it for one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, HorovodInternalError):

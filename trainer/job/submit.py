@@ -66,7 +66,7 @@ def submit_allreduce(
         op: reduction.
         prescale_factor: factor applied before the reduction.
         postscale_factor: factor applied after the reduction.
-        is_grouped: whether the tensors are one operation, which has a buffer of its own.
+        is_grouped: whether the tensors form one operation with a buffer of its own.
         is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
         process_set: ranks that take part.
         layout: checksum of the layout of the inputs, which must be the same on every rank.
@@ -107,7 +107,7 @@ def submit_reducescatter(
 ) -> Handle:
     """Reduce the tensors over the ranks into new tensors with the rows of this rank.
 
-    Arguments as of `submit_allreduce`.
+    For the arguments, see `submit_allreduce`.
 
     Raises:
         ValueError: as for `submit_allreduce`, or a tensor has no dimensions.
@@ -157,7 +157,7 @@ def submit_alltoall(
     """Send rows of the tensor to the ranks of the set, and collect the received rows, in rank order, in a new tensor.
 
     The tensor has at least one dimension. `splits` is int32[size], the number of rows for each rank; None for equal
-    parts. Other arguments as of `submit_allreduce`.
+    parts. For the other arguments, see `submit_allreduce`.
 
     Raises:
         ValueError: `splits` is not int32, does not have one number per rank, has a negative number, or has a larger
@@ -177,8 +177,8 @@ def submit_broadcast(
 ) -> Handle:
     """Write the tensor of the root into `output` on every rank.
 
-    `output` has the shape and dtype of `tensor`, and may be `tensor` itself. `root_rank` is a global rank, also in a
-    process set. Other arguments as of `submit_allreduce`.
+    `output` has the shape and dtype of `tensor`, and may be `tensor` itself. `root_rank` is a global rank, not a rank
+    within `process_set`. For the other arguments, see `submit_allreduce`.
 
     Raises:
         ValueError: the root or this rank is not in the set, or the tensor is sparse.
@@ -217,19 +217,19 @@ def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
 
 
 def new_output(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return an uninitialized, contiguous tensor of the same dtype and device; None for the same shape, too."""
+    """Return an uninitialized, contiguous tensor of `tensor`'s dtype and device; if `shape` is None, of its shape."""
     # The thread of the engine writes it outside inference mode, so it must not be an inference tensor.
     with torch.inference_mode(mode=False):
         return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:
-    """Return the name of an operation; without a user's name, a prefix that the submission completes by a number."""
+    """Return the name of an operation; if `name` is None, a prefix that the submission completes by a number."""
     return f"{kind.value}{_UNNAMED}" if name is None else f"{kind.value}.{name}"
 
 
 def restart_names() -> None:
-    """Restart the numbering of unnamed operations; after a join, the counts of the ranks differ."""
+    """Restart the numbering of unnamed operations after a join, when the counts of the ranks differ."""
     counts = _current_counts()
     counts.num_joins += 1
     counts.counters.clear()
@@ -262,7 +262,7 @@ def _submit(
         # Count only here, after all checks: a call that fails on one rank must not shift its later names.
         counts = _current_counts()
         count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
-        # An operation from before the last join may still be in flight under the same count.
+        # The name has the number of joins: an operation from before the last one may be in flight under this count.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
     # Detached tensors hide the engine's writes from autograd. One entry per tensor keeps in-place operations

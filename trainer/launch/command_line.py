@@ -1,8 +1,8 @@
 """The launcher's command line: `python -m datasvc.trainer.launch -np 2 python train.py`, with horovodrun's flags.
 
-Exit status: 0 if all ranks succeed; otherwise that of the first rank that failed, 128 + N for signal N. Errors of the
-launcher: 2 for an invalid command line, 3 for an elastic job that has reached its reset limit, 127 for a program that
-does not exist, 126 for a program that cannot be started, 1 for any other failure of the launcher.
+Exit status: 0 if all ranks succeed; otherwise that of the first rank that failed, or 128 + N if signal N killed it.
+The launcher's own errors: 2 for an invalid command line, 3 for an elastic job that has reached its reset limit, 127
+for a program that does not exist, 126 for a program that cannot be started, 1 for any other failure of the launcher.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str
     """
     if elastic is None:
         return run_static_job(job, environ)
-    # Most jobs are not elastic, and do not need the driver.
+    # Imported here, because most jobs are not elastic, and do not need the driver.
     from datasvc.trainer.elastic.driver.driver import run_elastic_job
 
     return run_elastic_job(job, elastic, environ)
@@ -88,7 +88,7 @@ def parse_arguments(
 
 
 def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchJob, ElasticOptions | None]:
-    # argparse keeps the separator in the remaining arguments.
+    # argparse keeps the separator "--" in the remaining arguments.
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise ValueError("the program to run is missing; write it after the options, such as: python train.py")

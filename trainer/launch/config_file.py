@@ -8,18 +8,18 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Settings whose flag is not the prefix of their section and their name.
-_FLAGS = {
+# Flags that do not consist of "--", the prefix of the section and the name of the setting.
+_IRREGULAR_FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",
     ("logging", "level"): "--log-level",
     ("logging", "hide-timestamp"): "--log-hide-timestamp",
 }
-# Flags that take several arguments; lists for other flags become one argument with commas.
+# Flags that take several arguments; a list for any other flag becomes one argument with commas.
 _MULTI_ARGUMENT_FLAGS = frozenset({"--blacklist-cooldown-range"})
 # The values of the key "controller"; each has a flag.
 _CONTROLLERS = ("gloo", "mpi")
-# The sections, and what begins the flags of their settings.
+# The sections, and the prefix of the flags of their settings, after "--".
 _PREFIXES = {
     "params": "",
     "autotune": "autotune-",
@@ -88,7 +88,7 @@ def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection
             raise ValueError(f"{path} has an unknown section {key}; valid are {', '.join(_PREFIXES)}")
         else:
             for name, value in settings.items():
-                flag = _FLAGS.get((section, _dashed(name)), f"--{_PREFIXES[section]}{_dashed(name)}")
+                flag = _IRREGULAR_FLAGS.get((section, _dashed(name)), f"--{_PREFIXES[section]}{_dashed(name)}")
                 yield from _argument(flag, value, path, switches)
 
 
@@ -97,7 +97,8 @@ def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -
         yield flag
     elif value is False:
         opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
-        # A switch without an opposite is off by default. The parser rejects False for a flag that takes a value.
+        # A switch without an opposite is off by default, so it needs no argument. False for a flag that takes a value
+        # is a mistake: the parser rejects the opposite, which it does not know.
         if opposite in switches or flag not in switches:
             yield opposite
     elif isinstance(value, list):

@@ -118,7 +118,7 @@ SWITCHES = (
         "--log-without-timestamp", "--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", "same as --log-hide-timestamp"
     ),
 )
-# Accepted so that command lines for Horovod work; True for flags that take a value.
+# Accepted without effect, so that command lines for Horovod work; True for flags that take a value.
 WITHOUT_MEANING = {
     "--hierarchical-allreduce": False,
     "--hierarchical-allgather": False,
@@ -135,9 +135,9 @@ WITHOUT_MEANING = {
     "--mpi": False,
     "--jsrun": False,
 }
-# Those of them that choose the controller, which would run the job in Horovod.
+# Those of them by which Horovod's users choose the controller, which starts and connects the ranks.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
-# Also without effect, but the requested behavior is the default: no note is printed.
+# Also without effect, but no note is printed, because the trainer always behaves as these flags request.
 ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
 
 

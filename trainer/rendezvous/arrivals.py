@@ -10,7 +10,7 @@ _PREFIX = "trainer/arrived"
 
 
 def arrival_key(rank: int) -> str:
-    """Return the key that `init` sets in the launcher's store; the launcher names ranks without this key."""
+    """Return the key that `init` sets in the launcher's store; the launcher reports ranks without this key."""
     return f"{_PREFIX}/{rank}"
 
 
@@ -23,14 +23,14 @@ class LateRanks:
 
 
 class Arrivals:
-    """The starts of the ranks: first of their processes, then their calls of `init`.
+    """The arrivals of the ranks: first the starts of their processes, then their calls of `init`.
 
     A program may never call `init`, so a rank is late with the call only after another rank has made it.
 
     Args:
         num_ranks: number of ranks of the job.
         limit_s: maximum time for which the others wait for a rank.
-        now_s: time of the start, of the clock that is used in all calls.
+        now_s: time of the start; all calls use the same clock.
     """
 
     def __init__(self, num_ranks: int, *, limit_s: float, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Notification of a rank about changes of hosts. Does not import torch, for the worker of `datasvc.trainer.run`."""
+"""The exceptions and values that tell a rank of changes of hosts. Does not import torch, so that it loads fast."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Messages between the workers and the driver of an elastic job, and their keys in the store of the job.
 
-All workers push their messages onto one queue. The driver answers a request under a key of its own. It pushes changes
-of hosts onto one queue per worker, which a thread of the worker reads.
+All workers push their messages onto one queue. The driver stores the answer to each request under a separate key. It
+pushes changes of hosts onto one queue per worker, which a thread of the worker reads.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ScriptError:
     Args:
         worker: name of the worker.
         text: type and message of the exception.
-        ends_job: whether a new round cannot repair it, so that the job ends.
+        ends_job: whether the job must end, because a new round cannot repair the error.
     """
 
     worker: str

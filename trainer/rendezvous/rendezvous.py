@@ -117,12 +117,12 @@ class Rendezvous:
             if self.assignment is None or self._notice.number <= self.assignment.notice:
                 return
             notice, listeners = self._notice, tuple(self._listeners)
-        # Called without the lock: an override that waits would block the thread that joins the next round.
+        # Called without the lock: with it, a listener that waits would block the thread that joins the next round.
         for listener in listeners:
             try:
                 listener(notice.number, notice.result)
             except Exception:
-                # An override may raise; the thread must survive it, to report later changes.
+                # A user's `on_hosts_updated` may raise; the thread must survive that, to report later changes.
                 logger.exception("on_hosts_updated has failed")
 
     def receive_notices(self, store: Store) -> None:
@@ -178,12 +178,12 @@ class Rendezvous:
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:
     """Install an exception hook that reports errors of the main thread to the driver, then calls the previous hook.
 
-    It does not report a `HorovodInternalError`: its cause is the loss of another rank, or it was reported before.
+    It does not report a `HorovodInternalError`: its cause is the loss of another rank, or it is already reported.
     """
     previous_hook, pid = sys.excepthook, os.getpid()
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        # A forked child is not the rank.
+        # A forked child is not the rank, so the driver gets no report of its errors.
         if not isinstance(error, HorovodInternalError) and os.getpid() == pid:
             rendezvous.report_error(error)
         previous_hook(kind, error, traceback)

@@ -1,4 +1,4 @@
-"""Join of the next round of an elastic job: request of a rank, and connection to the other members."""
+"""Joins the next round of an elastic job: requests a rank, and connects to the other members of the round."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# All members of a round wait for it, so they connect at once. If one dies while it connects, the others wait for a
-# few times the second timeout.
+# These limits are short, because all members wait for the round and connect at once. If one dies while it connects,
+# the others wait for a few times the second limit.
 _KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-# Failures in so many consecutive rounds are not deaths of ranks, but a network that blocks connections.
+# Deaths of ranks do not cause failures in this many consecutive rounds, but a network that blocks connections does.
 _MAX_ROUNDS = 5
 
 
@@ -68,7 +68,7 @@ def _give_up(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeEr
 def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
     gpu = find_gpu_uuid(placement)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
-    # torch numbers groups, and counts failed ones too; ranks may have seen different numbers of failures.
+    # torch numbers groups, failed ones included. Ranks may have seen different numbers of failures, so start anew.
     _world.group_count = 0
     hook = sys.excepthook
     try:
@@ -86,6 +86,6 @@ def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -
             dist.destroy_process_group()
         raise
     finally:
-        # torch installs a hook that prefixes errors with the rank of this round; each round would add another one.
+        # torch installs a hook that prefixes errors with the rank. Without its removal, each round would add one.
         sys.excepthook = hook
     return transport

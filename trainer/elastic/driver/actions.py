@@ -1,4 +1,4 @@
-"""The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them. Values only."""
+"""The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TerminateWorker:
 
 @dataclass(frozen=True)
 class DenyRank:
-    """Answer a worker's request for a rank: there is none for it, and it must exit."""
+    """Answer a worker's request for a rank: the job has no rank for it, so it must exit."""
 
     worker: str
     number: int
@@ -52,7 +52,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Announce:
-    """Notify members of the round of a change of hosts."""
+    """Tell members of the round that hosts have changed."""
 
     notice: Notice
     workers: tuple[str, ...]

@@ -28,7 +28,7 @@ class Blacklist:
         Returns:
             Time from which the host may be used again; infinity for never.
         """
-        # Ranks that fail together count as one failure: the first one blocks the host.
+        # Ranks that fail together count as one failure: further failures on a blocked host are not counted.
         if not self.is_blocked(host, now_s):
             count = self._num_failures[host] = self._num_failures.get(host, 0) + 1
             self._blocked_until_s[host] = now_s + self._cooldown_s(count)

@@ -1,4 +1,4 @@
-"""Record of the workers that died, and choice of the failure that the launcher reports. Values only."""
+"""Record of the workers that died, and choice of the failure that the launcher reports. No I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Death:
     Args:
         worker: worker that ended.
         returncode: return code of its process; negative for a signal.
-        trouble: description of the failure, as a predicate of the worker's name; None to describe the return code.
+        trouble: text that follows the worker's name, such as "did not start in time"; None to describe `returncode`.
         has_started: False if its command never ran.
         last_line: last line of its output; empty if it printed nothing.
     """
@@ -35,7 +35,7 @@ class Death:
 
     @property
     def is_program_error(self) -> bool:
-        """Whether the program itself failed, so that it may fail on every host."""
+        """Whether the program itself failed; such a program may fail on every host."""
         return self.has_started and self.trouble is None and 0 < self.returncode != _UNREACHABLE_STATUS
 
 
@@ -58,7 +58,7 @@ class Deaths:
         return worker in self.errors and self.errors[worker].ends_job
 
     def describe(self, death: Death) -> str:
-        """Describe a death, as a predicate of the worker's name."""
+        """Describe a death by a text that follows the worker's name, such as "exited with status 1"."""
         text = death.trouble or describe_end(death.returncode)
         error = self.errors.get(death.worker.name)
         if error is not None:
@@ -71,7 +71,7 @@ class Deaths:
     def choose_cause(self) -> Death | None:
         """Return the most likely cause of the deaths in this round: the first reported error, else the first death.
 
-        If no worker has been in a round yet, an error of the program goes before an unreachable host.
+        If no worker has been in a round yet, an error of the program comes before an unreachable host.
         """
         reported = [death for death in self.since_round if death.worker.name in self.errors]
         # A rank that is lost makes the other members fail, so among members the first death counts.
@@ -85,7 +85,7 @@ class Deaths:
         return Finish(status, self.describe(cause) + why, cause.worker.name, self.list_others(cause))
 
     def list_others(self, cause: Death | None = None) -> tuple[str, ...]:
-        """Return one line for each death in this round, without that of `cause`."""
+        """Return one line for each death in this round, except `cause`."""
         others = [
             f"{death.worker.describe()} {self.describe(death)}" for death in self.since_round if death is not cause
         ]

@@ -13,7 +13,7 @@ from typing import Self
 from datasvc.trainer.launch.ranks.hosts import parse_host_file
 from datasvc.trainer.launch.ranks.job import Host
 
-# A script that takes longer is taken to hang, and is killed.
+# A script that takes longer is assumed to hang, and is killed.
 _SCRIPT_TIMEOUT_S = 60.0
 
 

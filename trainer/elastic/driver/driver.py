@@ -52,7 +52,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
     """Run an elastic job to its end. A signal to the launcher ends the job.
 
     Returns:
-        None if the last ranks exited with status 0.
+        None if the job succeeded: its last ranks exited with status 0.
 
     Raises:
         OSError: no port is available.
@@ -62,12 +62,12 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
     interval_s = read_discovery_interval_s(environ)
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
     # A discovery script may name other hosts later.
-    is_here = options.discovery_script is None and all(is_local(host.name, environ) for host in hosts)
+    is_single_machine = options.discovery_script is None and all(is_local(host.name, environ) for host in hosts)
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_here))
+        listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_single_machine))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
         membership = JobMembership(limits, now_s=time.monotonic())
-        driver = _Driver(job, environ, membership, group, listener, is_here=is_here)
+        driver = _Driver(job, environ, membership, group, listener, is_single_machine=is_single_machine)
         stack.enter_context(handling_signals(driver.interrupt))
         if options.discovery_script is None:
             driver.find_hosts(hosts)
@@ -92,14 +92,14 @@ class _Driver:
         group: RankGroup,
         listener: socket.socket,
         *,
-        is_here: bool,
+        is_single_machine: bool,
     ) -> None:
         self._job = job
         self._environ = environ
         self._membership = membership
         self._group = group
         self._listener = listener
-        self._is_here = is_here
+        self._is_single_machine = is_single_machine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._store: TCPStore | None = None
         self._ranks: dict[str, int] = {}
@@ -109,7 +109,7 @@ class _Driver:
         self._message_thread = threading.Thread(target=self._receive_messages, name="elastic-messages", daemon=True)
 
     def find_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """Report the complete list of hosts. Safe in any thread, like the methods below up to `run`."""
+        """Report the complete list of hosts. Safe in any thread, like the two methods below."""
 
         def event() -> list[Action]:
             self._slots = {host.name: host.num_slots for host in hosts}
@@ -123,7 +123,7 @@ class _Driver:
 
     def interrupt(self, number: int) -> None:
         """End the job after a signal to the launcher, and forward the signal to the ranks; for signal handlers."""
-        # Before the signal is sent: ranks that it ends must not be counted as failures.
+        # Queued before the signal is sent: ranks that the signal ends must not be counted as failures.
         self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
         self._group.forward_signal(number)
 
@@ -134,7 +134,7 @@ class _Driver:
             for action in self._next_event()():
                 self._execute(action)
             if self._store is None and self._group.processes and self._finish is None:
-                # After the workers have started: importing torch takes seconds, and their imports run in parallel.
+                # Opened after the workers have started, so that all import torch, which takes seconds, in parallel.
                 self._store = self._open_store()
         if self._store is not None:
             self._store.queue_push(messages.MESSAGE_QUEUE, messages.END_OF_QUEUE)
@@ -173,7 +173,7 @@ class _Driver:
                 self._finish = self._finish or action
 
     def _set(self, key: str, value: str) -> None:
-        # Answers follow requests, and requests arrive through the store.
+        # The store is open: answers follow requests, and requests arrive through it.
         assert self._store is not None
         self._store.set(key, value)
 
@@ -181,6 +181,7 @@ class _Driver:
         others = [host for host in self._slots if not is_local(host, self._environ)]
         num_neighbours = self._slots.get(start.host, 1)
         if start.host not in others:
+            # All local names are this machine, so their slots share its processors.
             num_neighbours = sum(slots for host, slots in self._slots.items() if host not in others)
         plan = plan_worker_start(
             start,
@@ -188,7 +189,7 @@ class _Driver:
             self._environ,
             self._listener,
             num_neighbours=max(1, num_neighbours),
-            other_hosts=None if self._is_here else others,
+            other_hosts=None if self._is_single_machine else others,
         )
         try:
             process = self._group.start(plan)
@@ -229,7 +230,7 @@ class _Driver:
         last_lines: tuple[str, ...] = ()
         if process is not None:
             trouble = process.trouble
-            # Its children must end before another worker gets its slot.
+            # The worker's children must end before another worker gets its slot.
             self._group.terminate([end.worker_id])
             if end.returncode:
                 last_lines = self._last_lines[end.worker_id] = process.last_lines()
@@ -246,7 +247,7 @@ class _Driver:
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # With a time-out, so that the thread ends after the job although no process ends any more.
+            # With a time-out: after the job no process ends any more, but this thread must end.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # a default binds it

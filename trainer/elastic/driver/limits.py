@@ -26,7 +26,7 @@ class Limits:
         elastic_timeout_s: maximum time to wait for slots while there are too few.
         start_timeout_s: maximum time for a worker to start, and then to call `init` while others wait; None for no
             limit.
-        hang_timeout_s: maximum time for a member to leave a round that has ended; then it is terminated.
+        hang_timeout_s: maximum time for a member to leave a round that has ended; after it, the member is terminated.
         reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.
         hosts_can_change: whether host discovery may find more hosts.

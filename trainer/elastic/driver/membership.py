@@ -37,13 +37,13 @@ RESET_LIMIT_STATUS = 3
 
 
 class JobMembership:
-    """The state of a job. Each public method takes an event and returns the actions to execute, in order.
+    """The state of a job. Public methods other than `next_deadline_s` take an event and return the actions, in order.
 
     After a `Finish`, events are ignored.
 
     Args:
         limits: limits on the membership.
-        now_s: current time of a monotonic clock, in every method.
+        now_s: current time of a monotonic clock, as in every method.
     """
 
     def __init__(self, limits: Limits, *, now_s: float) -> None:
@@ -71,7 +71,7 @@ class JobMembership:
         worker = self._workers.by_name.get(request.worker)
         if worker is None or worker.phase is Phase.LEAVING:
             return []
-        # The worker continues, so its program has caught the error.
+        # The worker continues, so its program has caught the error that it reported.
         self._deaths.errors.pop(request.worker, None)
         worker.failing_since_s = None
         worker.request = request
@@ -87,7 +87,7 @@ class JobMembership:
         return self._advance(now_s)
 
     def script_failed(self, error: ScriptError, now_s: float) -> list[Action]:
-        """Handle a worker's report that its program exits with an error; the worker is terminated if it does not."""
+        """Handle a worker's report that its program exits with an error; terminate it later if it stays."""
         self._deaths.errors[error.worker] = error
         worker = self._workers.by_name.get(error.worker)
         if worker is not None:
@@ -125,10 +125,10 @@ class JobMembership:
                     actions.append(self._warn_of_early_end(worker))
             else:
                 actions += self._add_death(Death(worker, returncode, trouble, has_started, last_line), now_s)
-        return self._finishing([*actions, *self._advance(now_s)])
+        return self._cut_after_finish([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
-        """Handle the time given by `next_deadline_s`."""
+        """Handle the deadlines that have passed; called at the time that `next_deadline_s` returned."""
         return self._advance(now_s)
 
     def next_deadline_s(self, now_s: float) -> float | None:
@@ -174,9 +174,9 @@ class JobMembership:
         # Slots are dropped first: a worker that has lost its slot does not count against the maximum number of ranks.
         actions = [*self._drop_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)
-        return self._finishing([*actions, *self._announce(), *self._conclude()])
+        return self._cut_after_finish([*actions, *self._announce(), *self._conclude()])
 
-    def _finishing(self, actions: list[Action]) -> list[Action]:
+    def _cut_after_finish(self, actions: list[Action]) -> list[Action]:
         """Return the actions up to the first `Finish`, inclusive."""
         for index, action in enumerate(actions):
             if isinstance(action, Finish):
@@ -209,7 +209,7 @@ class JobMembership:
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
         started = [self._workers.start(host, now_s) for host in free]
-        # A leaving worker keeps its slot until it exits, and its replacement gets that slot: the local rank is taken.
+        # A leaving worker keeps its slot until it exits, so its local rank is taken. Its replacement gets that slot.
         leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
         placements = plan_placements([*self._workers.with_slot(), *leaving])
         return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
@@ -297,7 +297,7 @@ class JobMembership:
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
-        # The minimum is enough for a later round, after a long wait, and after failures that nothing can replace.
+        # The minimum is enough for a later round, after a long wait, and if nothing can replace a failed worker.
         if (
             self._round
             or self._has_waited_too_long(now_s)

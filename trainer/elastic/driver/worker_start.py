@@ -13,7 +13,7 @@ from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.store import list_addresses
 from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE
 
-# Set by an outer launcher, such as torchrun, for its own nodes; they do not describe the nodes of this job.
+# An outer launcher, such as torchrun, sets these for its own nodes; they do not describe the nodes of this job.
 _NOT_INHERITED = frozenset({"GROUP_RANK", "GROUP_WORLD_SIZE"})
 
 

@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import RankRequest
 
 # A worker that must exit has this time; then the driver terminates it.
 _LEAVE_TIME_S = 30.0
-# Without a start timeout, a note names the worker that the others wait for after this time.
+# Without a start timeout, a worker that is this late is only named in a printed note.
 NOTE_TIME_S = 60.0
 
 
@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def may_have_state(self) -> bool:
-        """Whether it has been in a round."""
+        """Whether it has been in a round, and so may have the state of the job."""
         return self.old_rank is not None
 
     @property
@@ -73,7 +73,7 @@ class Worker:
         return 0 if self.request is None else self.request.serial
 
     def precedence(self) -> tuple[float, int]:
-        """Return a sort key: old ranks in their order, then new workers. The greatest keys lose their slots first."""
+        """Return a sort key: old ranks in their order, then new workers. The last ones lose their slots first."""
         return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
     def stop(self, now_s: float) -> None:
@@ -93,7 +93,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time by which a worker must have done something; `duty` completes the words "did not"."""
+    """A worker's time limit for its `duty`, a text after "did not"; one that is not binding only leads to a note."""
 
     at_s: float
     worker: Worker

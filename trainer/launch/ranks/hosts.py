@@ -17,7 +17,7 @@ _SLOTS = re.compile(r"(?:max[-_])?slots=(\d+)")
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
-    """Parse hosts of the form `a:2,b:2`; `[fe80::1]:2` for an address with colons. Repeated hosts add their slots.
+    """Parse hosts such as `a:2,b:2`, or `[fe80::1]:2` for an address with colons. Slots of repeated hosts add up.
 
     Raises:
         ValueError: a part is not a host.
@@ -62,7 +62,7 @@ def read_allocation(environ: Mapping[str, str], *, slots_per_host: int | None = 
 
     Args:
         environ: environment of the launcher.
-        slots_per_host: number of slots that replaces Slurm's number of tasks; None to use the latter.
+        slots_per_host: number of slots of each host; None for Slurm's number of tasks.
 
     Raises:
         ValueError: Slurm's variables contradict each other, or srun has started several launchers.
@@ -93,7 +93,7 @@ def _parse_line(tokens: list[str], default_slots: int) -> Host:
         match = _SLOTS.fullmatch(token)
         if match is None:
             raise ValueError(f"{token!r} is not of the form slots=N")
-        # max_slots is Open MPI's limit for more ranks than slots, which are not possible here.
+        # max_slots limits how many ranks Open MPI may start beyond the slots. Ignored, because here none do.
         if token.startswith("slots"):
             num_slots = int(match[1])
     return _host(host.name, num_slots)

@@ -1,4 +1,4 @@
-"""The description of a job: command, ranks, hosts and elastic options. Values only."""
+"""The description of a job: command, ranks, hosts and elastic options. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and its number of slots, one for each rank."""
+    """A machine and its number of slots; a slot is the place of one rank."""
 
     name: str
     num_slots: int = 1
@@ -24,7 +24,7 @@ class RemoteSettings:
         shell: remote shell: `ssh`, or `srun` inside a Slurm allocation.
         ssh_port: port of the ssh server; None for the configuration of ssh.
         ssh_identity_file: private key; None for the configuration of ssh.
-        python: interpreter that runs the guard of a remote rank; None for the path of this one.
+        python: interpreter that runs the guard of a remote rank; None for the path of this interpreter.
         network_interfaces: names of the interfaces that connect the hosts; empty to detect them.
     """
 
@@ -115,12 +115,12 @@ class JobFailure:
 
 
 def exit_status_of(returncode: int) -> int:
-    """Return the exit status that a shell reports for a return code: 128 + N for signal N, which is -N here."""
+    """Return the exit status that a shell reports for a return code; for signal N, the code -N becomes 128 + N."""
     return returncode if returncode > 0 else 128 - returncode
 
 
 def describe_end(returncode: int) -> str:
-    """Describe the end of a process, as a predicate of its name."""
+    """Describe the end of a process by a text that follows its name, such as "exited with status 1"."""
     if returncode >= 0:
         return f"exited with status {returncode}"
     try:

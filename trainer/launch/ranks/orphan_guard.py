@@ -3,8 +3,8 @@
 Any end of the launcher, SIGKILL included, closes the pipe to the standard input of the guard. If a forked child of
 the launcher keeps the pipe open, the guard detects that its own parent process has changed. Lines `+PID` and `-PID`
 add and remove a process group, `quit` ends the guard. At its end, the guard kills the remaining groups. This works
-for any command and its children, without code between fork and exec. Not covered: a launcher that is killed in the
-microseconds between the start of a rank and its `+PID`, and ranks that create a session of their own.
+for any command and its children, and needs no code between fork and exec. The guard does not cover a launcher that is
+killed in the microseconds between the start of a rank and its `+PID`, nor ranks that create a session of their own.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _pipes: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 def _release_pipes() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for pipe in list(_pipes):
-        # Not `pipe.close`: another thread may have held its lock at the fork.
+        # Not `pipe.close`, which would hang if another thread held the pipe's lock at the fork.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(null, pipe.fileno(), inheritable=False)
     os.close(null)
@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_release_pipes)
 
 def main() -> None:
     """Read lines until the launcher has ended, then kill the remaining process groups."""
-    # The launcher handles the signals of its terminal.
+    # The launcher handles these signals; the guard must live until the launcher ends.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     groups: set[int] = set()

@@ -56,7 +56,7 @@ def plan_environment(placement: RankPlacement, host: str, port: int) -> dict[str
     """Return the environment variables of a rank: its placement, and the address of the store."""
     return {
         **placement_variables(placement),
-        # The guard of a rank on another host replaces it by an address that is reachable from there.
+        # The guard of a rank on another host replaces this address by one that is reachable from there.
         "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
         **AGENT_STORE,
@@ -113,7 +113,7 @@ def plan_rank_start(
 
 
 def plan_threads(num_local_ranks: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the number of threads of each rank on this machine: the user's, or an equal part of the processors."""
-    # By default OpenMP starts a thread for every processor, in each rank.
+    """Return the variable for the threads of each local rank: the user's value, or an equal share of processors."""
+    # Without the variable, OpenMP would start a thread for every processor, in each rank.
     num_threads = max(1, len(os.sched_getaffinity(0)) // num_local_ranks)
     return {"OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", str(num_threads))}

@@ -55,13 +55,13 @@ class RankGroup:
         else:
             process = self._start_remote(start)
         self.processes[start.worker_id] = process
-        # Registered first: a signal that arrives now is sent by `forward_signal`, an earlier one here.
+        # The process is registered first: `forward_signal` sends it any later signal, and this loop the earlier ones.
         for number in self._signals:
             process.send(number)
         return process
 
     def next_end(self, timeout_s: float | None = None) -> RankEnd | None:
-        """Return the next end of a process, in the order of their ends; None after `timeout_s`."""
+        """Return the next end of a process, in the order in which processes end; None after `timeout_s`."""
         try:
             return self._ends.get(timeout=timeout_s)
         except queue.Empty:

@@ -29,7 +29,7 @@ class LinePump:
         files: files that get the output byte for byte; closed at the end.
         prefix: prefix of each line on the screen.
         read_clock: function that returns the time to print before the prefix; None for no time.
-        mark: marker in a line before a report of the remote guard, which is not output; None without a remote guard.
+        mark: bytes before a report of the remote guard, which is not printed; None without a remote guard.
         on_report: callback for each report, called from the thread.
     """
 
@@ -56,7 +56,7 @@ class LinePump:
         self._thread.start()
 
     def last_lines(self, *, timeout_s: float) -> list[str]:
-        """Return the last lines, after the end of the stream or the timeout; a child may keep the stream open."""
+        """Wait for the end of the stream, which a child may keep open, or the timeout; return the last lines."""
         self._thread.join(timeout_s)
         return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(self._last_lines)]
 
@@ -111,7 +111,7 @@ class LinePump:
         for file in tuple(self._files):
             try:
                 file.write(line)
-                # A reader of the file, such as `tail -f`, sees each line at once.
+                # With the flush, a reader of the file, such as `tail -f`, sees each line at once.
                 file.flush()
             except OSError as error:
                 self._files.remove(file)

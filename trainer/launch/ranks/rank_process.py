@@ -1,7 +1,7 @@
 """The process of one rank on this machine: start, output, signals and termination, with its children.
 
 `remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these modules
-have started. A group leader that has ended is reaped after its group has ended, because a zombie keeps its number.
+have started. A group leader that has ended is reaped after its group, because its number is not reused before that.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class RankStart:
     """The description of a process to start.
 
     Args:
-        worker_id: name in the report of its end; unique among the processes that share a queue.
+        worker_id: name of the process in its `RankEnd`; unique among the processes that share a queue.
         command: program and arguments.
         environ: complete environment of a process on this machine; on another host, additions to the login
             environment.
         host: name of the host, for messages.
         remote_command: command on this machine that runs the guard of a remote rank on the host; None for a process
             on this machine.
-        master_addresses: addresses of this machine; a remote rank uses the first one at which MASTER_PORT is
-            reachable as MASTER_ADDR. Empty to keep the one of `environ`.
-        num_neighbours: number of ranks on another host, this one included, which share its processors equally unless
-            `environ` sets the number of threads.
+        master_addresses: addresses of this machine; the first one at which a remote rank reaches MASTER_PORT becomes
+            its MASTER_ADDR. Empty to keep MASTER_ADDR from `environ`.
+        num_neighbours: for a remote rank, number of ranks on its host, this one included; they share the processors
+            of the host equally unless `environ` sets the number of threads.
         label: prefix of lines of output, printed as `[label]`; empty for no prefix.
         stamps_lines: whether lines of output begin with the time.
         output_folder: folder for the files `stdout` and `stderr`; None for no files.
@@ -121,7 +121,7 @@ class RankProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether no end of the command has been reported."""
+        """Whether the command runs: its end has not been reported yet."""
         return not self._has_ended.is_set()
 
     def send(self, number: int) -> None:
@@ -149,7 +149,7 @@ class RankProcess:
         self._process.wait()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait for the remaining output until `deadline_s` of the monotonic clock; a child may keep it open."""
+        """Wait for the end of the output, which a child may keep open, until `deadline_s` of the monotonic clock."""
         for pump in (self._output, self._errors):
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
@@ -159,7 +159,7 @@ class RankProcess:
         If the process has ended, wait up to `timeout_s` for the remaining lines.
         """
         deadline_s = time.monotonic() + (0.0 if self.is_running else timeout_s)
-        # A program that catches its own exception may print it to either.
+        # A program that catches its own exception may print it to either stream.
         output, errors = (
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
             for pump in (self._output, self._errors)

@@ -1,9 +1,9 @@
-"""The guard of a rank on another host: runs its command, and terminates it when the launcher orders it or is lost.
+"""The guard of a rank on another host: runs its command, and terminates it when the launcher says so or is lost.
 
 The launcher sends this source over standard input to a bare interpreter, so it uses only Python's standard library.
-One line of JSON follows, the order, and then lines `signal N` and `end SECONDS`. The end of standard input means that
-the launcher or the connection is lost. The guard reports on standard error, after a mark that the order contains:
-`started PID`, `ended RETURNCODE`, `refused STATUS REASON`.
+After the source come the order, which is one line of JSON, and later lines `signal N` and `end SECONDS`. The end of
+standard input means that the launcher or the connection is lost. The guard reports on standard error, after a mark
+that the order contains: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process of a rank on another host, started through a remote shell: ssh or srun.
 
 The standard input of the shell carries the source of the guard (see `remote_guard`), then the order, then further
-lines; so no list of processes shows the environment. The shell needs no orphan guard: when the launcher dies, the
-input of the shell ends, and the remote guard terminates the rank.
+lines. No list of processes shows the environment, because it is in the order. The shell needs no orphan guard: when
+the launcher dies, the input of the shell ends, and the remote guard terminates the rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _SHELL_MARGIN_S = 5.0
 class RemoteRankProcess(RankProcess):
     """The process of a rank on another host. `pid` is that of the shell on this machine.
 
-    Arguments and errors as of `RankProcess`, for the shell. `grace_s` is the number of seconds between SIGTERM and
-    SIGKILL if the launcher is lost. OSError also if the current folder does not exist any more.
+    For the arguments and errors, see `RankProcess`; here they are about the shell. OSError may also mean that the
+    current folder does not exist any more. `grace_s` is the number of seconds between SIGTERM and SIGKILL if the
+    launcher is lost.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RemoteRankProcess(RankProcess):
         if self._is_closed:
             return
         self._orders.put(None)
-        # Without a connection there is nothing to wait for: the guard stops at the end of its input.
+        # If no rank has started, there is nothing to wait for: the guard stops at the end of its input.
         limit_s = deadline_s + _SHELL_MARGIN_S - time.monotonic() if self._has_started else 0.0
         if not self._shell_has_ended.wait(max(0.0, limit_s)):
             with contextlib.suppress(ProcessLookupError):
@@ -82,8 +83,8 @@ class RemoteRankProcess(RankProcess):
         self._orders.put(self._first_order())
         self._pump_output(self._mark.encode(), self._handle_report)
         threading.Thread(target=self._watch, daemon=True).start()
-        # Started last: without the order the host starts nothing. A thread writes it, because the order may be larger
-        # than the pipe buffer, and the host may be slow to read it.
+        # Started last, because the host starts nothing before it has the order. A thread writes the order: it may be
+        # larger than the pipe buffer, and the host may be slow to read it.
         threading.Thread(target=self._write_orders, daemon=True).start()
 
     def _first_order(self) -> bytes:
@@ -121,7 +122,7 @@ class RemoteRankProcess(RankProcess):
     def _watch(self) -> None:
         returncode = wait_for_end(self.pid)
         self._shell_has_ended.set()
-        # A report of the guard that is still in transit is more precise than the return code of the shell.
+        # Wait for a report of the guard that is still in transit: it is more precise than the shell's return code.
         self._errors.last_lines(timeout_s=DRAIN_TIMEOUT_S)
         assert self._start.remote_command is not None
         how = f"{self._start.remote_command[0]} to {self.host} {describe_end(returncode)}"

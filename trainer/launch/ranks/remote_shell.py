@@ -48,7 +48,7 @@ _PASSED_NAMES = frozenset(
 
 
 def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether a host name is one of this machine, so that its ranks start without a remote shell."""
+    """Return whether `name` is a host name of this machine, so that its ranks start without a remote shell."""
     hostname = socket.gethostname()
     names = _LOCAL_NAMES | {hostname, hostname.partition(".")[0]}
     return name in names or name == (environ or {}).get("SLURMD_NODENAME")
@@ -76,6 +76,6 @@ def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
 
 
 def choose_passed(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables for a rank on another host: the usual ones, and those that the user names."""
+    """Return the variables for a rank on another host: a fixed selection, and those that the user names."""
     chosen = _PASSED_NAMES | set(names)
     return {name: value for name, value in environ.items() if name in chosen or name.startswith(_PASSED_PREFIXES)}

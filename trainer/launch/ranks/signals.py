@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of each SIGINT and SIGTERM inside the block; they do not end this process.
+    """Call `handle` with the number of each SIGINT and SIGTERM inside the block, instead of ending this process.
 
     Has no effect outside the main thread, which alone can set signal handlers.
     """

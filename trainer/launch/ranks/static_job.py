@@ -1,4 +1,4 @@
-"""Run of a job with a fixed number of ranks.
+"""Runs a job with a fixed number of ranks.
 
 Invariant: no rank outlives the job. The failure of a rank ends the others; so does a signal to the launcher, and,
 through the guards, the death of the launcher.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _POLL_PERIOD_S = 1.0
 # A rank that ends because of another one prints this error.
 _LOSS = "HorovodInternalError"
-# The other rank, which is the cause, ends at most this time later.
+# The rank that is the cause ends at most this time later.
 _CAUSE_WAIT_S = 2.0
 
 
@@ -55,8 +55,8 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | N
         stack.enter_context(handling_signals(group.forward_signal))
         for hosted in ranks:
             group.start(_plan_start(job, hosted, environ, listener.getsockname()[1], addresses))
-        # Ranks may connect before this line; the kernel queues them. The launcher serves the store, not rank 0, so
-        # that no other process can take the port and the store outlives every rank.
+        # Ranks may connect before this line; the kernel queues their connections. The launcher serves the store, not
+        # rank 0, so that no other process can take the port and the store outlives every rank.
         store = serve_store(listener)
         failure = _RankMonitor(job, ranks, group, store).run()
         del store
