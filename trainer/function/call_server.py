@@ -76,6 +76,7 @@ class CallServer:
         answer = CallResult(content=connection.recv_bytes() or None, **fields)
         with self._lock:
             self._answers.append(answer)
+        # The rank waits for this confirmation before it exits.
         connection.send_bytes(b"")
 
 

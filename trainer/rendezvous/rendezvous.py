@@ -43,6 +43,10 @@ class Rendezvous:
     Args:
         worker: name of the worker, from the driver.
         store: connection to the driver's store, used by this object alone.
+
+    Attributes:
+        serial, wants_sync: values for the next request, set by the run loop; see `RankRequest`.
+        assignment: newest rank assignment; None before the first.
     """
 
     def __init__(self, worker: str, store: Store) -> None:

@@ -48,7 +48,7 @@ class Deaths:
     errors: dict[str, ScriptError] = field(default_factory=dict)
 
     def add(self, death: Death) -> None:
-        """Record a death."""
+        """Record a death; one with status 0 is counted, but is not reported as a failure."""
         self.num_all += 1
         if death.returncode:
             self.since_round.append(death)

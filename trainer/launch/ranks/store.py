@@ -34,7 +34,7 @@ def serve_store(listener: socket.socket) -> TCPStore:
     """Serve a store at the listener until the result is deleted. Imports torch, which takes seconds."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see above
 
-    # The store closes its descriptor, so it gets a duplicate.
+    # The store closes its descriptor, so it gets a duplicate of the listener's.
     fd = os.dup(listener.fileno())
     port = listener.getsockname()[1]
     return TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
@@ -55,14 +55,14 @@ def list_addresses(hosts: Sequence[str], interfaces: Sequence[str]) -> tuple[str
     addresses = [address for host in hosts if (address := _address_towards(host)) is not None]
     # No machine has 192.0.2.1 (RFC 5737), so the route to it is the default route.
     addresses += [address for address in (_hostname_address(), _address_towards("192.0.2.1")) if address is not None]
-    # The hosts try all of them. Loopback comes last: it is right only if a host is another name of this machine.
+    # The hosts try all addresses. Loopback comes last: it is right only if a host is another name of this machine.
     return tuple(sorted(dict.fromkeys(addresses), key=lambda address: address.startswith("127.")))
 
 
 def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that select the network interfaces between the hosts.
 
-    By default Gloo uses the address that the host name resolves to, which is often a loopback address.
+    By default Gloo uses the address of the host name, often a loopback address, which other hosts cannot reach.
     """
     if settings.network_interfaces:
         names = ",".join(settings.network_interfaces)
