@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 __all__ = ["DatasvcError", "__version__", "ingest", "open"]
 
 
-def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - reads as `datasvc.open(url)`
+def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - users write `datasvc.open(url)`
     """Open the repository at `url`.
 
     Args:
@@ -66,12 +66,12 @@ def ingest(
     message: str = "",
     progress: Progress = NO_PROGRESS,
 ) -> IngestReport:
-    """Ingest `source` as the next version of data set `name` of the repository at the URL `repo`, which is created.
+    """Ingest `source` as the next version of data set `name`; create the repository at the URL `repo` if needed.
 
     Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`; see there.
     """
-    # The signature repeats that of the method, so that editors show it; a test compares the two. `locals` is copied,
-    # because a debugger may add variables to it.
+    # The signature repeats that of `Datasets.ingest`, so that editors show it; a test compares the two. `locals` is
+    # copied, because a debugger may add variables to it.
     arguments = dict(locals())
     del arguments["repo"]
     return open(repo, create=True).datasets.ingest(**arguments)

@@ -7,7 +7,7 @@ input: the kernel closes the pipe when the parent ends, however it ends.
 from __future__ import annotations
 
 import os
-import pickle  # between a process and its own child
+import pickle  # only between a process and its own child
 import subprocess
 import sys
 import threading
@@ -29,13 +29,13 @@ def end_with_parent() -> None:
 
 
 def end_with_input() -> None:
-    """Start a thread that ends this process at the end of its standard input, which its `ChildProcess` keeps open.
+    """Start a thread that ends this process when the `ChildProcess` in the parent closes the standard input.
 
     Call it after the last message was read: the thread discards all further input.
     """
 
     def wait() -> None:
-        # `sys.stdin` is not used: this thread would hold the lock of its buffer, which Python needs at exit.
+        # Not from `sys.stdin`: while this thread waits, it would hold the buffer's lock, which Python needs at exit.
         while os.read(0, 1):
             pass
         os._exit(1)  # also if some thread hangs
@@ -44,7 +44,7 @@ def end_with_input() -> None:
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of datasvc; it needs the variables of `environment` to import it."""
+    """Return the command that runs a module of datasvc; run it with `environment`, so that it finds the module."""
     # -P keeps the working directory off the search path: it may contain modules with the same names.
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -93,7 +93,7 @@ class ChildProcess:
         return self.process.stdout.readline().decode().strip()
 
     def close(self) -> None:
-        """Terminate the program. Does nothing more if called again; a forked child only closes its pipes."""
+        """Terminate the program; a second call does nothing. A forked child only closes its copies of the pipes."""
         self.close_pipes()
         if self._started_by == os.getpid():
             self.process.terminate()

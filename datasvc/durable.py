@@ -65,8 +65,8 @@ def make_folder(folder: Path) -> None:
 def is_plain_name(name: str) -> bool:
     """Return whether an untrusted name is safe as the name of a file in a folder of datasvc.
 
-    A safe name has 1 to 255 bytes of UTF-8, no slash, no control characters, and no dot at its start, as internal
-    files have.
+    A safe name has 1 to 255 bytes of UTF-8, no slash, no control characters, and no dot at its start, because a dot
+    marks internal files.
     """
     if not name or name.startswith(".") or "/" in name:
         return False
@@ -83,7 +83,7 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: a write, sync or rename failed; the temporary file is removed and `path` is unchanged. If only the
-            last step failed, the sync of the folder, `path` is new, but may not survive a power cut.
+            sync of the folder failed, `path` has the new content, which may not survive a power cut.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:
@@ -98,12 +98,12 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
         raise
     if not synced:
         return
-    # Sync after the rename: when this returns, callers rely on the new name, so a power cut must not lose it.
+    # Sync the folder after the rename: callers now rely on the new content, so a power cut must not lose the name.
     fsync_folder(path.parent)
 
 
 def write_file(path: Path, content: bytes | memoryview, *, synced: bool = True) -> None:
-    """Write `content` to `path`, atomically replacing an existing file; arguments and errors as of `replacing`."""
+    """Write `content` to `path`, atomically replacing an existing file; for `synced` and errors, see `replacing`."""
     with replacing(path, synced=synced) as file:
         file.write(content)
 
@@ -113,8 +113,8 @@ def create_file(path: Path, content: bytes | memoryview) -> None:
 
     Raises:
         FileExistsError: `path` exists; it is unchanged.
-        OSError: the write or the link failed, and `path` does not exist. If only the last step failed, the sync of
-            the folder, `path` exists, but may not survive a power cut.
+        OSError: the write or the link failed, and `path` does not exist. If only the sync of the folder failed,
+            `path` exists, but may not survive a power cut.
     """
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     try:

@@ -10,7 +10,7 @@
     |-- BadSampleError               a sample cannot be decoded: repair it, or configure bad samples to be skipped
     |-- CacheFullError               the cache budget is too small: the message states the bytes needed
     |-- StateMismatchError           a saved position belongs to other data or another order
-    |-- BusyError                    an earlier save still runs and overlap is off: save less often, or queue saves
+    |-- BusyError                    an earlier save still runs: save less often, or queue saves (`overlap=queue`)
     |-- LagError                     a job fell behind its decode group, and is configured to raise
     |-- DeviceError                  a GPU failed or is out of memory: reduce its load, or decode on the CPU
     `-- UnavailableError             a store did not respond after all retries: try again later
@@ -79,7 +79,7 @@ class BusyError(DatasvcError):
 
 
 class LagError(DatasvcError):
-    """A job fell too far behind the other jobs of its decode group. A new iteration retries."""
+    """A job fell too far behind the other jobs of its decode group. Iterate over the loader again to retry."""
 
 
 class DeviceError(DatasvcError):

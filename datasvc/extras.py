@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Final
 
-# A copy of those in pyproject.toml; a test checks that both are equal.
+# A copy of the extras in pyproject.toml; a test checks that both are equal.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "s3": ("s3fs>=2025.3",),
     "gcs": ("gcsfs>=2025.3",),
@@ -32,12 +32,12 @@ _EXTRA_OF_SCHEME: Final = {
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs the packages of an extra, as the end of a message."""
+    """Return the command that installs the packages of an extra, as text for the end of an error message."""
     packages = shlex.join(EXTRAS[extra])
     return f"pip install {packages}, or in the source folder of datasvc: pip install '.[{extra}]'"
 
 
 def how_to_install_driver(url: str) -> str:
-    """Return the command that installs the driver of a URL's store; generic advice for a store without an extra."""
+    """Return the command that installs the driver for a URL; for a store without an extra, return general advice."""
     extra = _EXTRA_OF_SCHEME.get(url.partition("://")[0])
     return how_to_install(extra) if extra is not None else "install its driver for fsspec"

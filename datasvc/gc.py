@@ -27,7 +27,8 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
 GRACE_S: Final = 7 * 24 * 3600
-# Twice the age at which writers rewrite a remote object that they reuse: a younger one is safe for another day.
+# Writers that reuse a remote object rewrite it if it is older than a day. A younger one keeps its age, and needs
+# another day until gc may delete it.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -41,7 +42,7 @@ class Garbage:
 
     Attributes:
         objects: size in bytes of each object.
-        pointers: paths of pointers, by the digest of the chunk that they point to.
+        pointers: paths of pointers (see `models.tensors.dedup_index`), by the digest of the chunk that they point to.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
         num_young: number of objects that are kept because of their age.
@@ -138,9 +139,9 @@ def gc(
 
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
-    """Return the time of the store's clock, which dates the files; or that of this machine, and a warning."""
-    # The clock of this machine may be fast, and then all files would be old. But reading the store's clock needs a
-    # write, and a dry run must be possible without write access.
+    """Return the time of the store's clock, which dates the files, and None; or this machine's, and a warning."""
+    # If the clock of this machine is fast, all files look old by it. But reading the store's clock needs a write, and
+    # a dry run must be possible without write access.
     own_s = time.time()
     try:
         store_s = storage.now_s()
@@ -164,9 +165,9 @@ def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
 
 
 def list_old(repository: Repository, before_s: float) -> Garbage:
-    """Return all objects, temporary files and journals last changed before `before_s`, referenced or not."""
+    """Return all objects, pointers, temporary files and journals last changed before `before_s`, also referenced."""
     storage = repository.storage
-    old = Garbage(journals=[plan for plan, newest_s in _journals(storage).items() if newest_s < before_s])
+    old = Garbage(journals=[folder for folder, newest_s in _journals(storage).items() if newest_s < before_s])
     for file in storage.walk(""):
         path = _OBJECT_PATH.fullmatch(file.path)
         is_old = file.modified_s < before_s
@@ -182,7 +183,7 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
 
 
 def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
-    """Remove referenced objects and pointers from the garbage."""
+    """Take the referenced objects, and the pointers of referenced chunks, out of the garbage."""
     for digest in referenced:
         garbage.objects.pop(digest, None)
         garbage.pointers.pop(digest, None)
@@ -215,24 +216,25 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     """Delete the garbage that is still old; return the deleted files."""
-    storage, removed = repository.storage, Garbage()
+    storage, swept = repository.storage, Garbage()
     # Journals first: a journal must never reference deleted objects.
     newest = _journals(storage)
-    for plan in garbage.journals:
-        if newest.get(plan, before_s) < before_s:
-            storage.delete_folder(plan)
-            removed.journals.append(plan)
-    paths = {Objects.path(digest): digest for digest in garbage.objects}
+    for folder in garbage.journals:
+        if newest.get(folder, before_s) < before_s:
+            storage.delete_folder(folder)
+            swept.journals.append(folder)
+    digest_of_path = {Objects.path(digest): digest for digest in garbage.objects}
 
     def delete(paths: Collection[str]) -> list[str]:
         results = map_in_threads(lambda path: storage.delete_if_older(path, before_s), paths, _DELETES_AT_ONCE)
         return [path for path, is_deleted in zip(paths, results, strict=True) if is_deleted]
 
-    removed.objects = {paths[path]: garbage.objects[paths[path]] for path in delete(paths)}
-    removed.temporary_files = delete(garbage.temporary_files)
-    deleted = set(delete(garbage.pointers.values()))
-    removed.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted}
-    return removed
+    deleted_objects = [digest_of_path[path] for path in delete(digest_of_path)]
+    swept.objects = {digest: garbage.objects[digest] for digest in deleted_objects}
+    swept.temporary_files = delete(garbage.temporary_files)
+    deleted_pointers = set(delete(garbage.pointers.values()))
+    swept.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted_pointers}
+    return swept
 
 
 def _referenced_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
@@ -277,19 +279,19 @@ def _journals(storage: Storage) -> dict[str, float]:
     """Return the time of the last change of each journal, by its folder."""
     newest: dict[str, float] = {}
     for file in storage.walk(JOURNALS):
-        plan = "/".join(file.path.split("/")[:2])
-        newest[plan] = max(newest.get(plan, 0.0), file.modified_s)
+        folder = "/".join(file.path.split("/")[:2])
+        newest[folder] = max(newest.get(folder, 0.0), file.modified_s)
     return newest
 
 
 def _referenced_by_journals(storage: Storage, before_s: float) -> Iterator[Digest]:
-    for plan, newest_s in _journals(storage).items():
+    for folder, newest_s in _journals(storage).items():
         if newest_s < before_s:
             continue
-        for file in storage.walk(plan):
+        for file in storage.walk(folder):
             try:
                 content = storage.read(file.path)
             except NotFoundError:
                 continue  # the journal was removed after the commit of its work
-            # Every text that may be a digest, also in damaged records: keeping too many objects is harmless.
+            # Yield every text that may be a digest, also in damaged records: keeping too many objects is harmless.
             yield from (Digest(match.decode()) for match in _DIGESTS.findall(content))

@@ -1,4 +1,4 @@
-"""Index of consecutive intervals, which finds the interval of a point; used to find the shard of a position."""
+"""Index of consecutive intervals (spans), which finds the span of a point; used to find the shard of a position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasvc.keyed_random import Integers
 class SpanSearch:
     """Index of spans that cover range(stop); ten times faster than a binary search per point.
 
-    `starts`, `int64[n]`, is the first point of each span, ascending, starts[0] == 0.
+    `starts`, `int64[n]`, has the first point of each span, ascending; `starts[0]` is 0.
     """
 
     def __init__(self, starts: Integers, stop: int) -> None:
@@ -25,7 +25,7 @@ class SpanSearch:
         self._first_of_bucket = np.cumsum(np.bincount(first_buckets, minlength=(stop >> self._shift) + 2)) - 1
 
     def find(self, points: Integers) -> Integers:
-        """Return the number of the span of each point: `int64[n]`, for points in range(stop)."""
+        """Return the index of the span that contains each point: `int64[n]`, for points in range(stop)."""
         spans: Integers = self._first_of_bucket[points >> self._shift]
         for _ in range(2):
             spans += self._stops[spans] <= points

@@ -2,7 +2,7 @@
 
 There is no generator state and no memory per sample, so any position of any epoch can be computed directly, on any
 node, in any order. Keys come from numpy's `SeedSequence` over words of fixed width, so that different triples of
-(seed, epoch, purpose) have different keys, which sums such as `seed + epoch` would not give.
+(seed, epoch, purpose) have different keys; with sums such as `seed + epoch`, some would share a key.
 
 Sources: the permutation is the generalised Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite
 Domains", CT-RSA 2002) over a x b >= n with cycle walking; the mixing constants are those of SplitMix64 (Steele,
@@ -24,7 +24,7 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 
 _ROUNDS: Final = 6
-# So small that all temporary arrays of a chunk stay in the level-2 cache.
+# Values at a time: so few that all temporary arrays of a chunk stay in the level-2 cache.
 _CHUNK: Final = 8192
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -36,10 +36,10 @@ _MAX_SIZE: Final = 1 << 62
 def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
     """Return keys for one purpose in one epoch: `uint64[count]`.
 
-    `purpose` is the number of the use of randomness, 0 <= purpose < 2**32; different uses have different keys.
+    `purpose`, 0 <= purpose < 2**32, is a number for the use of the keys, so that different uses have different keys.
 
     Raises:
-        ConfigError: not 0 <= `seed`, `epoch` < 2**64.
+        ConfigError: `seed` or `epoch` is negative, or not below 2**64.
     """
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < 1 << 64:
@@ -65,7 +65,7 @@ def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.f
 
 
 def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> npt.NDArray[np.float64]:
-    """Return the numbers of `uniform` for `count` streams from `first` on, in a fraction of the time.
+    """Like `uniform`, but for the `count` streams from `first` on, in a fraction of the time of `count` calls.
 
     Returns:
         `float64[count, n]`.
@@ -97,8 +97,8 @@ class KeyedPermutation:
         assert len(keys) == _ROUNDS, len(keys)
         self.size = size
         self._keys = np.asarray(keys, np.uint64)
-        # The network permutes range(a * b). With a near the square root, a * b exceeds the size by less than a, so
-        # cycle walking is rarely needed.
+        # The network permutes range(a * b). If `a` is close to the square root of the size, a * b exceeds the size by
+        # less than `a`, so cycle walking is rarely needed.
         self._a = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
         self._b = np.uint64(-(-size // int(self._a)) or 1)
 

@@ -22,7 +22,7 @@ import numpy as np
 from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
 from datasvc.order import OrderConfig
 
-_MIXING, _OWN_ORDER = 33, 34  # purposes of `derive_keys`; augmentation has 32
+_MIXING, _OWN_ORDER = 33, 34  # values of `purpose` for `derive_keys`; augmentation has 32
 _MAX_CACHED_BLOCKS: Final = 4
 
 
@@ -80,10 +80,10 @@ class MixOrder:
 
         Args:
             source: number of a data set whose weight is not 0.
-            ordinals: `int64[n]`, indices in its stream: epoch of its own order * its samples + position there.
+            ordinals: `int64[n]`, indices in its stream: epoch of its own order * its samples + position in the epoch.
 
         Returns:
-            `int64[n]`: epoch of the mixture * samples of an epoch + position there.
+            `int64[n]`: epoch of the mixture * samples of an epoch + position in the epoch.
         """
         # Sorted, so that each block is computed once.
         order = np.argsort(ordinals, kind="stable")
@@ -102,7 +102,7 @@ class MixOrder:
         return result
 
     def own_epochs(self, source: int, epoch: int) -> range:
-        """Return the epochs of a data set's own order that an epoch of the mixture may serve samples of."""
+        """Return the epochs of a data set's own order from which an epoch of the mixture may serve samples."""
         (first, _), (last, position) = (self.cursors(number, 0)[source] for number in (epoch, epoch + 1))
         return range(first, last + (position > 0))
 
@@ -119,14 +119,14 @@ class MixOrder:
         return [divmod(count, size) for count, size in zip(served, self._sizes.tolist(), strict=True)]
 
     def served_before(self, block: int) -> list[int]:
-        """Return the number of samples of each data set before a block."""
+        """Return the number of samples of each data set that are served before a block."""
         # Python integers are exact for any length. The cumulative shares are rounded down, so each number differs by
         # less than one from the weighted share of the data set.
         edges = [block * self._block * edge // self._edges[-1] for edge in self._edges]
         return [stop - start for start, stop in pairwise(edges)]
 
     def most_of(self, run: int) -> list[int]:
-        """Return upper bounds of the samples of each data set among `run` consecutive positions."""
+        """Return, for each data set, an upper bound of its samples among any `run` consecutive positions."""
         total = self._edges[-1]
         weights = [stop - start for start, stop in pairwise(self._edges)]
         num_blocks = run // self._block + 2  # a run may start and end inside a block

@@ -33,7 +33,7 @@ Shuffle = Literal["global", "windowed"] | None
 Tail = Literal["drop", "short", "pad"]
 
 STATE_FORMAT: Final = 1
-_SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # purposes of `derive_keys`
+_SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # values of `purpose` for `derive_keys`
 _CHUNK: Final = 8192  # positions at a time: their temporary arrays fit into the processor's cache
 
 
@@ -228,6 +228,7 @@ class AccessOrder:
 
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
         lane, index = self._deal(positions)
+        # `line` is the index in the sequence of all samples before they are permuted within blocks.
         line = self._lane_starts[lane] + self._in_blocks(lane, index, forward=True)
         segment = self._segment_search.find(line)
         return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]
@@ -243,10 +244,10 @@ class AccessOrder:
             raise IndexError(f"a shard is outside 0..{len(self._counts) - 1}")
         if ((row_of < 0) | (row_of >= self._counts[shard_of])).any():
             raise IndexError("a row is outside its shard")
-        identity: Integers = self._bases[shard_of] + row_of
+        sample_number: Integers = self._bases[shard_of] + row_of
         # The inverse of each step of `_locate_chunk`, in reverse order.
-        by_identity, search = self._by_identity
-        segment = by_identity[search.find(identity)]
+        segments, search = self._segments_by_sample
+        segment = segments[search.find(sample_number)]
         line = self._segment_starts[segment] + row_of - self._segment_rows[segment]
         lane = np.searchsorted(self._lane_starts, line, side="right") - 1
         index = self._in_blocks(lane, line - self._lane_starts[lane], forward=False)
@@ -292,6 +293,7 @@ class AccessOrder:
         return KeyedPermutation(count, keys).permute(np.arange(count))
 
     def _permute_within_lanes(self, shards: Integers, starts: Integers) -> tuple[Integers, Integers, Integers]:
+        """Cut shards at the boundaries of lanes, and permute the parts of each lane; return shards, rows, lengths."""
         cuts = _merge(starts, self._lane_starts[:-1][self._lane_sizes > 0])
         lengths = np.diff(np.append(cuts, self.num_samples))
         segment = np.searchsorted(starts, cuts, side="right") - 1
@@ -302,15 +304,16 @@ class AccessOrder:
         return shards[segment][by_lane], rows[by_lane], lengths[by_lane]
 
     @cached_property
-    def _by_identity(self) -> tuple[Integers, SpanSearch]:
+    def _segments_by_sample(self) -> tuple[Integers, SpanSearch]:
         """Segments sorted by the number of their first sample in the data set, and an index of these numbers."""
-        identity = self._bases[self._segment_shards] + self._segment_rows
-        order = np.argsort(identity)
-        return order, SpanSearch(identity[order], self.num_samples)
+        first_sample = self._bases[self._segment_shards] + self._segment_rows
+        order = np.argsort(first_sample)
+        return order, SpanSearch(first_sample[order], self.num_samples)
 
     def _deal(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Return the lane of each position, and its index in this lane."""
         if self._lanes == 1:
-            # Without a division of every position.
+            # A shortcut, which saves a division for every position.
             return np.broadcast_to(np.int64(0), len(positions)), positions
         index, lane = np.divmod(positions, self._lanes)
         return lane, index
@@ -345,7 +348,7 @@ def _merge(many: Integers, few: Integers) -> Integers:
 
 
 def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:
-    """Return an upper bound, for every epoch, of the shards that `run` consecutive positions may need."""
+    """Return an upper bound of the number of shards that any `run` consecutive positions of any epoch may need."""
     counts = np.sort(np.asarray(samples_per_shard, np.int64))
     counts = counts[counts > 0]
     if config.shuffle == "global" or not len(counts):
@@ -354,7 +357,7 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
     block = config.block or 1
     # A run may start and end inside a block, so it may overlap one more block than its length implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
-    # Both ends of a span may be inside a shard. Between them, the number is largest for the smallest shards.
+    # Each end of a span may cut a shard. Between these two shards, there are most shards if they are the smallest.
     num_inside = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
     # With sticky lanes, the parts of the two shards at the ends of a lane may be anywhere in it.
     num_cut_by_lanes = 2 if config.sticky else 0
@@ -381,8 +384,8 @@ class Step:
 def plan_step(position: int, num_samples: int, global_batch: int, tail: Tail) -> Step | None:
     """Return the next global batch from `position`, or None at the end of the epoch of `num_samples` samples.
 
-    `tail` decides about a last batch with fewer than `global_batch` samples, those of one step over all ranks: "drop"
-    it, serve it "short", or "pad" it with masked samples.
+    `global_batch` is the number of samples of one step over all ranks. `tail` says what happens to a last batch with
+    fewer samples: "drop" it, serve it "short", or "pad" it with masked samples.
     """
     remaining = num_samples - position
     if remaining >= global_batch:
@@ -393,13 +396,13 @@ def plan_step(position: int, num_samples: int, global_batch: int, tail: Tail) ->
 
 
 def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) -> int:
-    """Return the number of steps of `plan_step` from `position` to the end of the epoch."""
+    """Return how many steps `plan_step` plans from `position` to the end of the epoch."""
     num_full, remainder = divmod(num_samples - position, global_batch)
     return num_full + (1 if remainder and tail != "drop" else 0)
 
 
 def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range | None:
-    """Return the lanes that one rank reads in steps of `size` positions; None if it reads all, see `slice_step`."""
+    """Return the lanes that one rank reads in steps of `size` positions; None: all lanes, see `slice_step`."""
     if lanes > 1 and lanes % world_size == 0 and size % lanes == 0:
         lanes_per_rank = lanes // world_size
         return range(rank * lanes_per_rank, (rank + 1) * lanes_per_rank)
@@ -409,12 +412,12 @@ def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range
 def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tuple[Integers, npt.NDArray[np.bool_]]:
     """Return the part of a global batch that one data rank serves. The parts of all ranks together are the batch.
 
-    If the sizes divide, each rank serves whole lanes, so that its node needs only the shards of these lanes.
-    Otherwise, ranks serve consecutive parts whose sizes differ by at most one.
+    If `world_size` divides `lanes`, and `lanes` divides the batch, each rank serves whole lanes, so that its node
+    needs only the shards of these lanes. Otherwise, ranks serve consecutive parts whose sizes differ by at most one.
 
     Returns:
-        Positions, `int64[n]`, in range(num_samples), and a mask, `bool[n]`, which is False for padding. The position
-        of padding is one from the start of the epoch.
+        Positions, `int64[n]`, in range(num_samples), and a mask, `bool[n]`, which is False for padding. Padding
+        repeats positions from the start of the epoch.
 
     Raises:
         ConfigError: `rank` is not in range(world_size).

@@ -29,7 +29,7 @@ class Progress:
         """Add an amount that was done since the previous call.
 
         Args:
-            amount: bytes; entries if an index of model versions is updated.
+            amount: number of bytes; if the version index is updated, number of entries.
             source: where a cache got the bytes: "resident", "origin" or "peer".
             num_samples: samples that were ingested.
             num_shards: shards that were ingested.
@@ -49,7 +49,7 @@ class SourceCounter(Progress):
 
     @property
     def bytes_by_source(self) -> Counter[str]:
-        """Bytes by source, as a copy."""
+        """Number of bytes by source; a copy, which does not change."""
         with self._lock:
             return Counter(self._bytes_by_source)
 
@@ -60,7 +60,7 @@ class SourceCounter(Progress):
 
 
 class _Bar(SourceCounter):
-    """A bar of `rich` with the bytes of each source in its field `sources`."""
+    """Updates a bar of `rich`; the bar's field `sources` shows the bytes of each source."""
 
     def __init__(self, bar: Any, task: TaskID) -> None:
         super().__init__()
@@ -109,6 +109,7 @@ def entry_progress(title: str) -> Iterator[Progress]:
 
 
 def _show(title: str, stream: TextIO, *columns: Any, is_brief: bool = False) -> Iterator[Progress]:
+    """Yield a `Progress` that updates a bar; a brief bar is shown from `begin` on, and removed at the end."""
     # rich is imported only where a bar may be shown: libraries import this module for `NO_PROGRESS`.
     from rich.console import Console
     from rich.progress import Progress as RichProgress

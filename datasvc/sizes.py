@@ -34,7 +34,7 @@ def format_size(size_bytes: float) -> str:
 def group_by_size(
     values: Iterable[_Value], size_of: Callable[[_Value], int], max_bytes: int
 ) -> Iterator[list[_Value]]:
-    """Divide values into consecutive groups of at most `max_bytes`; a larger value is a group alone."""
+    """Divide values into consecutive groups of at most `max_bytes`; a value above this size is a group of its own."""
     group: list[_Value] = []
     group_bytes = 0
     for value in values:
@@ -44,7 +44,7 @@ def group_by_size(
             group, group_bytes = [], 0
         group.append(value)
         group_bytes += size_bytes
-        # Yield a large value before the next one is made: two of them may not fit into memory.
+        # Yield a large value before `values` makes the next one: two of them may not fit into memory.
         if group_bytes > max_bytes:
             yield group
             group, group_bytes = [], 0

@@ -1,4 +1,4 @@
-"""In-memory DuckDB databases for SQL of users, without access to files, network, extensions or Python variables."""
+"""In-memory DuckDB databases for SQL that users write: no access to files, network, extensions, Python variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SETTINGS: Final = {
 
 
 def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
-    """Open a database. It is safe for SQL of users only after `lock`, which comes after the tables are registered."""
+    """Open a database. Register its tables, then call `lock`: only after this is it safe for SQL of users."""
     import duckdb  # takes a fifth of a second, and most programs run no SQL
 
     return duckdb.connect(config={**_SETTINGS, **settings})
@@ -50,7 +50,7 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
     Raises:
         ConfigError: `sql` is not exactly one statement that only reads.
-        duckdb.Error: it does not parse.
+        duckdb.Error: `sql` cannot be parsed.
     """
     import duckdb
 
@@ -63,8 +63,8 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
 
 def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
-    """Return the result of `read`, which executes a query; Ctrl-C ends it, however long it takes."""
-    # DuckDB returns to the thread that executes the query only at its end, and signals wait for that.
+    """Return the result of `read`, which executes a query; Ctrl-C ends the query, however long it takes."""
+    # Another thread executes the query: DuckDB returns only at its end, and Python handles no signal before that.
     result: Future[_T] = Future()
 
     def run() -> None:
@@ -78,7 +78,7 @@ def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
         thread.start()
         return result.result()
     except BaseException:
-        # An interrupt before the query starts is lost.
+        # Repeat the interrupt, because DuckDB ignores one before the query starts.
         while thread.is_alive():
             connection.interrupt()
             thread.join(_INTERRUPT_AGAIN_S)

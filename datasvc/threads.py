@@ -28,8 +28,8 @@ def run_in_threads(
     """Call `work` with each of `arguments` in up to `threads` threads; return the results in the same order.
 
     After the first error, or an interrupt, no further call starts. When the running calls have ended, the error of
-    the earliest call that failed is raised. If calls are fast, give the bytes that each processes as `sizes`:
-    consecutive small calls then run in one thread, one after the other.
+    the earliest call that failed is raised. For fast calls, pass the number of bytes that each one processes as
+    `sizes`: consecutive small calls then run in one thread, one after the other.
     """
     groups: list[Sequence[tuple[*_Arguments]]]
     if sizes is None:
@@ -63,7 +63,7 @@ def run_in_threads(
         pool.shutdown(wait=True, cancel_futures=True)
     for future in futures:
         if not future.cancelled():
-            future.result()
+            future.result()  # raises the error of the call
     return [result for future in futures for result in future.result()]
 
 
@@ -73,11 +73,11 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
 
 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
-    """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after that.
+    """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after this wait.
 
-    A hook can still use thread pools. Hooks run in reverse order of registration, and the one of `concurrent.futures`
-    that shuts down all pools was registered when this module was imported.
+    A hook can still use thread pools. Hooks run in reverse order of registration, so the one of `concurrent.futures`,
+    which shuts down all pools, runs later: it was registered when this module was imported.
     """
-    # The function of Python is private and may disappear: without it, the exit only takes longer.
+    # Python's function is private and may disappear. Then the hook is not called, and the exit only takes longer.
     if hasattr(threading, "_register_atexit"):
         threading._register_atexit(hook)  # noqa: SLF001

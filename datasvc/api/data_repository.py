@@ -15,8 +15,8 @@ class DataRepository:
     """An open repository, as `datasvc.open` returns it.
 
     Attributes:
-        datasets: the data sets: ingest, delete, merge, diff, tag, verify, export and other operations. `dataset` is
-            short for `datasets.open`.
+        datasets: the data sets: ingest, delete, merge, diff, tag, verify, export and other operations. The method
+            `dataset` is short for `datasets.open`.
         models: the models: save, restore, manager, find, diff, tag, verify, push and other operations.
         repository: objects and logs, for operations that this class does not offer.
     """

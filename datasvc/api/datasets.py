@@ -58,7 +58,7 @@ class Datasets(Collection):
         return chain.from_iterable(preview_samples(chosen, num_samples) for chosen in splits)
 
     def contact_sheet(self, ref: str, path: str | Path, num_samples: int = 10, *, split: str | None = None) -> int:
-        """Write the samples of `head` as an HTML page of thumbnails; return their number.
+        """Write the samples that `head` returns as an HTML page of thumbnails; return the number of samples.
 
         For errors, see `preview_samples` and `write_contact_sheet`.
         """

@@ -71,7 +71,7 @@ class Models(Collection):
         trusted_keys: Sequence[str | Path] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> TransferReport:
-        """Copy model versions from the repository `origin`, or its URL; for arguments and errors, see `transfer`."""
+        """Copy model versions from `origin`, a repository or its URL; for arguments and errors, see `transfer`."""
         # The signature repeats that of `transfer`, so that editors show it; a test compares the two. `locals` is
         # copied, because a debugger may add variables to it.
         options = dict(locals())

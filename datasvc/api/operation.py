@@ -14,16 +14,16 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class HasRepository(Protocol):
-    """An object that operations read their repository from."""
+    """An object with a repository, which its operations pass to their functions."""
 
     repository: Repository
 
 
 class Operation(Generic[P, R_co]):
-    """A function whose first parameter is the repository, as a method of an object that has one.
+    """Turns a function or class whose first parameter is the repository into a method, which passes its object's.
 
-    The method has the signature and the docstring of the function, or class, so `help(repo.datasets.ingest)`, editors
-    and type checkers show every argument.
+    The method has the signature and the docstring of the function, so `help(repo.datasets.ingest)`, editors and type
+    checkers show every argument.
     """
 
     def __init__(self, function: Callable[Concatenate[Repository, P], R_co]) -> None:
@@ -66,7 +66,7 @@ class Collection:
         return self.repository.tags(self.kind, name)
 
     def tag(self, ref: str, tag: str, *, expect: int | None = None) -> Resolved:
-        """Point `tag` at the version `ref` resolves to; for arguments and errors, see `Repository.tag`."""
+        """Point `tag` at the version that `ref` resolves to; for arguments and errors, see `Repository.tag`."""
         return self.repository.tag(self.kind, ref, tag, expect=expect)
 
     def untag(self, name: str, tag: str, *, expect: int | None = None) -> None:
