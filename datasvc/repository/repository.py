@@ -1,7 +1,7 @@
 """A repository: its objects, and the logs of its data sets, models and tags.
 
-Invariant: a tagged version is not removed. A writer that moves a tag or removes versions reads the other log after
-its commit, and reverts its own commit on a conflict.
+Invariant: a tagged version is not removed. After its commit, a writer that moves a tag reads the log of removals, and
+a writer that removes versions reads the tags; on a conflict, each reverts its own commit.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ class Repository:
         return self._tags(kind, name).history(tag)
 
     def tag(self, kind: Kind, ref: str, tag: str, *, expect: int | None = None) -> Resolved:
-        """Point `tag` at the version `ref` resolves to, and return that version.
+        """Point `tag` at the version that `ref` resolves to, and return that version.
 
         Args:
-            kind: kind of the object that `ref` names.
+            kind: "datasets" or "models".
             ref: reference to a version.
-            tag: tag to create or move. Nothing is committed if it points at the version already.
+            tag: tag to create or move. Nothing is committed if the tag points at the version already.
             expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
 
         Raises:
@@ -151,7 +151,8 @@ class Repository:
         removed = self._removed(kind, reference.name, logs)
         target = self._resolve(kind, reference, logs, removed)
         if target.version in removed:
-            # The version has a tag, so its removal is invalid. The remover has not reverted it yet, or was killed.
+            # `_resolve` accepts a removed version only if it has a tag, so its removal is invalid: the writer that
+            # removed it has not reverted this yet, or was killed.
             self.removals(kind, target.name).give_back([target.version], "tagged")
         tags = self._tags(kind, target.name)
         newest = tags.newest(tag, logs.get(f"tags/{tag}", ()))
@@ -159,7 +160,7 @@ class Repository:
         if before == target.version and expect in {None, before}:
             return target
         tags.move(tag, target.version, expect=expect, newest=newest)
-        # A remover reads the tags before and after its commit, so at least one of the two sees the conflict.
+        # A writer that removes versions reads the tags before and after its commit: one of the two sees a conflict.
         if self._is_removed(target):
             outcome = self._move_back(target, tag, before)
             raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")
@@ -187,13 +188,14 @@ class Repository:
         """Return the immutable version that `ref` refers to at this time.
 
         Args:
-            kind: kind of the object that `ref` names.
-            ref: reference, or a resolved version. A name alone is the newest version that is not removed.
+            kind: "datasets" or "models".
+            ref: reference, or a resolved version. A name alone refers to the newest version that is not removed.
             removed: accept a removed version, whose entry still exists but whose objects may be deleted.
 
         Raises:
             ConfigError: `ref` is not a reference.
-            NotFoundError: the name, version or tag does not exist, or the version was removed; lists what exists.
+            NotFoundError: the name, version or tag does not exist, or the version was removed; the message lists
+                what exists.
             UnavailableError: the store does not respond.
         """
         reference = parse_reference(str(ref), _KIND_NAMES[kind])
@@ -214,7 +216,7 @@ class Repository:
         """Return the entries of all versions of `name`, oldest first, including removed ones.
 
         Args:
-            kind: data sets or models.
+            kind: "datasets" or "models".
             name: name without version or tag.
             last: number of newest entries to return, at least 1; None: all.
 
@@ -240,7 +242,7 @@ class Repository:
         *,
         accept_removed: bool = False,
     ) -> Resolved:
-        """Return the version that `reference` refers to by a listing of its logs; for errors, see `resolve`."""
+        """Return the version that `reference` refers to, from a listing of the logs; for errors, see `resolve`."""
         name, numbers = reference.name, logs["versions"]
         if not numbers:
             raise self._missing(kind, name)
@@ -262,11 +264,11 @@ class Repository:
         return resolved
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
-        """Return the entry numbers of each log of `name`: "versions", "removals", "tags/best"; by one request."""
+        """Return the entry numbers of all logs of `name`, by path such as "versions" or "tags/best"; one request."""
         return {"versions": [], **list_logs(self.storage, self._folder(kind, name))}
 
     def _removed(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> frozenset[int]:
-        """Return the removed versions by a listing of the logs."""
+        """Return the removed versions, from a listing of the logs; no listing of its own is needed."""
         head = max(logs.get("removals", ()), default=0)
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 
@@ -311,7 +313,7 @@ def _check_create_only(storage: Storage) -> None:
         storage.create(MARKER, probe)
     except ConflictError:
         return
-    storage.put_bytes(MARKER, _MARKER_BYTES)  # the probe has replaced the marker
+    storage.put_bytes(MARKER, _MARKER_BYTES)  # restore the marker, which the probe has replaced
     raise ConfigError(
         f"{redact_url(storage.url)} ignores create-only writes, so commits could overwrite each other; use a store "
         "that honours If-None-Match"

@@ -1,4 +1,4 @@
-"""Journal of unfinished work: records of its finished parts, from which a killed process resumes.
+"""Journal of unfinished work: records of its finished parts, so that work is resumed after its process was killed.
 
 A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified on
 reading; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
@@ -44,7 +44,7 @@ class Journal:
 
         Returns:
             Identifier of the attempt, a random text that is the same for every process that resumes the work; and
-            whether there is a journal of the same work with another fingerprint, so that the input has changed.
+            whether the only journals of this work have other fingerprints, which means that the input has changed.
 
         Raises:
             UnavailableError: the store does not respond.

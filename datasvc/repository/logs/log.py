@@ -1,8 +1,8 @@
 """Append-only logs of numbered JSON entries. The creation of the next entry is the only commit point of the system.
 
-An entry is created only if its number is free: of concurrent writers one succeeds, and the others rebase. Every entry
-has a random commit id, by which a writer recognises its own entry if the store's response is lost; and a checksum,
-which detects a changed byte.
+An entry is created only if its number is free: of concurrent writers one succeeds, and the others rebase: they build
+their entry again for the next number. Every entry has a random commit id, by which a writer recognises its own entry
+if the store's response is lost. It also has a checksum, which detects a changed byte.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.threads import map_in_threads
 
 ENTRY_FORMAT = 1
 MAX_ENTRY_BYTES = 16 << 20
-"""Maximum size of an entry, which does not grow with the data. Parsed JSON needs some twenty times this memory."""
+"""Maximum size of an entry; large data belongs into objects. Parsed JSON needs some twenty times this memory."""
 
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")
 _APPEND_ATTEMPTS = 32
@@ -39,9 +39,9 @@ class Entry:
 
 
 def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
-    """Return the numbers of the entries of all logs below `folder`, ascending, by the path of the log below it.
+    """Return the entry numbers of each log below `folder`, ascending, by the path of the log relative to `folder`.
 
-    One request, instead of one for each log. Raises UnavailableError.
+    This takes one request for all logs, instead of one for each. Raises UnavailableError.
     """
     logs: dict[str, list[int]] = {}
     for path in storage.find(folder):
@@ -138,7 +138,7 @@ class Log:
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.
 
-        This takes a logarithmic number of requests: a reader that has read most of a long log need not list it again.
+        The number of requests is logarithmic, so a reader that has read most of a long log need not list it again.
         Raises UnavailableError.
         """
         # Numbers have no gaps, so the newest is found by doubling the step, and then halving it.
@@ -178,7 +178,7 @@ class Log:
                 # The commit point: before this line nothing is visible, after it everything is.
                 self._storage.create(self.path_of(head + 1), encoded)
             except ConflictError:
-                # At least head + 1 exists, even if a listing is not up to date yet.
+                # Entry head + 1 exists, even if the listing does not contain it yet.
                 head = max(self.head(), head + 1)
             else:
                 return Entry(head + 1, content)

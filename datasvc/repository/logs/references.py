@@ -38,7 +38,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is valid. Raises ConfigError, whose message has `what`: "data set", "model" or "tag"."""
+    """Return `name` if it is valid. Otherwise raise ConfigError; its message says `what`: a "model", a "tag"."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "
@@ -48,7 +48,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it is valid: a name that is not a number. Raises ConfigError if `tag` is not a valid tag."""
+    """Return `tag` if it is valid, which means a name that is not a number. Otherwise raise ConfigError."""
     if tag.isdecimal():
         raise ConfigError(f"{tag!r} is not a valid tag: NAME@{tag} is version {tag}; use a name with a letter")
     return check_name(tag, "tag")

@@ -1,7 +1,7 @@
 """Log of the removed versions of one data set or model.
 
 The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
-An entry of this log lists all versions that are removed at its time, so the newest entry is enough.
+An entry of this log lists all versions that are removed at its time, so a reader needs only the newest entry.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Removals:
         return self._read(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
-        """Return the versions that have been removed since before `before_s`, in seconds since 1970.
+        """Return the versions that were removed before `before_s`, and not given back since.
 
-        The time is that of the store's clock. Raises the errors of `Log.read`.
+        `before_s` is in seconds since 1970 of the store's clock. Raises the errors of `Log.read`.
         """
         old = {file.path for file in self._storage.walk(self._log.path) if file.modified_s < before_s}
         numbers = self._log.numbers()
         newest_old = max((number for number in numbers if self._log.path_of(number) in old), default=0)
         if not newest_old:
             return frozenset()
-        # A version that was restored and removed again since then gets a new grace period.
+        # In all entries since then: a version that was given back and removed again gets a new grace period.
         since = self._log.entries(number for number in numbers if number >= newest_old)
         all_versions = self._versions.numbers()
         return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
@@ -56,7 +56,8 @@ class Removals:
     def find(self, version: int) -> Entry | None:
         """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
-        # A binary search, because entries only add versions. After a `give_back`, it finds one of several removals.
+        # A binary search is possible because entries only add versions, except those of `give_back`. After a
+        # `give_back`, it finds one of several removals of the version.
         first = bisect_left(numbers, True, key=lambda number: version in self._read(number, all_versions))
         return self._log.read(numbers[first]) if first < len(numbers) else None
 
@@ -76,10 +77,12 @@ class Removals:
         # Read the head in each attempt: a concurrent writer may have removed other versions.
         return self._log.append(lambda head: {**change, "removed": encode_numbers(combine(self._read(head)))})
 
-    def _read(self, entry: int, numbers: Iterable[int] | None = None) -> frozenset[int]:
-        if not entry:
+    def _read(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
+        """Return the versions that are removed by entry `number` of the log; none for number 0."""
+        if not number:
             return frozenset()
-        return self._removed_in(self._log.read(entry), self._versions.numbers() if numbers is None else numbers)
+        versions = self._versions.numbers() if all_versions is None else all_versions
+        return self._removed_in(self._log.read(number), versions)
 
     def _removed_in(self, entry: Entry, all_versions: Iterable[int]) -> frozenset[int]:
         try:

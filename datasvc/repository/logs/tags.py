@@ -1,4 +1,4 @@
-"""Tags of one data set or model. A tag is a log of the versions that it pointed at; null is its removal."""
+"""Tags of one data set or model. A tag is a log of the versions that it pointed at; a null means its removal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Tags:
         return {tag: version for tag, version in versions.items() if version}
 
     def newest(self, tag: str, moves: Sequence[int]) -> Entry:
-        """Return the newest move of a tag; of a tag that never existed, an entry 0 without a version.
+        """Return the newest move of a tag; for a tag that never existed, an entry 0 without a version.
 
         `moves` are the numbers of the tag's moves, ascending. Raises the errors of `Log.read`.
         """
@@ -37,10 +37,10 @@ class Tags:
         return self._log(tag).entries()
 
     def version_at(self, tag: str, moves_back: int, moves: Sequence[int]) -> int:
-        """Return the version that a tag pointed at before its `moves_back` newest moves; `moves` as of `newest`.
+        """Return the version that a tag pointed at before its `moves_back` newest moves; for `moves`, see `newest`.
 
         Raises:
-            NotFoundError: the tag does not exist, has fewer moves, or was removed at that time; lists what exists.
+            NotFoundError: the tag does not exist, has fewer moves, or had been removed at that time.
             CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
         """
         if not moves:
@@ -50,7 +50,7 @@ class Tags:
                 f"{self._name}@{tag}~{moves_back} does not exist; the oldest version of the tag is "
                 f"{self._name}@{tag}~{len(moves) - 1}"
             )
-        # Removals count as moves, so the entry may be one.
+        # Removals count as moves, so the entry may be a removal.
         entry = self._log(tag).read(moves[-1 - moves_back])
         if not version_of(entry):
             raise NotFoundError(
@@ -66,7 +66,7 @@ class Tags:
             tag: name of the tag.
             version: new version; None removes the tag.
             expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
-            newest: result of `newest`; saves two requests unless another writer has moved the tag since.
+            newest: result of `newest`, which saves two requests unless another writer has moved the tag since.
 
         Raises:
             ConflictError: the tag does not point at `expect`; nothing was changed.
@@ -76,9 +76,9 @@ class Tags:
         log = self._log(tag)
 
         def build(head: int) -> dict[str, int | None]:
-            # Read again if another writer has moved the tag since the caller's listing.
-            is_read = newest is not None and newest.number == head
-            current = version_of(newest if is_read and newest else log.read(head)) if head else 0
+            # Read the head unless it is `newest`: another writer may have moved the tag since the caller's listing.
+            is_newest = newest is not None and newest.number == head
+            current = version_of(newest if is_newest and newest else log.read(head)) if head else 0
             if expect is not None and current != expect:
                 raise ConflictError(
                     f"{self._name}@{tag} points at {_describe(current)}, expected {_describe(expect)}; nothing was "

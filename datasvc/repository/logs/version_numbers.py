@@ -13,12 +13,12 @@ _SHOWN_SPANS: Final = 8
 
 
 def encode_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers as runs, such as `1-3,7`."""
+    """Return numbers as text, with runs of consecutive numbers shortened, such as `1-3,7`."""
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans_of(numbers))
 
 
 def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
-    """Return the numbers of `among` that are in the text.
+    """Return those numbers of `among` that the text contains; the inverse of `encode_numbers`.
 
     The result is bounded by `among`, so that a damaged text such as `1-999999999` cannot use much memory.
 

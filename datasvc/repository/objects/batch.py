@@ -41,7 +41,7 @@ class _PendingObject:
 class ObjectBatch:
     """Objects that are stored together. A context manager; thread-safe.
 
-    Objects that are not published at the end of the block, because of an error, are removed.
+    At the end of the block, the files of objects that are not published, because of an error, are removed.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -49,11 +49,11 @@ class ObjectBatch:
         self._lock = threading.Lock()
         self._pending: deque[_PendingObject] = deque()
         self._unsynced_folders: set[Path] = set()
-        # A thread of its own: the call that starts writeback blocks on a busy disk, and must not delay encoders.
+        # A separate thread starts the writeback, because this call blocks on a busy disk and must not delay encoders.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Write an object that `Objects.reuse` has not found; `info` is of `content`. Raises UnavailableError.
+        """Write an object that `Objects.reuse` has not found; `info` describes `content`. Raises UnavailableError.
 
         The object is guaranteed to exist only after `finish` has returned.
         """
@@ -71,7 +71,7 @@ class ObjectBatch:
     def reuse(self, digest: Digest) -> None:
         """Include an existing object in the guarantee of `finish`.
 
-        Another process may have renamed it a moment ago: its file is synced, but its folder may not be.
+        Another process may have renamed the object a moment ago: its file is synced, but its folder may not be.
         """
         path = self._objects.local_path(digest)
         if path is not None:

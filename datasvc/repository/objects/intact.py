@@ -1,9 +1,9 @@
 """Detection of local objects whose bytes changed on the disk, before a writer references them again.
 
-A writer that finds its object in the store references it instead of writing it. The file may have changed since, at
-the same size. So the writer hashes it first, once per process; it reads at most what it would otherwise write. A file
-that is damaged or unreadable is written again. For remote objects only the size is compared: hashing would be a
-download, and object stores check the bytes that they keep.
+A writer that finds its object in the store references it instead of writing it. But the file may have changed since
+it was stored, at the same size. So the writer hashes the file first, once per process; it reads at most the bytes
+that it would otherwise write. A file that is damaged or unreadable is written again. For remote objects only the size
+is compared, because hashing needs a download, and object stores check the bytes that they keep.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from datasvc.repository.store.retries import map_exceptions
 logger = logging.getLogger(__name__)
 
 QUARANTINE: Final = "quarantine"
-# Some 50 MB of memory. When it is full, all entries are dropped, and objects are hashed again.
+# Maximum size of `_verified_ns`, some 50 MB. When it is full, all entries are dropped, and objects are hashed again.
 _MAX_VERIFIED: Final = 1 << 19
 # Errors that do not imply a damaged file.
 _OTHER_ERRORS: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
 _RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-# Modification time in nanoseconds of each file when it was written or hashed, by the hash of its path. `refresh` only
-# makes the time of a file later; an earlier time means that the file was replaced.
+# Modification time in nanoseconds of each file when this process wrote or hashed it, by the hash of its path. A
+# `refresh` makes the time of a file later; an earlier time means that the file was replaced.
 _verified_ns: dict[int, int] = {}
 _NEVER_NS: Final = 1 << 63
 
@@ -46,7 +46,7 @@ def mark_intact(path: Path) -> None:
 
 
 def is_known_intact(path: Path) -> bool:
-    """Return whether this process wrote or hashed the file, and it was not replaced by an older one."""
+    """Return whether this process wrote or hashed the file, and no older file has replaced it since."""
     try:
         return _verified_ns.get(hash(str(path)), _NEVER_NS) <= path.stat().st_mtime_ns
     except OSError:
@@ -54,10 +54,10 @@ def is_known_intact(path: Path) -> bool:
 
 
 def keep_aside(root: Path, path: Path) -> Path:
-    """Link the damaged file of an object into the quarantine of the repository, and return the new path.
+    """Link the damaged file of an object into the repository's folder `quarantine`, and return the new path.
 
     Raises:
-        ConfigError, UnavailableError: the quarantine cannot be written; the object is unchanged.
+        ConfigError, UnavailableError: this folder cannot be written; the object is unchanged.
     """
     kept = root / QUARANTINE / f"{path.name}.{secrets.token_hex(4)}"
     with map_exceptions("keep", str(kept)):
@@ -76,9 +76,9 @@ def is_damage(error: OSError) -> bool:
 
 
 def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
-    """Quarantine the bytes of a damaged object, and log a warning; once per object and process.
+    """Keep the bytes of a damaged object in the folder `quarantine`, and log a warning; once per object and process.
 
-    The object keeps its name until the caller replaces the file, so that a failing write loses nothing.
+    The damaged file keeps its name until the caller replaces it, so that a failing write loses nothing.
 
     Args:
         root: folder of the repository.
@@ -90,9 +90,9 @@ def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
         return
     _verified_ns[hash(str(path))] = _NEVER_NS
     try:
-        quarantine = f"the bad bytes are kept at {keep_aside(root, path)}"
+        outcome = f"the bad bytes are kept at {keep_aside(root, path)}"
     except (ConfigError, UnavailableError) as error:
-        quarantine = f"the bad bytes are not kept: {error}"
+        outcome = f"the bad bytes are not kept: {error}"
     damage = "does not match its digest, although its size is right: its bytes changed on the disk"
     if failure is not None:
         damage = f"cannot be read ({failure}): the disk or its file system is damaged"
@@ -100,5 +100,5 @@ def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
         "%s %s. It is replaced by the bytes that are stored now; %s. Run `verify`: other objects may be damaged too",
         path,
         damage,
-        quarantine,
+        outcome,
     )

@@ -37,7 +37,7 @@ Digest = NewType("Digest", str)
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 RANGE_BYTES = 8 << 20
-# Read before the size is requested: larger objects cost one request more, smaller ones one less.
+# Bytes read before the size is requested: an object with more bytes costs one request more, any other one less.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20
@@ -160,16 +160,16 @@ class Objects:
         """Return whether an intact copy of the object exists, and reset its age; if not, the caller must write it.
 
         The new age keeps `gc` from deleting the object before the caller commits the entry that references it. A
-        remote object older than a day must be written again for that, so the result is False.
+        remote object older than a day must be written again to reset its age, so the result is False.
 
-        The size is always compared. A local object that this process has not written is also hashed, once. A damaged
-        or unreadable one is copied to the quarantine, with a warning, and the result is False. Raises
-        UnavailableError.
+        The size is always compared. A local object that this process has not written is also hashed, once. If it is
+        damaged or unreadable, it is kept in the folder `quarantine`, a warning is logged, and the result is False.
+        Raises UnavailableError.
         """
         path = self.local_path(info.digest)
         if path is None:
             return self.refresh(info)
-        # Before the age is reset: only the old age shows whether the file was replaced.
+        # Check this before the age is reset: only the old age shows whether the file was replaced.
         is_known = is_known_intact(path)
         if not refresh_local(path, info.size_bytes):
             return False
@@ -193,7 +193,7 @@ class Objects:
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
-        """As `reuse`, but compare only the size: for callers that could not write the object again."""
+        """Like `reuse`, but compare only the size: for callers that could not write the object again."""
         return self.storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
@@ -213,7 +213,7 @@ class Objects:
         return info
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
-        """Store an object that `reuse` has not found; `info` is of `content`. Raises the errors of `put`."""
+        """Store an object that `reuse` has not found; `info` describes `content`. For errors, see `put`."""
         self.storage.check_writable()
         self.storage.put_bytes(self.path(info.digest), content)
         self.mark_intact(info.digest)
@@ -259,7 +259,7 @@ class Objects:
         with map_exceptions("write", str(writer.path)):
             writer.sync()
         info = writer.info
-        # Equal bytes may be stored already; then the existing object stays.
+        # Equal bytes may be stored already; then the existing object stays, and the temporary file is removed.
         if self.reuse(info):
             self._sync_name(info.digest)
             writer.path.unlink()
@@ -309,7 +309,8 @@ class Objects:
         try:
             content = self.storage.read_range(self.path(digest), offset, length)
         except UnavailableError:
-            # Stores report a range beyond the end as an error too: then the object is damaged, not the store.
+            # A store also fails if the range is beyond the end of the object: then not the store is at fault, but the
+            # object is damaged.
             self._check_reaches(digest, offset + length)
             raise
         if len(content) < length:
@@ -328,7 +329,7 @@ class Objects:
             )
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the range that `read_range` returns if the whole object is intact; nothing if it is not."""
+        """Yield the range of bytes, as `read_range` does, if the whole object is intact; otherwise yield nothing."""
         with suppress(NotFoundError, CorruptDataError, UnavailableError):
             content = memoryview(self.read(digest))
             if len(content) >= offset + length:
@@ -336,7 +337,7 @@ class Objects:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the memory of `stream_range` is independent of the length of the range."""
+        """Whether `stream_range` needs a fixed amount of memory, whatever the length of the range."""
         return self.storage.can_stream
 
     def stream_range(
@@ -380,7 +381,7 @@ class Objects:
         self._check_digest(digest, Digest(hasher.hexdigest()))
 
     def _read_whole(self, digest: Digest, max_bytes: int | None) -> bytes:
-        """Return the verified bytes of an object. Raises as `read`."""
+        """Return the verified bytes of an object, by one attempt. For errors, see `read`."""
         path = self.path(digest)
         content = self.storage.read_start(path, _START_BYTES)
         is_whole = len(content) < _START_BYTES

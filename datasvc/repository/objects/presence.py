@@ -17,7 +17,7 @@ from datasvc.threads import map_in_threads
 
 _MAX_PARALLEL_REQUESTS: Final = 16
 _MAX_CHECKS_PER_FOLDER: Final = 32
-# Names that a store returns per request of a listing.
+# A store lists a folder by several requests, each of which returns so many names.
 _NAMES_PER_REQUEST: Final = 1000
 
 
@@ -48,8 +48,8 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     """Return the digests of objects that do not exist.
 
     Checks each object, 16 in parallel. On a remote store, a folder of more than `_MAX_CHECKS_PER_FOLDER` referenced
-    objects is listed instead if the listing takes fewer requests. One folder predicts the size of the others, because
-    digests are spread evenly over 256 folders. Raises UnavailableError.
+    objects is listed instead if the listing takes fewer requests. The listing of one folder predicts the size of all,
+    because digests are spread evenly over 256 folders. Raises UnavailableError.
     """
     if objects.is_near:
         # The check of a local file takes less time than passing it to a thread.
@@ -65,7 +65,8 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     missing: set[Digest] = set()
     to_list: list[str] = []
     fullest = max(folders, key=lambda folder: len(folders[folder]), default="")
-    # A folder of a large store has some hundred pages of names, which are read in sequence: too slow for few objects.
+    # List the fullest folder only if it has many referenced objects: in a large store, a listing takes some hundred
+    # requests, one after the other.
     if len(folders[fullest]) > _MAX_CHECKS_PER_FOLDER:
         missing, num_requests = list_missing(fullest)
         del folders[fullest]
