@@ -1,6 +1,6 @@
 """Cancellation of blocking reads: one thread sets a token, and reads with this token in other threads end.
 
-A cache that is closed ends its requests in this way; otherwise the exit of a program could wait for a silent server.
+A cache uses it to end its requests when it is closed; otherwise the exit of a program could wait for a silent server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CancellationToken:
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Call `callback` if the token is set during the block.
+        """Call `callback` if the token is set before or during the block.
 
         Args:
             callback: function that unblocks the read in the block, such as a socket's shutdown. It must not block.
@@ -48,6 +48,6 @@ class CancellationToken:
         try:
             yield
         finally:
-            # Under the lock, so that no callback runs after the block: its socket may serve another read then.
+            # Under the lock, so that no callback runs after the block, when its socket may serve another read.
             with self._lock:
                 self._callbacks.remove(callback)

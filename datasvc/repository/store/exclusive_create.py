@@ -19,8 +19,8 @@ WRITABLE_STORES: Final = (
     "a local folder, S3 and what speaks its protocol (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
     "(abfs://) or memory://"
 )
-# Their write requests carry the condition: If-None-Match for S3 and Azure, ifGenerationMatch for Google.
-# `Repository.create` checks that the store respects it.
+# Drivers whose write requests carry a condition: If-None-Match for S3 and Azure, ifGenerationMatch for Google.
+# `Repository.create` checks that the store respects this condition.
 _PACKAGES: Final = frozenset({"adlfs", "gcsfs", "s3fs"})
 _METHODS: Final = frozenset({"pipe_file", "_pipe_file"})
 
@@ -29,7 +29,7 @@ _memory_lock = threading.Lock()
 
 def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
     """Return whether `create` is known to be atomic on this file system."""
-    # DirFileSystem passes every call on with all its arguments. No other wrapper is known to do so.
+    # DirFileSystem passes every call on to the wrapped driver, with all its arguments. No other wrapper is known to.
     inner = file_system.fs if type(file_system) is DirFileSystem else file_system
     return inherits_exclusive_create(type(inner))
 
@@ -46,7 +46,7 @@ def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) ->
     The file may exist even after an exception: the caller has to read it to find out.
     """
     inner = file_system.fs if isinstance(file_system, DirFileSystem) else file_system
-    # The memory driver is not atomic, but exists only in this process: a lock makes it atomic.
+    # The memory driver is not atomic, but its files exist only in this process, so a lock makes it atomic.
     lock: AbstractContextManager[object] = _memory_lock if isinstance(inner, MemoryFileSystem) else nullcontext()
     with lock:
         file_system.pipe_file(path, content, mode="create")

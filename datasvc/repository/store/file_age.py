@@ -1,7 +1,7 @@
-"""Age of stored files, by which `gc` and running writers share a repository without communication.
+"""Age of stored files, which lets `gc` and running writers share a repository without messages between them.
 
 `gc` removes old files that no entry references. A writer that is about to reference an existing object resets its age
-first. For local files, both hold a lock on the object while they check and act: either the writer finds the object
+first. For local files, both hold a lock on the file while they check and act: either the writer finds the file
 deleted and writes it again, or `gc` finds it young and keeps it.
 """
 
@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, Final
 
 from datasvc.errors import ConfigError
 
-# The age of a remote object is reset by writing it again, which is done only if it is older than this.
+# The age of a remote object can be reset only by writing it again. Writers do so only if its age exceeds this time.
 REWRITE_S: Final = 24 * 3600
-# Names of the modification time in the drivers. Memory has only the creation time, but files there are not modified.
+# Names that drivers give the modification time. That of memory has only a creation time, but files are not modified.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -56,7 +56,7 @@ def modified_s(info: Mapping[str, Any], location: str) -> float:
 
 
 def walk_local(root: Path, folder: str) -> Iterator[StoredFile]:
-    """Yield the files below `root`/`folder`, without concurrently deleted ones. Raise OSError on failure."""
+    """Yield the files below `root`/`folder`, except those deleted in the meantime. Raise OSError on failure."""
     try:
         names = os.listdir(root / folder)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""HTTP connections of `http_stream`: reused between requests, cancelled by another thread, read without copies."""
+"""HTTP connections for `http_stream`: reused between requests, cancelled from another thread, read without copies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Timeouts:
 
 
 class Connection:
-    """One connection. For use by one thread, except `shut_down`.
+    """One connection. One thread uses it; only `shut_down` may be called from any thread.
 
     Args:
         server: address of the server.
@@ -78,11 +78,11 @@ class Connection:
         )
         self._http = make(server.host, server.port, timeout=timeouts.connect_s)
         with ExitStack() as connecting:
-            # The attribute by which http.client allows another way to connect.
+            # http.client connects by calling this attribute.
             cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001
             self._http.connect()
         self._socket: socket.socket = self._http.sock
-        # A timeout of the kernel, for blocking reads that return when the buffer is full, not after each packet.
+        # Use the kernel's timeout: with Python's, the socket does not block, and a read returns after each packet.
         seconds, fraction = divmod(timeouts.silence_s, 1)
         timeout = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -123,7 +123,7 @@ class Connection:
         return not self._response.will_close
 
     def shut_down(self) -> None:
-        """Shut the connection down, from any thread; a blocked read returns."""
+        """Shut the connection down, from any thread, so that a blocked read returns."""
         _shut_down(self._socket)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Connection:
         assert self._response is not None
         file = cast("Any", self._response.fp)
         if self._is_tls:
-            # The socket itself has encrypted bytes only.
+            # Read from the TLS layer: the socket itself has only encrypted bytes.
             return cast("int", file.readinto1(buffer))
         if self._num_buffered is None:
             self._num_buffered = len(file.peek())  # bytes of the body that arrived together with the headers
@@ -212,7 +212,7 @@ def _connect(
         try:
             _await_connection(connection, socket_address, time.monotonic() + timeout_s, interrupt)
             connection.settimeout(timeout_s)
-            # A duplicate to shut down during the TLS handshake, which takes the descriptor out of this socket.
+            # `interrupt` shuts down a duplicate, because the TLS handshake takes the descriptor out of this socket.
             duplicate = connecting.enter_context(connection.dup())
             connecting.enter_context(interrupt.on_cancel(partial(_shut_down, duplicate)))
         except OSError as failure:
@@ -243,7 +243,7 @@ def _await_connection(
 
 def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):
-        # The method of the plain socket: that of ssl drops the TLS state while another thread may read with it.
+        # Call the plain socket's method: that of ssl drops the TLS state, with which another thread may be reading.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

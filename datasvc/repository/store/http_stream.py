@@ -1,7 +1,7 @@
 """HTTP client that streams file ranges from plain web servers through one small buffer.
 
 fsspec's client collects each response in new memory, in one thread for all requests. This client sends only GET
-requests with a range. A client with custom settings, redirects and encoded responses are left to fsspec.
+requests with a range. Custom client settings, redirects and encoded responses are left to fsspec's client.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Take = Callable[[memoryview], None]
 """Function that receives the next bytes of a stream. The view is valid only during the call."""
 
 _BUFFER_BYTES: Final = 512 << 10
-# After this progress without a failure, the count of consecutive failures starts again.
+# After so many bytes without a failure, the count of consecutive failures starts again.
 _PROGRESS_BYTES: Final = 16 << 20
 _REFUSALS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
 
 class UnsupportedResponseError(Exception):
-    """The response of the server is not supported here, but may be by fsspec's client. No bytes were passed on."""
+    """This module cannot read the server's response, but fsspec's client may. No bytes were passed on."""
 
 
 @dataclass(frozen=True)
 class _StreamRequest:
-    """A request without its range."""
+    """A request for a file, without its range."""
 
     server: Endpoint
     target: str
@@ -75,7 +75,7 @@ class HttpStream:
     def read(
         self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
     ) -> None:
-        """Pass `length` bytes, at least 1, from `offset` to `take`; arguments and errors as of `RangeReader.stream`.
+        """Pass `length` bytes, at least 1, from `offset` to `take`; for details, see `RangeReader.stream`.
 
         After a failure, the missing bytes are requested again, up to 4 attempts without progress. Raises also
         UnsupportedResponseError.
@@ -183,19 +183,19 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
 
     Raises:
         UnsupportedResponseError: the response is not supported.
-        FileNotFoundError, PermissionError, ConnectionError: it has no bytes, or other ones.
+        FileNotFoundError, PermissionError, ConnectionError: the response has no bytes of the file, or other bytes.
     """
     status = response.status
     if status == HTTPStatus.NOT_FOUND:
         raise FileNotFoundError
     if status in _REFUSALS:
         raise PermissionError(f"{status} {response.reason}")
-    # fsspec's client follows redirects and decodes.
+    # fsspec's client follows redirects and decodes responses.
     if 300 <= status < 400 or response.getheader("Content-Encoding", "identity") != "identity":
         raise UnsupportedResponseError
     if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
         raise ConnectionError(f"the server responds {status} {response.reason}")
-    # A chunked response, or one that ends with the connection.
+    # Without a length, the response is chunked, or ends with the connection.
     if response.length is None:
         raise UnsupportedResponseError
     length = stop - offset

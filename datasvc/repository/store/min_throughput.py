@@ -1,6 +1,7 @@
 """Detection of a sender whose throughput is too low, although bytes still arrive.
 
-A timeout for silence alone never ends a stream of a few bytes at a time. Used for web servers and for peers.
+A timeout for silence never ends a stream that sends a few bytes at a time. Readers of web servers and peers use this
+check too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranged reads of a store's files, returned as bytes or passed on as they arrive.
 
-Plain web servers are read by `http_stream`, all others by fsspec's client, in blocks that bound the memory.
+Plain web servers are read by `http_stream`; all other stores by fsspec's client, in blocks that bound the memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RangeReader:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the memory of `stream` is independent of the length of the range. It may become False."""
+        """Whether `stream` needs a fixed amount of memory for any range; False after an unsupported response."""
         return self._http is not None
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:

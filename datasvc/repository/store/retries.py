@@ -21,7 +21,7 @@ ATTEMPTS: Final = 4
 FIRST_PAUSE_S = 0.2
 # Packages whose exceptions mean that the store failed, although they are not OSError.
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
-# Drivers that retry by themselves for some ten seconds; and memory and local disks, where a retry does not help.
+# Protocols whose drivers retry by themselves for some ten seconds; and memory and local disks, where no retry helps.
 _NO_RETRY_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "adl", "az", "file", "local", "memory"})
 
 _Result = TypeVar("_Result")
@@ -85,7 +85,7 @@ def with_retries(
     """
 
     def once() -> _Result:
-        # Mapped in each attempt, so that only an UnavailableError is retried.
+        # The exceptions are converted in each attempt, so that only an UnavailableError is retried.
         with map_exceptions(action, location):
             return read()
 

@@ -1,8 +1,9 @@
 """File operations on a store over fsspec: read, ranged read, list, write, and create-only write.
 
 `create` is the basis of every commit. For local files it links a finished temporary file; elsewhere it is fsspec's
-`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`), followed by a read: a store may report an
-error after it has written, or ignore the condition. All exceptions are converted to those of `datasvc.errors`.
+`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`). There a read follows, because a store may
+report an error after it has written, or ignore the condition. All exceptions are converted to those of
+`datasvc.errors`.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ def too_large(location: str, max_bytes: int) -> CorruptDataError:
 
 
 def _raise_unless_missing(error: OSError) -> None:
-    """Error handler of os.walk, which ignores all errors without one."""
+    """Error handler for os.walk, which would otherwise ignore all errors: ignore only deleted folders."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _ignore_missing(_function: object, _path: str, error: Any) -> None:
-    """Error handler of rmtree: ignore files that another process has deleted."""
+    """Error handler for rmtree: ignore files that another process has deleted."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
@@ -87,7 +88,7 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def redact_url(url: str) -> str:
-    """Return `url` without passwords, keys and queries, for messages and entries; all parts of a chained URL."""
+    """Return `url`, which may be chained, without passwords, keys and queries, for messages and entries."""
     return "::".join(map(_redact_part, url.split("::")))
 
 
@@ -121,8 +122,8 @@ class Storage:
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
-        # After this thread clears the cache of listings, another thread may fill it. Some drivers have an option that
-        # ignores the cache.
+        # This thread drops cached listings before it lists, but another thread may cache them again in between. So
+        # use the option that ignores the cache, which some drivers have.
         self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         self._clock: float | None = None
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
@@ -175,10 +176,10 @@ class Storage:
     def read_start(self, path: str, length: int) -> bytes:
         """Return the first `length` bytes of a file, or all if it has fewer; for errors, see `read`.
 
-        One request; with the size read first, there would be two.
+        This takes one request; reading the size first would take two.
         """
         try:
-            # Not by `read_range`: `RateLimitedStorage` limits both methods, and would count these bytes twice.
+            # Not by `read_range`: the subclass `RateLimitedStorage` limits both methods, and would count twice.
             return self._read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
@@ -219,7 +220,7 @@ class Storage:
             return self._ranges.read(full, offset, length, location=self.location(path))
         with map_exceptions("read", full), open(full, "rb") as file:
             file.seek(offset)
-            # Not more than the file has: a read allocates memory for the whole length before it reads.
+            # Read no more than the file has: `read` allocates memory for the whole length before it reads.
             return file.read(max(0, min(length, os.fstat(file.fileno()).st_size - offset)))
 
     def read_into(self, path: str, offset: int, out: memoryview) -> int:
@@ -235,7 +236,7 @@ class Storage:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the memory of `stream_range` is independent of the length of the range."""
+        """Whether `stream_range` needs a fixed amount of memory, whatever the length of the range."""
         return self._ranges.can_stream
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
@@ -315,7 +316,7 @@ class Storage:
     def create_temporary(self, content: bytes) -> str:
         """Write a temporary file with a random name, and return its path.
 
-        The caller removes it with `remove_temporary`; `gc` removes that of a killed process.
+        The caller removes the file with `remove_temporary`; if the caller is killed before, `gc` removes it.
 
         Raises:
             ConfigError: see `check_writable`; or the store denies access.
@@ -323,7 +324,7 @@ class Storage:
         """
         self.check_writable()
         path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
-        # Without `create`: no other process uses this random name.
+        # `create` is not needed, because no other process uses this random name.
         with map_exceptions("write", self.location(path)):
             self._fs.pipe_file(self._full(path), content)
         return path
@@ -374,8 +375,8 @@ class Storage:
     def now_s(self) -> float:
         """Return the time of the clock that dates the store's files, in seconds since 1970.
 
-        It is the modification time of a temporary file. This machine's clock may differ, so it is never used
-        for ages.
+        It is the modification time of a new temporary file. This machine's clock may differ, so ages are not measured
+        with it.
 
         Raises:
             ConfigError: the store reports no modification times; or see `create_temporary`.
@@ -465,7 +466,7 @@ class Storage:
             info = self._retry("look up", path, read_info)
         except NotFoundError:
             return None
-        # Some drivers report a file that is not in a cached listing as a folder.
+        # Some drivers report a file that is not in a cached listing as a folder; it counts as missing.
         return None if info["type"] == "directory" and not self.is_local else info
 
     def _retry(self, action: str, path: str, read: Callable[[], _Result]) -> _Result:
@@ -482,8 +483,8 @@ class Storage:
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.
 
-        The file is renamed if both are on one file system, copied to another local one, or uploaded in parts. Raises
-        the errors of `map_exceptions`.
+        In a local store, the file is renamed, or copied if it is on another file system; to a remote store, it is
+        uploaded in parts. Raises the errors of `map_exceptions`.
         """
         with map_exceptions("write", self.location(path)):
             if self.is_local:
@@ -547,8 +548,9 @@ class Storage:
     def _drop_listings(self, full: str | None) -> None:
         """Drop the driver's cached listings, which lack the files that other processes have written since.
 
-        Drivers take the details of a file from the listing of its folder, and those of a folder from its parent's.
-        None: drop those of all folders, as some drivers list the folders below another one by one, from their cache.
+        Drivers take the details of a file from the listing of its folder, and those of a folder from its parent's. So
+        drop the listings of `full` and of all folders above it. None: drop those of all folders, because `find` of
+        some drivers reads the listing of each folder from their cache.
         """
         if self.is_local:
             return
