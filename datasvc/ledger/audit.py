@@ -22,7 +22,7 @@ _MAX_NAMED_RANKS = 8
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """Outcome of the samples of one epoch, for the weights at the end of the history.
+    """How often the samples of one epoch were served, for the weights at the end of the history.
 
     Attributes:
         epoch: epoch, counted from 0.
@@ -35,8 +35,8 @@ class EpochAudit:
         padded: number of samples served again, masked, to fill a batch.
         never: positions before `reached` that no rank served.
         repeated: positions served more than once.
-        again: number of positions served before a restart from an older state, whose weights are discarded.
-        copies: number of positions in other files of the same ranks: model-parallel peers, or restarts from a state.
+        again: number of positions served before a restart from an older state, which discards their weights.
+        copies: number of positions in other files of the same ranks, from model-parallel peers or from restarts.
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
         disagreements: descriptions of disagreements between ranks in the attempts that count for the epoch.
     """
@@ -179,7 +179,7 @@ def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
 
 
 class _History:
-    """Records of a history, by epoch, from attempts with their limits."""
+    """Records of all attempts, by epoch. Each attempt has its limit, so it knows which of its positions count."""
 
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts
@@ -206,7 +206,7 @@ class _History:
             if record.kind is RecordKind.SERVED:
                 num_served += record.count
                 windows[id(attempt), rank].append(contiguous(strided.start, strided.stop))
-        # Of an unfinished epoch, only positions that every rank has passed can be missing.
+        # In an unfinished epoch, only positions that every rank has passed can be missing.
         is_finished = self._end >= (epoch, self._num_samples)
         reached = self._num_samples if is_finished else self._reached(epoch, windows)
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
@@ -278,7 +278,7 @@ class _History:
                 yield f"{prefix} rank {_ranks_text(attempt.missing_ranks)} left no file"
             for rank, file in sorted(attempt.files.items()):
                 coverage = cover(windows[id(attempt), rank], start, stop)
-                # The first one of each kind is enough to find the rank at fault.
+                # The first gap and the first repetition are enough to find the rank at fault.
                 for gap in coverage.never.ranges[:1]:
                     yield f"{prefix} rank {rank} skipped positions {gap.start} to {gap.stop - 1}: {file.path.name}"
                 for twice in coverage.repeated.ranges[:1]:

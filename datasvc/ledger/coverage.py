@@ -1,6 +1,6 @@
 """Positions that are in none or in several of many strided ranges, computed without a list of positions.
 
-By it the audit finds missing and repeated positions.
+The audit uses it to find missing and repeated positions.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _MAX_RANGES = 1000
 
 @dataclass
 class Uneven:
-    """Positions that are never covered, or covered repeatedly.
+    """A set of positions: those that no range covers, or those that several ranges cover.
 
     Attributes:
-        count: number of positions.
-        ranges: the positions, limited to the first thousand ranges.
+        count: number of positions in the set.
+        ranges: the positions as disjoint ranges; only the first thousand ranges are kept.
     """
 
     count: int = 0
     ranges: list[StridedRange] = field(default_factory=list)
 
     def add(self, strided: StridedRange) -> None:
-        """Add a range that is disjoint from the others."""
+        """Add a range that is disjoint from those added before."""
         self.count += strided.size
         if len(self.ranges) < _MAX_RANGES:
             self.ranges.append(strided)
@@ -63,8 +63,8 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
         Ranges ascending by window.
     """
     result = Coverage()
-    # Between two window edges, the coverage is periodic with the least common multiple of the periods (a lap). So one
-    # lap is computed for all; a lap that is longer than the window is computed in chunks.
+    # Between two window edges, the coverage is periodic with the least common multiple of the periods (a lap). So
+    # only the first lap is computed, in chunks because it may be long, and its result holds for all laps.
     for first, last, active in _windows(ranges, start, stop):
         lap = math.lcm(*(strided.period for strided in active if not strided.is_contiguous))
         repeats = lap < last - first
@@ -75,7 +75,7 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
 
 def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int, list[StridedRange]]]:
     """Yield each [first, last) between two adjacent window edges, and the ranges whose windows cover it."""
-    # Descending, so that the next range to begin is at the end, from where it is removed in constant time.
+    # Sorted descending, so that the next range to begin is at the end, where `pop` takes constant time.
     waiting = sorted(
         (strided.clip(start, stop) for strided in ranges), key=lambda strided: strided.start, reverse=True
     )
@@ -90,7 +90,7 @@ def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[
 
 
 def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    # Runs per position: each chunk has about `_CHUNK_RUNS` runs, which bounds the memory.
+    # The density is the number of runs per position. A chunk has about `_CHUNK_RUNS` runs, which bounds the memory.
     density = sum(1 / strided.period for strided in active if not strided.is_contiguous)
     length = max(1, int(_CHUNK_RUNS / density)) if density else stop - start
     while start < stop:
@@ -101,7 +101,7 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
 def _count(
     result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
-    """Add the uneven positions of [start, stop), repeated for all laps of `repeats`: first, last and lap length."""
+    """Add the uneven positions of [start, stop), or of all its repeats: laps of length `lap` in [first, last)."""
     edges, counts = _count_cover(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():
@@ -109,6 +109,7 @@ def _count(
             if repeats is None:
                 uneven.add(contiguous(begin, end))
             else:
+                # The set of the positions that correspond to [begin, end) in each lap.
                 first, last, lap = repeats
                 uneven.add(StridedRange(first, last, lap, begin % lap, end - begin))
 

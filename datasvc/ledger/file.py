@@ -1,11 +1,11 @@
-"""Files of a ledger: the positions that one rank served from a cursor on, in records of 64 bytes.
+"""Files of a ledger: the positions that one rank served from a cursor (epoch, position) on, in records of 64 bytes.
 
     header: magic, format, CRC-32 and JSON, padded with spaces to a multiple of 64 bytes
     record: CRC-32 of the other fields, kind, epoch, start, stop, period, offset, length, number of positions
 
 Integers are little-endian. A rank extends its last record in place. Because 64 divides the page size, a killed
 process leaves the old record or the new one, so a file is exact to the batch. A power cut may lose the last seconds
-of a file; checksums detect torn records. A file that is empty or all zeros after a power cut is ignored.
+of a file; checksums detect incomplete records. A file that is empty or all zeros after a power cut is ignored.
 
 A file is named NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest number in the folder when the
 rank starts, so a run has higher numbers than the run that it continues.
@@ -41,10 +41,10 @@ _LARGEST = 1 << 62
 
 
 class RecordKind(IntEnum):
-    """Outcome of positions.
+    """What happened to the samples at some positions.
 
-    SERVED: in a batch. MASKED: served, but the sample did not decode and was masked. PADDED: served again, masked, to
-    fill a batch. DROPPED: left over at the end of an epoch, too few for a batch.
+    SERVED: in a batch. MASKED: also in a batch, but the sample did not decode and was masked. PADDED: served again,
+    masked, to fill a batch. DROPPED: left over at the end of an epoch, too few for a batch.
     """
 
     SERVED = 1
@@ -63,7 +63,7 @@ class LedgerRecord:
     Attributes:
         kind: outcome of the positions.
         epoch: epoch, counted from 0.
-        strided: the positions. For SERVED, the window ends at the rank's position after the batch.
+        strided: the positions as one range. For SERVED, its window ends at the rank's position after the batch.
         count: number of positions, counted when they were served; equal to `strided.size`.
     """
 
@@ -102,7 +102,8 @@ class Header:
     """Header of a file: its rank, data and first cursor.
 
     Attributes:
-        order: state of the loader without epoch and position: version and order, or those of a mixture.
+        order: state of the loader without epoch and position, as JSON values: the version and order of a split, or
+            those of a mixture.
         source: data that is read, such as "digits@1/train".
         num_samples: samples of an epoch.
         data_rank: data rank of the process.
@@ -173,7 +174,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # List after the folder was changed: the client of a network file system then does not use its cached listing.
+        # List only now: after a change of the folder, the client of a network file system does not use a cached list.
         number = max((number for number, _ in list_files(folder)), default=0) + 1
         name = f"{number:08}-rank{header.data_rank}-of-{header.data_world_size}-{unique}{SUFFIX}"
         path = temporary.rename(folder / name)
@@ -251,7 +252,7 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     """Return the header and its length in bytes."""
-    # Bounded: in a damaged file, the first line feed may be anywhere or missing.
+    # Limit the search: in a damaged file, the first line feed may be anywhere or missing.
     line = content[: content.find(b"\n", 0, _MAX_HEADER) + 1]
     magic, _, fields = line.partition(b" ")
     number, _, fields = fields.partition(b" ")

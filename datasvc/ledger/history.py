@@ -8,14 +8,14 @@ Only the second time counts, because the weights of the first are lost. The rule
 2. Consecutive files with the same first cursor and the same number of ranks are one *attempt*: the ranks of a job. If
    a rank has several files in an attempt, the last one counts; the others belong to its model-parallel peers, or to a
    restart from the same state. All ranks have equally many peers and restarts, so all ranks with files must have
-   equally many. Otherwise, the last file of a rank with fewer files may belong to an earlier restart, and proves
-   nothing about the last one: `audit` reports a disagreement. (A rank that was killed before its first batch has the
-   same effect.) A rank without files is not a disagreement: its positions are missing.
+   equally many files. If a rank has fewer, its last file may belong to an earlier restart, and proves nothing about
+   the last restart: `audit` reports a disagreement. (A rank that was killed before its first batch has the same
+   effect.) A rank without files is not a disagreement, because `audit` reports its positions as missing.
 3. An attempt continues the latest earlier attempt that could save a state at its first cursor: one that began there,
    or reached it with whole batches. If there is none, it continues the latest one that began at or before
    that cursor.
 4. The history is the last attempt and the chain of attempts that it continues. Each counts from its first cursor to
-   its limit, the first cursor of the next one; all other positions were lost.
+   its limit, the first cursor of the next attempt in the chain. The weights of all other positions were lost.
 
 A cursor is (epoch, position). The rules require that all ranks of an attempt exit before the next attempt starts to
 serve, which every launcher ensures.
@@ -106,7 +106,7 @@ def order_files(folders: Sequence[Sequence[LedgerFile]]) -> Iterator[LedgerFile]
     """Yield the files of several folders, each sorted by number, in the order of rule 1."""
 
     def timed(folder: int, files: Sequence[LedgerFile]) -> Iterator[tuple[float, int, int, LedgerFile]]:
-        # Never descending: files keep the order of their numbers, even if a clock was set back.
+        # The maximum so far never descends: files keep the order of their numbers, even if a clock was set back.
         latest = accumulate((file.header.started for file in files), max)
         yield from zip(latest, repeat(folder), count(), files)
 
@@ -115,7 +115,7 @@ def order_files(folders: Sequence[Sequence[LedgerFile]]) -> Iterator[LedgerFile]
 
 
 def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
-    """Return the attempts of ordered files, with their limits; see the module."""
+    """Return the attempts of ordered files, with their limits, by the rules of this module."""
     non_empty = (file for file in files if file.records or file.damage)
     attempts = []
     for (begin, world_size), group in groupby(non_empty, key=_attempt_key):
@@ -129,7 +129,7 @@ def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
 
 
 def _limit(attempts: list[Attempt]) -> list[Attempt]:
-    """Return the attempts with the limits of those that the last attempt continues."""
+    """Set the limits of the last attempt and of those that it continues; return all attempts."""
     # Backwards: the first cursor of an attempt is the limit of the one that it continues.
     limited = list(attempts)
     limit, index = END, len(attempts) - 1

@@ -1,4 +1,4 @@
-"""Keys of the samples at positions of a run, by which `datasvc audit --repo` names missing and repeated samples."""
+"""Keys of the samples at positions of a run; with them, `datasvc audit --repo` names missing and repeated samples."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ class SampleNames:
         """
         order = AccessOrder(self._split.table.samples_per_shard, self._config, epoch)
         shards, rows = order.locate(np.asarray(positions, np.int64))
-        # The index of each shard is read once, however many of the positions are in it.
+        # The sample index of each shard is read once, however many of the positions are in the shard.
         keys = {shard: self._keys.read(shard).keys for shard in np.unique(shards).tolist()}
         return [keys[shard][row].as_py() for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]

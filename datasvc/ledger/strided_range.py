@@ -44,7 +44,7 @@ class StridedRange:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it contains every position of the window."""
+        """Whether the range contains every position of its window."""
         return self.length >= self.period
 
     def clip(self, start: int, stop: int) -> StridedRange:
@@ -83,7 +83,7 @@ class StridedRange:
                 position += self.period - within
 
     def _count_below(self, position: int) -> int:
-        # Negative below `offset`; the difference of two such counts is right nevertheless.
+        # The count is negative below `offset`, but the difference of two such counts is right.
         num_periods, within = divmod(position - self.offset, self.period)
         return num_periods * min(self.length, self.period) + min(within, self.length)
 
@@ -117,7 +117,7 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
 
     Returns:
         One range over the whole window if the positions form one, as the parts of `slice_step` do; otherwise one
-        range per run, and an empty one that ends at `stop`.
+        range per run, and then a range without positions, whose window ends at `stop`.
     """
     # Candidates are derived from the first runs only, so each is compared with all positions.
     for candidate in _candidates(start, stop, positions):
@@ -139,8 +139,8 @@ def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedR
         return
     cuts = [0, *(np.flatnonzero(np.diff(positions) != 1)[:3] + 1).tolist(), num_positions]
     starts = [int(positions[cut]) for cut in cuts[:-1]]
-    # The window may clip the first and the last run: then the runs between them have the period, or both clipped runs
-    # are parts of one.
+    # The window may clip the first and the last run. If there are runs between them, these give the period. If not,
+    # both clipped runs may be parts of one run.
     if len(starts) > 2:
         yield _strided(start, stop, starts[2] - starts[1], starts[1], cuts[2] - cuts[1])
     yield _strided(start, stop, stop - start, starts[1], num_positions)

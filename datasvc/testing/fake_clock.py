@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """Replaces `time.monotonic` as the `clock` of a function or class; `now_s` is its time in seconds."""
+    """Pass it as the argument `clock`, in place of `time.monotonic`; `now_s` is its time in seconds."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

@@ -33,13 +33,14 @@ class _Fault:
 
 
 class FaultyStore:
-    """A store in the memory of this process, for any argument that is the URL of a store.
+    """A store in the memory of this process; pass its `url` wherever datasvc takes the URL of a store.
 
     Reads are not retried, so errors of the store reach the caller at once. Safe for threads. As a context manager, it
     removes its files at the end.
 
     Args:
-        creates_exclusively: False: creating an existing file overwrites it, as on some stores.
+        creates_exclusively: whether a create-only write fails if the file exists; if False, it overwrites the file,
+            as on some stores.
 
     Attributes:
         url: URL of the store.
@@ -65,7 +66,7 @@ class FaultyStore:
         effect: Effect = "refused",
         error: Exception | None = None,
     ) -> None:
-        """Let requests fail from now on. If several faults match a request, the first one applies.
+        """Let matching requests fail from now on. If several faults match a request, the first one applies.
 
         Args:
             operation: kind of the requests.
@@ -102,7 +103,7 @@ class FaultyStore:
         self.close()
 
     def _begin(self, operation: Operation, path: str) -> _Fault | None:
-        """Record a request, and return its fault; raise the error of a refused request."""
+        """Record a request, and return the fault that matches it, or None; raise the error of a refused request."""
         with self._lock:
             self.requests.append((operation, path))
             fault = next((fault for fault in self._faults if _fits(fault, operation, path)), None)

@@ -44,7 +44,7 @@ def small_dataset(
     """Ingest JPEG images with labels as the next version of a data set, and open it.
 
     Args:
-        repository: repository; or its URL, where it is created if it does not exist.
+        repository: repository, or a URL; if there is no repository at the URL, it is created.
         name: name of the data set.
         samples: number of samples of the split "train".
         image_size: width and height of the images in pixels.
@@ -61,7 +61,7 @@ def small_dataset(
         repository = repository.repository
     with tempfile.TemporaryDirectory(prefix="datasvc-testing-") as folder:
         split_of_sample = [split for split, count in (splits or {"train": samples}).items() for _ in range(count)]
-        # Numbered over all splits: an ingest refuses keys and images that two splits share.
+        # Number the samples over all splits, because an ingest refuses keys and images that two splits share.
         for number, split in enumerate(split_of_sample):
             path = Path(folder, split, f"class{number % classes}", f"{number:06d}.jpg")
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ def check_source(source: StreamedSource, *, is_read_once: bool = False) -> Check
 
     Args:
         source: source to check.
-        is_read_once: the source has an iterator, which can be neither read again nor sent to a process.
+        is_read_once: whether the source reads an iterator, which can be neither read again nor sent to a process.
 
     Raises:
         ConfigError: the source breaks a promise; the message has the part and the promise.
@@ -52,7 +52,7 @@ def check_source(source: StreamedSource, *, is_read_once: bool = False) -> Check
 
 
 def read_part(source: StreamedSource, part: SourcePart) -> CheckedSamples:
-    """Read one part once; for what is checked and for errors, see `check_source`."""
+    """Read one part once, and check its batches as `check_source` describes; for errors, see `check_source`."""
     batches: list[pa.RecordBatch] = []
     bad: list[BadSample] = []
     for item in source.read(part):
