@@ -1,8 +1,8 @@
 """Index of all model versions: a table in one file of the repository, so that a query need not read every entry.
 
 The index is derived from the entries, so it may be lost or outdated at any time. For each model it records the newest
-version that it contains. A reader adds the entries after that version, and rewrites the file when there are many. If
-the commits in the index differ from those in the logs, for example after a restored backup, the index is rebuilt.
+version that it contains. A reader adds the entries after that version, and rewrites the file if these are many. If
+the commits in the index differ from those in the logs, for example after a backup is restored, the index is rebuilt.
 Tags and removals are not indexed, because they change without a new version.
 """
 
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 INDEX_FORMAT: Final = 3
 # A model name cannot begin with a dot, so no log has this path.
 INDEX_PATH: Final = "models/.index"
-# Millions of versions need far less. A larger file is damaged, and is rebuilt from the entries.
+# The index of millions of versions is far smaller. A larger file is damaged, so it is rebuilt from the entries.
 _MAX_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
 _MODELS_AT_ONCE: Final = 16
@@ -95,7 +95,7 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
 
 
 def map_models(repository: Repository, read: Callable[[str], _Result], names: Collection[str]) -> list[_Result]:
-    """Return the result of `read` for each of some names of models, in the same order."""
+    """Return the result of `read` for each of the model names, in the same order."""
     # Threads hide the latency of a network; a local disk has none.
     if repository.storage.is_local:
         return list(map(read, names))
@@ -151,8 +151,8 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
         # last one replaces an index that is as correct as its own.
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
-        # A read-only or full store costs only time: this query has its result, and the next one reads the same
-        # entries again.
+        # Ignore a read-only or full store, because it costs only time: this query has its result, and the next query
+        # reads the same entries again.
         return
 
 

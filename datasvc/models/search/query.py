@@ -47,7 +47,7 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
     """Return the result of a SQL query over the versions of all models.
 
     The table `versions` has a row for each version; `all_versions` has removed versions too, and the column
-    `removed`. The function `names` removes the versions from a list of references. docs/models.md lists the columns.
+    `removed`. The function `names` turns a list of references into a list of names. docs/models.md lists the columns.
 
     Args:
         repository: repository of the models.
@@ -109,7 +109,7 @@ def find_versions(
 def _prepare(
     connection: duckdb.DuckDBPyConnection, repository: Repository, index: VersionIndex, *, sql: str | None
 ) -> None:
-    """Create the tables and views, then lock the connection for SQL of the user; None as `sql` means any SQL."""
+    """Create the tables and views that `sql` needs (None: any SQL), then lock the connection for SQL of the user."""
     connection.register("version_index", build_table(index, sql=sql))
     # Tags cost a request per model, so they are read only for SQL that may use them.
     with_tags = sql is None or any(word in sql.lower() for word in ("tags", *WILDCARDS))

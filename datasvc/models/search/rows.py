@@ -1,7 +1,7 @@
 """Rows of the version index: one for each model version, with the fields of its entry that SQL can use.
 
-Metrics, settings, environment and code (`TREES`) have other names in other models. In a row they are one list of
-values, because a table with a column for each name would be nearly empty. `table.py` makes columns of them.
+Metrics, settings, environment and code (`TREES`) have fields that differ from model to model. In a row they are one
+list of values, because a table with a column for each field would be nearly empty. `table.py` makes columns of them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SCHEMA: Final = pa.schema(
         **dict.fromkeys(_TEXTS, pa.string()),
         **dict.fromkeys(_COUNTS, pa.int64()),
         **dict.fromkeys(_LISTS, pa.list_(pa.string())),
-        # `field` is the position in the list of all fields; a boolean is a number.
+        # `field` is the position in the list of all fields; a boolean is stored as a number.
         VALUES: pa.list_(pa.struct({"field": pa.int32(), "number": pa.float64(), "text": pa.string()})),
     }
 )
-# Deeper values are not indexed; the settings of a run are flat or nearly flat.
+# Values below this depth are not indexed; the settings of a run are flat or nearly flat.
 _MAX_DEPTH: Final = 9
 
 
 class Field(NamedTuple):
-    """A field in one of the trees; values of several kinds under the same path are several fields.
+    """A field in one of the trees. If a path has values of several kinds, each kind is a field of its own.
 
     Attributes:
         path: names from the tree down, such as ("config", "optimizer", "lr").
@@ -53,7 +53,7 @@ def build_rows(versions: Iterable[tuple[str, Entry]], fields: dict[Field, int]) 
 
     Args:
         versions: the versions.
-        fields: position of each field in the list of all fields; fields that it lacks are added.
+        fields: position of each field in the list of all fields; this function adds the missing ones.
     """
     rows = []
     offsets, positions, numbers, texts = [0], list[int](), list[float | None](), list[str | None]()

@@ -1,4 +1,4 @@
-"""Table that SQL queries, made of an index: `metrics`, `config`, `environment` and `code` become typed structs."""
+"""Builds the table for SQL from an index: `metrics`, `config`, `environment` and `code` become typed structs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datasvc.models.search.rows import TREES, VALUES, Field
 _TYPES: Final = {"number": pa.float64(), "boolean": pa.bool_(), "text": pa.string()}
 # These columns always exist, so that `not code.dirty` is valid in a repository where no version has the field.
 _CODE: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
-# A reference to one name of a struct: metrics.top1, metrics['top1'].
+# SQL that names one field of a struct: metrics.top1, metrics['top1'].
 _NAME_IN_STRUCT: Final = r"""\b{}"?\s*(?:\.|\[\s*'(?:[^']|'')*'\s*\])"""
 # SQL with one of these words may use a column without its name.
 WILDCARDS: Final = ("*", "columns", "versions")
@@ -25,13 +25,13 @@ WILDCARDS: Final = ("*", "columns", "versions")
 def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
     """Return the rows of an index with a struct for each tree in place of the lists of values.
 
-    A column has one type. Where a name has values of several kinds, the first of numbers, booleans, texts, lists and
-    structs has the name itself, and the others are named like `lr_text`, `lr_number_list` and `lr_struct`. SQL
-    ignores case, so names that differ only in case get such names too, or names like `lr_2`.
+    A column has one type. If a name has values of several kinds, the kind that comes first in this order keeps the
+    name: numbers, booleans, texts, lists, structs. The others are named like `lr_text`, `lr_number_list` and
+    `lr_struct`. SQL ignores case, so names that differ only in case get such names too, or names like `lr_2`.
 
     Args:
         index: the index.
-        sql: SQL that the table is for: fields that it does not use are null. None: any SQL.
+        sql: SQL that will read the table: fields that it does not use may be null. None: any SQL.
     """
     lists, num_rows = index.table[VALUES].combine_chunks(), index.table.num_rows
     values = lists.flatten()
@@ -102,7 +102,7 @@ def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
         groups.setdefault((field.path[depth], kinds.index(kind)), {})[field] = array
     children: dict[str, Any] = {}
     taken: set[str] = set()
-    # A name that a version has is never given to another field.
+    # A name that some field has is never given to another field.
     reserved = {name.lower() for name, _ in groups}
     # Sorted by name and kind, so that the same fields always get the same names.
     for (path_name, kind_number), group in sorted(groups.items()):

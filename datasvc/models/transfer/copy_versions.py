@@ -1,6 +1,6 @@
 """Copies model versions, optionally with their ancestors and data, to another repository: `models push` and `pull`.
 
-Each version becomes visible there atomically. A version keeps the identity of the commit that created it, so copying
+Each version becomes visible there atomically. A version keeps the id of the commit that first created it, so copying
 it twice, by any route, creates one version only. An interrupted transfer can therefore be repeated: it copies only
 the objects and versions that are missing.
 """
@@ -30,7 +30,7 @@ from datasvc.repository.store.storage import redact_url
 
 @dataclass(frozen=True)
 class Transferred:
-    """One version, by its references in both repositories; `is_new`: whether this transfer created it there."""
+    """One version in both repositories; `is_new`: whether this transfer created it at the target."""
 
     source: Resolved
     target: Resolved
@@ -66,9 +66,9 @@ def transfer(
 ) -> TransferReport:
     """Copy model versions to another repository.
 
-    The entry at the target gets a field `origin`: the first repository, its version and commit there, and its
-    parents. `parent`, `merged` and the data-set versions are replaced by those of the target. If the target does not
-    have them, the version has no parent there, and the data sets keep the names of the source.
+    The entry at the target gets a field `origin`: the repository where the version was first committed, and its name,
+    commit and parents there. `parent`, `merged` and the data-set versions are replaced by those of the target. If the
+    target does not have them, the version has no parent there, and the data sets keep the names of the source.
 
     Args:
         source: repository to copy from, or its URL.
@@ -80,7 +80,7 @@ def transfer(
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model must be signed at the source by one
             of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
-        progress: counts the bytes of each object that the target now has, including those that it had before.
+        progress: counts the bytes of each object once the target has it, also if it had the object before.
 
     Returns:
         The versions at the target, and the amount of data copied. Existing versions are not changed.
@@ -89,7 +89,7 @@ def transfer(
         NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
         ConfigError: source and target are the same repository, a name is not valid, or the target has an unrelated
-            data set with the name of one to copy (see `data_names`); it is never appended to.
+            data set with the name of one to copy, to which nothing is appended: give another name in `data_names`.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
@@ -114,7 +114,7 @@ def transfer(
         for version in versions
         if not existing[version]
     }
-    # Check this before the first byte is copied; `commit` checks it again.
+    # Check for unrelated data sets before the first byte is copied; `commit` checks again.
     for version in objects:
         logs.check_related(version)
     progress.begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))

@@ -29,7 +29,7 @@ def copy_missing(
     reachable: Callable[[], Container[ObjectInfo]] = frozenset,
     keep: Callable[[], None] = lambda: None,
 ) -> list[ObjectInfo]:
-    """Copy the objects that `target` lacks; refresh the time stamp of the others, so that `gc` there keeps them.
+    """Copy the objects that `target` lacks; reset the age of the others, so that `gc` there keeps them.
 
     Args:
         source: objects of the source repository.
@@ -37,9 +37,9 @@ def copy_missing(
         objects: distinct objects to copy.
         progress: counts the bytes of each object that the target now has.
         reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
-            at any age. It is called once at most: only if the time stamp of an object cannot be refreshed without a
-            copy.
-        keep: called after each object, from one thread at a time.
+            at any age. It is called once at most: only if the age of an object cannot be reset without writing the
+            object again.
+        keep: function that is called after each object, from one thread at a time.
 
     Returns:
         The objects that were missing at the target.
@@ -79,7 +79,7 @@ def _copy(source: Objects, target: Objects, info: ObjectInfo, is_reachable: Call
     except CorruptDataError:
         if source.storage.is_local:
             raise
-        # Try again from a remote store: the bytes may have been damaged in transit only.
+        # Read a remote store once more: the bytes may have been damaged only in transit.
         _move(source, target, info)
     return True
 
@@ -96,7 +96,7 @@ def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
 
 
 def _check_size(source: Objects, info: ObjectInfo) -> None:
-    """Raise NotFoundError or CorruptDataError unless an object has its recorded size: memory is allocated from it."""
+    """Raise NotFoundError or CorruptDataError unless the object has the recorded size: it decides the memory used."""
     size_bytes = source.size(info.digest)
     if size_bytes is None:
         raise NotFoundError(f"object {source.location(info.digest)} is missing; restore it from another copy")

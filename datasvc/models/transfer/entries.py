@@ -49,7 +49,7 @@ class TargetLogs:
         return self._contents[version]
 
     def find(self, version: Resolved) -> Resolved | None:
-        """Return the version at the target; None if it does not exist there or was removed. Raises as `Log.read`."""
+        """Return the version at the target; None if it is not there or was removed. For errors, see `Log.read`."""
         log = self._log(version)
         number = log.find(identity(self.content(version)))
         return None if number is None else Resolved(version.kind, log.name, number)
@@ -81,7 +81,7 @@ class TargetLogs:
             )
 
     def reachable(self) -> set[ObjectInfo]:
-        """Return the objects reachable from the living versions of all open logs. Raises UnavailableError."""
+        """Return the objects that the living versions of all names looked up so far need. Raises UnavailableError."""
         objects: set[ObjectInfo] = set()
         for log in self._logs.values():
             for living in log.living():
@@ -128,7 +128,7 @@ class TargetLogs:
         # A version that is copied again keeps its first origin.
         rewritten["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
         if version.kind == "datasets" and VAL_FRACTION not in content:
-            # In old entries the fraction follows from the ancestors, which are removed or may not be at the target.
+            # In old entries, the fraction follows from the ancestors, which may not be at the target: record it.
             with suppress(NotFoundError):
                 rewritten[VAL_FRACTION] = read_val_fraction(self.source, version)
         if isinstance(content.get("parent"), str):
@@ -138,7 +138,7 @@ class TargetLogs:
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
-            # The version has also consumed what its ancestors did; `find_consumers` cannot read them at the target.
+            # What its ancestors consumed counts for the version too. `find_consumers` cannot read them at the target.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
@@ -180,7 +180,7 @@ class TargetLogs:
             version = parse_version(ref) if kind == "models" else _parse_data_version(ref)
             target = None if version is None else self.find(Resolved(kind, *version))
         except (NotFoundError, ConfigError):
-            # The source does not have it either.
+            # The source itself does not have this version.
             return None
         return None if target is None else str(target)
 
@@ -192,7 +192,7 @@ def _parents(content: Mapping[str, Any]) -> list[Any]:
 
 
 class _TargetVersions:
-    """The versions of one name at the target that were read.
+    """The versions of one name at the target whose entries this transfer has read.
 
     Attributes:
         name: name at the target.
@@ -241,7 +241,7 @@ class _AlreadyThere(Exception):  # noqa: N818 - not an error: another process ha
 
 
 def identity(content: Mapping[str, Any]) -> str:
-    """Return the identity of a version, see the module. Raises CorruptDataError: the entry has no commit id."""
+    """Return the id of the commit that created a version first. Raises CorruptDataError: the entry has none."""
     commit = content["origin"]["commit"] if is_copied(content) else content.get("commit")
     if not isinstance(commit, str):
         raise CorruptDataError(f"an entry has no valid commit id: {content.get('commit')!r}; expected a text")

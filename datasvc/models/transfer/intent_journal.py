@@ -16,14 +16,14 @@ from datasvc.repository import ObjectInfo, Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 
 _WORK: Final = digest_of(b"transfer of model versions")
-_KEEP_S: Final = 3600.0
+_KEEP_S: Final = 3600.0  # time between two renewals of the journal
 
 
 @contextmanager
 def declare_intent(
     target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]
 ) -> Iterator[Callable[[], None]]:
-    """Write the intent journal, which protects the objects of versions to commit from `gc` until the block ends.
+    """Write the intent journal, which protects the objects of the versions to commit from `gc` during the block.
 
     Yields a function that renews the journal; call it regularly, from one thread at a time. It writes at most once
     per hour. If the block fails, the journal stays and expires like any other journal.

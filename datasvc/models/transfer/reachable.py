@@ -1,4 +1,4 @@
-"""Lists the objects that are reachable from a version: a transfer copies them, and a restore reads them."""
+"""Lists the objects that a version reaches through its entry and tables: those that a transfer copies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
         raise NotFoundError(f"{version} is incomplete: {error}") from error
-    # Also include other digests in the entry whose objects exist, such as fields that a later datasvc may add.
+    # Also include other digests in the entry whose objects exist: a later datasvc may add fields with such digests.
     for digest in set(_digests_in(content)) - sizes.keys():
         size_bytes = repository.objects.size(digest)
         if size_bytes is not None:

@@ -13,9 +13,9 @@ _BY_NAME: Final = attrgetter("name", "version")
 
 
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
-    """Return the versions with parents before children; ties are broken by name and number. Cycles are cut.
+    """Return the versions with parents before children; ties are broken by name and number.
 
-    `parents` has the parents of each version; a parent that is not a key is ignored.
+    `parents` has the parents of each version; a parent that is not a key is ignored, and cycles are cut.
     """
     ordered: dict[Resolved, None] = {}
     for version in sorted(parents, key=_BY_NAME):
@@ -42,7 +42,7 @@ def read_parents(
     *,
     with_ancestors: bool,
 ) -> dict[Resolved, list[Resolved]]:
-    """Return the parents of versions, with `with_ancestors` of all their ancestors too. Raises as `Log.read`.
+    """Return the parents of each version, and of its ancestors if `with_ancestors`. For errors, see `Log.read`.
 
     `content` returns the content of a version's entry. Parents that do not exist or were removed are left out.
     """
