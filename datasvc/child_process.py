@@ -29,7 +29,7 @@ def end_with_parent() -> None:
 
 
 def end_with_input() -> None:
-    """Start a thread that ends this process when the `ChildProcess` in the parent closes the standard input.
+    """Start a thread that ends this process at the end of its input, which `ChildProcess` in the parent keeps open.
 
     Call it after the last message was read: the thread discards all further input.
     """

@@ -57,7 +57,7 @@ class MixOrder:
     ) -> None:
         self.num_samples = epoch_samples
         self._sizes = np.maximum(np.asarray(sizes, np.int64), 1)
-        self._edges = [0, *accumulate(weights)]
+        self._edges = [0, *accumulate(weights)]  # the weight of data set n is edges[n + 1] - edges[n]
         self._block = block
         self._permutation = KeyedPermutation(block, derive_keys(seed, 0, _MIXING, KeyedPermutation.num_keys))
         self._cached: OrderedDict[int, _MixBlock] = OrderedDict()

@@ -191,7 +191,7 @@ class AccessOrder:
         self.config = config
         self.epoch = epoch
         self._counts = np.asarray(samples_per_shard, np.int64)
-        self._bases = np.concatenate([[0], np.cumsum(self._counts)])
+        self._bases = np.concatenate([[0], np.cumsum(self._counts)])  # number of each shard's first sample
         self.num_samples = int(self._bases[-1])
         self._lanes = config.lanes
         short, num_long = divmod(self.num_samples, self._lanes)
@@ -357,7 +357,7 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
     block = config.block or 1
     # A run may start and end inside a block, so it may overlap one more block than its length implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
-    # Each end of a span may cut a shard. Between these two shards, there are most shards if they are the smallest.
+    # Each end of a span may cut a shard. The number of shards between these two is largest for the smallest shards.
     num_inside = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
     # With sticky lanes, the parts of the two shards at the ends of a lane may be anywhere in it.
     num_cut_by_lanes = 2 if config.sticky else 0

@@ -64,7 +64,7 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
 def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
     """Return the result of `read`, which executes a query; Ctrl-C ends the query, however long it takes."""
-    # Another thread executes the query: DuckDB returns only at its end, and Python handles no signal before that.
+    # Execute the query in another thread: DuckDB returns only at its end, and Python handles no signal until then.
     result: Future[_T] = Future()
 
     def run() -> None:

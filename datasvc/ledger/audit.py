@@ -198,6 +198,7 @@ class _History:
     def audit(self, epoch: int) -> EpochAudit:
         """Return the audit of one epoch."""
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
+        # By attempt and rank: the windows in which the rank has served its share.
         windows: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         num_served = 0
         for attempt, rank, record in self._records[epoch]:

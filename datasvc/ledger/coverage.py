@@ -101,7 +101,7 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
 def _count(
     result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
-    """Add the uneven positions of [start, stop), or of all its repeats: laps of length `lap` in [first, last)."""
+    """Add the uneven positions of [start, stop); if `repeats` is (first, last, lap), of all laps in [first, last)."""
     edges, counts = _count_cover(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():
@@ -109,7 +109,6 @@ def _count(
             if repeats is None:
                 uneven.add(contiguous(begin, end))
             else:
-                # The set of the positions that correspond to [begin, end) in each lap.
                 first, last, lap = repeats
                 uneven.add(StridedRange(first, last, lap, begin % lap, end - begin))
 

@@ -242,7 +242,7 @@ class Repository:
         *,
         accept_removed: bool = False,
     ) -> Resolved:
-        """Return the version that `reference` refers to, from a listing of the logs; for errors, see `resolve`."""
+        """Return the version that `reference` refers to; for `logs`, see `_list_logs`; for errors, `resolve`."""
         name, numbers = reference.name, logs["versions"]
         if not numbers:
             raise self._missing(kind, name)
@@ -268,7 +268,7 @@ class Repository:
         return {"versions": [], **list_logs(self.storage, self._folder(kind, name))}
 
     def _removed(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> frozenset[int]:
-        """Return the removed versions, from a listing of the logs; no listing of its own is needed."""
+        """Return the removed versions of `name`; `logs` is the result of `_list_logs`."""
         head = max(logs.get("removals", ()), default=0)
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 

@@ -1,4 +1,4 @@
-"""Find model versions with SQL over their entries."""
+"""Finds model versions with SQL over their entries."""
 
 from datasvc.models.search.query import find_versions, query_versions
 

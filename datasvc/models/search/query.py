@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _MUTABLE_STATE: Final = pa.schema(
     {"model": pa.string(), "version": pa.int64(), "tags": pa.list_(pa.string()), "removed": pa.bool_()}
 )
+# The columns of the views: the SQL of each, by name.
 _COLUMNS: Final = {
     "model": "model",
     "version": "version",

@@ -118,6 +118,7 @@ class TargetLogs:
         return Resolved(version.kind, log.name, number), is_new
 
     def _log(self, version: Resolved) -> _TargetVersions:
+        """Return the versions at the target of the name that `version` has there."""
         name = self._names.get((version.kind, version.name), version.name)
         return self._logs.setdefault((version.kind, name), _TargetVersions(self._target, version.kind, name))
 
@@ -138,7 +139,7 @@ class TargetLogs:
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
-            # What its ancestors consumed counts for the version too. `find_consumers` cannot read them at the target.
+            # The version also consumed what its ancestors did. Record it, because these are missing at the target.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]

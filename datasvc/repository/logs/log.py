@@ -23,7 +23,7 @@ from datasvc.threads import map_in_threads
 
 ENTRY_FORMAT = 1
 MAX_ENTRY_BYTES = 16 << 20
-"""Maximum size of an entry; large data belongs into objects. Parsed JSON needs some twenty times this memory."""
+"""Maximum size of an entry; large data belongs in objects. Parsed JSON needs some twenty times this memory."""
 
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")
 _APPEND_ATTEMPTS = 32

@@ -78,7 +78,7 @@ class Removals:
         return self._log.append(lambda head: {**change, "removed": encode_numbers(combine(self._read(head)))})
 
     def _read(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
-        """Return the versions that are removed by entry `number` of the log; none for number 0."""
+        """Return the versions that entry `number` of the log lists as removed; none for number 0."""
         if not number:
             return frozenset()
         versions = self._versions.numbers() if all_versions is None else all_versions

@@ -22,7 +22,7 @@ from datasvc.repository.store.retries import map_exceptions
 logger = logging.getLogger(__name__)
 
 QUARANTINE: Final = "quarantine"
-# Maximum size of `_verified_ns`, some 50 MB. When it is full, all entries are dropped, and objects are hashed again.
+# Maximum number of entries of `_verified_ns`, some 50 MB. When it is full, it is cleared, and files are hashed again.
 _MAX_VERIFIED: Final = 1 << 19
 # Errors that do not imply a damaged file.
 _OTHER_ERRORS: Final = (FileNotFoundError, NotADirectoryError, PermissionError)

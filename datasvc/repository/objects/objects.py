@@ -37,7 +37,7 @@ Digest = NewType("Digest", str)
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 RANGE_BYTES = 8 << 20
-# Bytes read before the size is requested: an object with more bytes costs one request more, any other one less.
+# Bytes read before the size is requested: a larger object costs one request more, and a smaller object one less.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20

@@ -125,7 +125,7 @@ class Storage:
         # This thread drops cached listings before it lists, but another thread may cache them again in between. So
         # use the option that ignores the cache, which some drivers have.
         self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
-        self._clock: float | None = None
+        self._clock: float | None = None  # the store's time minus `time.monotonic()`, once it is known
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
     def __repr__(self) -> str:
