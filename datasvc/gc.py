@@ -139,7 +139,7 @@ def gc(
 
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
-    """Return the time of the store's clock, which dates the files, and None; or this machine's, and a warning."""
+    """Return the time of the store's clock, which dates the files, and None; or this machine's time and a warning."""
     # If the clock of this machine is fast, all files look old by it. But reading the store's clock needs a write, and
     # a dry run must be possible without write access.
     own_s = time.time()
@@ -165,7 +165,7 @@ def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
 
 
 def list_old(repository: Repository, before_s: float) -> Garbage:
-    """Return all objects, pointers, temporary files and journals last changed before `before_s`, also referenced."""
+    """Return the objects, pointers, temporary files and journals changed before `before_s`, referenced or not."""
     storage = repository.storage
     old = Garbage(journals=[folder for folder, newest_s in _journals(storage).items() if newest_s < before_s])
     for file in storage.walk(""):

@@ -1,6 +1,6 @@
 """Positions that are in none or in several of many strided ranges, computed without a list of positions.
 
-The audit uses it to find missing and repeated positions.
+The audit finds missing and repeated positions by this computation.
 """
 
 from __future__ import annotations

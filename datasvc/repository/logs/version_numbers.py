@@ -18,7 +18,7 @@ def encode_numbers(numbers: Iterable[int]) -> str:
 
 
 def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
-    """Return those numbers of `among` that the text contains; the inverse of `encode_numbers`.
+    """Return those numbers of `among` that are in `text`, a result of `encode_numbers`.
 
     The result is bounded by `among`, so that a damaged text such as `1-999999999` cannot use much memory.
 

@@ -1,6 +1,6 @@
 """Cancellation of blocking reads: one thread sets a token, and reads with this token in other threads end.
 
-A cache uses it to end its requests when it is closed; otherwise the exit of a program could wait for a silent server.
+A cache that is closed ends its requests by a token; otherwise the exit of a program could wait for a silent server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Detection of a sender whose throughput is too low, although bytes still arrive.
 
-A timeout for silence never ends a stream that sends a few bytes at a time. Readers of web servers and peers use this
-check too.
+A timeout for silence never ends a stream of a few bytes at a time. The check is used for web servers and for peers.
 """
 
 from __future__ import annotations
