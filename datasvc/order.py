@@ -228,7 +228,7 @@ class AccessOrder:
 
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
         lane, index = self._deal(positions)
-        # `line` is the index in the sequence of all samples before they are permuted within blocks.
+        # `line` is the index of each sample in the sequence of step 1, see the module.
         line = self._lane_starts[lane] + self._in_blocks(lane, index, forward=True)
         segment = self._segment_search.find(line)
         return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]

@@ -1,4 +1,4 @@
-"""Journal of unfinished work: records of its finished parts, so that work is resumed after its process was killed.
+"""Journal of unfinished work: records of its finished parts, so that the work can resume after its process is killed.
 
 A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified on
 reading; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
