@@ -35,7 +35,7 @@ from datasvc.cache import Cache
 from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader
 
 SHARING, SEPARATE, LONE = "sharing", "separate", "one job alone"
-# Every buffer of a batch is allocated and touched for the first time within a dozen steps; a training takes thousands.
+# Within a dozen steps each buffer of a batch is touched for the first time; a training takes thousands of steps.
 WARM_UP_STEPS = 24
 DECODED_STEPS = 6  # more than are prefetched
 PAGE_BYTES = 4096
