@@ -57,7 +57,7 @@ class Autotuner:
             self._since_s = now_s
             return False
         if not (num_bytes or self._num_bytes):
-            # A pause between two samples, such as an evaluation, belongs to neither.
+            # A pause before the first bytes of a sample, such as an evaluation, must not lower its throughput.
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes
@@ -67,7 +67,8 @@ class Autotuner:
         self._num_bytes, self._since_s = 0, now_s
         if len(self._samples) < _NUM_WARMUPS + _NUM_SAMPLES:
             return False
-        # The first sample still has operations under the previous values; the median ignores a pause within a sample.
+        # The first sample is left out: some of its operations ran with the previous values. The median ignores a
+        # pause within a sample.
         self._score(median(self._samples[_NUM_WARMUPS:]))
         self._samples = []
         return True

@@ -33,8 +33,8 @@ from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
-# Maximum pause between two exchanges, in cycles: if other ranks may run operations without this rank, and if they
-# cannot.
+# Maximum pause of an idle rank between two exchanges, in cycles. The second one holds if no operation can run before
+# this rank submits one.
 _MAX_IDLE_CYCLES = 5.0
 _MAX_LONELY_CYCLES = 50.0
 
@@ -115,9 +115,9 @@ class Engine:
 
     def write_timeline(self, timeline: Timeline) -> None:
         """Record later operations in a timeline, and close the previous one."""
-        before, self._timeline = self._timeline, timeline
+        previous, self._timeline = self._timeline, timeline
         self._executor.set_timeline(timeline)
-        before.close()
+        previous.close()
 
     def close(self) -> None:
         """Notify the other ranks, stop the thread and close the transport. Operations in flight fail."""
@@ -137,8 +137,8 @@ class Engine:
             # ranks detect the failure when these connections close.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
-        # Collectives in flight end: every rank has begun them, and a dead rank breaks its connections. Only after
-        # that no thread uses the tensors any more.
+        # `drain` returns, because every collective in flight ends: all ranks have begun it, and the connections of a
+        # dead rank break. Only after that no thread uses the tensors any more.
         self._completions.drain()
         self._completions.close()
         self._buffers.clear()
@@ -150,7 +150,7 @@ class Engine:
     def _serve(self) -> str:
         while True:
             messages = self._cycle()
-            # A failure first: that other ranks leave in the same cycle may be its consequence.
+            # A failure is the better reason: other ranks that leave in the same cycle may leave because of it.
             failures = [message.failure for message in messages if message.failure]
             if failures:
                 return failures[0]
@@ -190,7 +190,7 @@ class Engine:
         with self._changed:
             if not self._queue and not self._is_leaving and self._reduction_failure is None:
                 self._changed.wait(self._idle_wait_s())
-            # Also without submissions this rank takes part in the exchange: the other ranks cannot run it alone.
+            # This rank takes part in the exchange even without submissions, because an exchange needs all ranks.
             queue, self._queue = self._queue, []
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
@@ -219,14 +219,14 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            # A later submission of the same name by another thread is not part of an operation that ran without this
-            # rank because it had joined.
+            # If this rank had joined, the operation runs without it. Another thread may have submitted the same name
+            # since; that submission belongs to a later operation.
             submission = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
                 if submission is not None:
                     self._fail(submission, outcome.reason)
                 continue
-            # Only equal requests: the rows of an allgather, for example, may differ between the ranks.
+            # Only a request that is equal on all ranks is cached; the rows of an allgather, for example, may differ.
             if all(request == outcome.request for request in outcome.requests.values()):
                 self._cache.remember(outcome.request)
             if self._transport.rank in outcome.members:
@@ -246,7 +246,8 @@ class Engine:
 
     def _succeed(self, submission: Submission, result: Result) -> None:
         key, kind = submission.request.key, submission.request.kind
-        # Remove the name first: the waiting thread may submit it again at once. A rank that has joined has no entry.
+        # Remove the name first: the waiting thread may submit it again as soon as it has the result. The submission
+        # that stands for a joined rank has no entry.
         with self._changed:
             if self._in_flight.get(key) is submission:
                 del self._in_flight[key]
@@ -274,7 +275,7 @@ class Engine:
             raise RuntimeError(self._reduction_failure)
 
     def _choose_cuda_device(self) -> torch.device:
-        """Return the CUDA device of the last submission; torch's current device may differ in this thread."""
+        """Return the CUDA device of the last submission, because torch's current device may differ in this thread."""
         return self._cuda_device or torch.device("cuda", torch.cuda.current_device())
 
     def _end(self, reason: str) -> None:

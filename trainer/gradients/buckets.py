@@ -31,7 +31,7 @@ def plan_buckets(
         kinds: dtype and device of each parameter; all parameters of a bucket have the same kind.
         first_bucket_bytes: maximum size of the first bucket of each kind.
         bucket_bytes: maximum size of the other buckets. A larger parameter has a bucket of its own; with 0, every
-            parameter has one.
+            parameter has a bucket of its own.
 
     Returns:
         Positions of parameters by bucket, each exactly once; buckets in the order of their first parameter.
@@ -61,8 +61,8 @@ def plan_groups(
 ) -> list[list[int]]:
     """Make each group of parameters a bucket, or one bucket per kind, and group the other parameters by size.
 
-    Arguments and result as of `plan_buckets`. `groups` has positions of parameters, each in at most one group. The
-    buckets of the groups come first, in their order; `bucket_bytes` does not limit them.
+    See `plan_buckets` for the result and the other arguments. `groups` has positions of parameters, each in at most
+    one group. The buckets of the groups come first, in their order; `bucket_bytes` does not limit them.
     """
     buckets: list[list[int]] = []
     for group in groups:

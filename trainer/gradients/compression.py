@@ -12,7 +12,7 @@ from datasvc.trainer.gradients.top_k import TopK
 
 
 class Compressor:
-    """Base class of compressors, also of custom ones; does not change tensors."""
+    """Base class of compressors, also of custom ones. Its own methods do not change tensors."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

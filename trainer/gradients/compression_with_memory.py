@@ -1,7 +1,7 @@
 """Interface of compressions with error feedback: a rank adds the unsent part of a gradient to its next gradient.
 
-Invariant: the sum of the applied gradients, plus the average of the ranks' residuals, is the sum of the averages of
-all gradients so far. No part of a gradient is lost; it is only delayed.
+Invariant: the sum of all applied gradients plus the average of the ranks' residuals equals the sum of the averaged
+gradients of all steps so far. No part of a gradient is lost; it is only delayed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 
 Memory = dict[int, dict[str, Any]]
-"""The memory of a compression on one rank: tensors and numbers by name, by the position of the parameter."""
+"""The memory of a compression on one rank: for each position of a parameter, tensors and numbers by name."""
 
 RESIDUAL = "residual"
 """Name of the unsent part of the gradients in a memory; it has the shape of the parameter."""
@@ -24,7 +24,7 @@ RESIDUAL = "residual"
 
 @runtime_checkable
 class HasMemory(Protocol):
-    """An optimizer that may use a compression with memory; `broadcast_optimizer_state` makes its memory equal."""
+    """An optimizer that may use a compression with memory; `broadcast_optimizer_state` broadcasts the shared part."""
 
     def shared_memory(self) -> Memory:
         """Return the part of the memory that must be equal on all ranks: everything except the residuals."""

@@ -33,8 +33,8 @@ class GradientReduction:
         if self.op is not ReduceOp.AVERAGE:
             return 1.0, 1.0
         size = len(members_of(self.process_set))
-        # An average is applied before the sum, while gradients are copied into the bucket: afterwards it would need
-        # another pass over memory.
+        # Gradients are divided before the sum, while they are copied into the bucket: a division after the sum would
+        # need another pass over memory.
         if self.predivide_factor == 1.0:
             return 1.0 / size, 1.0
         return 1.0 / self.predivide_factor, self.predivide_factor / size
@@ -80,7 +80,7 @@ class Bucket(ABC):
 
     def launch(self) -> None:
         """Send the bucket, with zeros for missing gradients."""
-        # A parameter that this rank did not use in the step; other ranks expect the whole bucket.
+        # This rank did not use these parameters in the step, but the other ranks expect the whole bucket.
         for position in self.parameters.keys() - self._filled:
             self._take(position)
         self.is_launched = True
@@ -122,7 +122,7 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """A bucket with one flat tensor, allocated once; gradients are views of it from the first step on.
 
-    The parameters have one dtype and device. The flat tensor has the dtype `dtype`; None for that of the parameters.
+    The parameters have one dtype and device. The flat tensor has the dtype `dtype`, or theirs if `dtype` is None.
     """
 
     def __init__(
@@ -159,6 +159,7 @@ class DenseBucket(Bucket):
                 self._assign(position, view if view.dtype == parameter.dtype else view.to(parameter.dtype))
             elif fits(gradient, view):
                 self._assign(position, view)
+            # The gradient keeps its own memory, because its dtype or strides differ from those of the view.
             elif parameter.requires_grad and gradient.data_ptr() != view.data_ptr():
                 gradient.copy_(view)
 
@@ -166,7 +167,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self._allocate()
         if not self._filled:
-            # Once per step: the number of ranks can change between the steps of an elastic job.
+            # Computed once per step, because the number of ranks can change between the steps of an elastic job.
             self._factors = self.reduction.factors()
         parameter, view, factor = self.parameters[position], self._views[position], self._factors[0]
         gradient = parameter.grad
@@ -178,8 +179,8 @@ class DenseBucket(Bucket):
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if fits(gradient, view):
-            # Assigned at once, so that the backward pass can reuse the memory for the next gradient: new pages cost
-            # more than the copy.
+            # Assigned at once, so that the backward pass can reuse the gradient's memory for the next gradient:
+            # allocating new memory takes longer than the copy.
             parameter.grad = view
 
     def _send(self) -> Handle:
@@ -189,7 +190,7 @@ class DenseBucket(Bucket):
             [self._flat],
             name=self.name,
             op=self.reduction.op_on_wire,
-            # Applied by `_take` already; it is sent so that a disagreement of the ranks is an error.
+            # `_take` has applied this factor. It is submitted so that ranks with different factors get an error.
             prescale_factor=self._factors[0],
             postscale_factor=self._factors[1],
             is_prescaled=True,
@@ -205,7 +206,8 @@ class DenseBucket(Bucket):
         self._flat = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
         parts = torch.split(self._flat, lengths)
         self._views = {i: view_like(p, part) for (i, p), part in zip(self.parameters.items(), parts, strict=True)}
-        # Ranks whose parameters have another memory order would add elements of different positions.
+        # If the memory order differed between ranks, elements of different positions would be added. The ranks
+        # therefore compare this checksum.
         forms = [(tuple(view.shape), view.stride()) for view in self._views.values()]
         self._layout = zlib.crc32(repr(forms).encode())
 

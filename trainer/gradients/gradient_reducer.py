@@ -110,7 +110,7 @@ class GradientReducer:
                 bucket.collect()
             self._make_sparse_again()
         finally:
-            # Also after an error, so that nothing of this step enters the next one.
+            # Reset also after an error, so that nothing of this step enters the next one.
             self.reset()
 
     def reset(self) -> None:
@@ -156,7 +156,7 @@ class GradientReducer:
         return hook
 
     def _launch_remaining(self) -> None:
-        # A copy of the items: settling the layout can move a parameter to another bucket.
+        # Iterate over a copy, because `_settle_layout` can move a parameter to another bucket.
         for position, bucket in list(self._bucket_of.items()):
             if not bucket.is_launched:
                 self._settle_layout(position)

@@ -100,13 +100,13 @@ class _PowerSGDBucket(Bucket):
         self._wait()
         lefts = [factors.left for factors in self._factors.values()]
         _unpack(self._flat, [*lefts, *self._uncompressed.values()])
-        # All ranks return alike: they compress the same parameters from the same step on.
+        # Either all ranks return here or none, because they compress the same parameters from the same step on.
         if not self._factors:
             return
         for factors in self._factors.values():
             _orthonormalize(factors.left)
             torch.mm(factors.matrix.t(), factors.left, out=factors.right)
-        self._flat = _pack([factors.right for factors in self._factors.values()]).mul_(self._factor())
+        self._flat = _pack([factors.right for factors in self._factors.values()]).mul_(self._scale())
         self._handle = self._submit("right")
 
     def collect(self) -> None:
@@ -130,14 +130,14 @@ class _PowerSGDBucket(Bucket):
         if is_late and self._settings.shrinks(parameter):
             self._factors[position] = self._factorize(position, with_residual(parameter, memory))
         else:
-            self._uncompressed[position] = with_residual(parameter, {}).mul_(self._factor())
+            self._uncompressed[position] = with_residual(parameter, {}).mul_(self._scale())
 
-    def _factor(self) -> float:
+    def _scale(self) -> float:
         # Both factors are applied before the sum: splitting them would not improve the rounding here.
         return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:
-        # In the order of the bucket, because the order of arrival may differ between ranks.
+        # In the order of the bucket, because gradients may become complete in another order on each rank.
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
         self._uncompressed = {i: self._uncompressed[i] for i in self.parameters if i in self._uncompressed}
         lefts = [factors.left for factors in self._factors.values()]
@@ -165,7 +165,7 @@ class _PowerSGDBucket(Bucket):
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
         """Return the basis of the last step; a random one in the first step, or if the last one is zero."""
-        # Equal on all ranks, because their left factors are summed.
+        # The random basis is equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
         fresh = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
@@ -178,7 +178,7 @@ class _PowerSGDBucket(Bucket):
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right
-        # With Sum, each rank has contributed an equal part of the approximation.
+        # With Sum, the approximation is that of all ranks together; each rank counts an equal part of it as sent.
         is_sum = self.reduction.op is ReduceOp.SUM
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)

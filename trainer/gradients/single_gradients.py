@@ -30,7 +30,8 @@ class SparseGradient(Bucket):
         (parameter,) = self.parameters.values()
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
-            # A missing gradient is an empty sparse tensor. A dense one was added as zeros, not computed by the model.
+            # A missing gradient is sent as an empty sparse tensor. The model did not compute a dense gradient; it is
+            # the zeros that `broadcast_optimizer_state` adds.
             gradient = empty_sparse_like(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 
@@ -63,7 +64,7 @@ class CompressedBucket(Bucket):
 
     def _send(self) -> Handle:
         before, after = self.reduction.factors()
-        # In the order of the bucket, which is equal on all ranks; the order of arrival is not.
+        # In the order of the bucket, which is equal on all ranks; the order in which gradients complete may differ.
         wires = [self._compressed[position][0] for position in self.parameters]
         return submit_allreduce(
             wires,

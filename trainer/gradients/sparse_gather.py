@@ -17,7 +17,7 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
     # Coalesced, so that an index that occurs twice on this rank is sent once.
     compact = tensor.detach().coalesce()
     return submit_allgather(
-        # Transposed: an allgather concatenates along the first dimension, which must be that of the values.
+        # Transposed, because an allgather concatenates along the first dimension: it must count the values.
         [compact.indices().t().contiguous(), compact.values()],
         name=name,
         is_grouped=True,

@@ -48,7 +48,7 @@ class TopK(CompressionWithMemory):
 
 
 def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-    """Move the largest absolute values out of a contiguous tensor, and set them to zero in it.
+    """Take the values of largest magnitude out of a contiguous tensor, and set their places in it to zero.
 
     Returns:
         Values, and their indices in the flattened tensor: int64[max(1, ceil(ratio * numel))]; both empty for an empty
@@ -97,7 +97,7 @@ class _TopKBucket(Bucket):
     def _take(self, position: int) -> None:
         memory = self._memory.setdefault(position, {})
         residual = with_residual(self.parameters[position], memory).contiguous()
-        # Removes the values from the residual, which keeps the part of the gradient that is not sent.
+        # `take_largest` removes the sent values from the residual, which keeps the unsent part of the gradient.
         self._taken[position] = take_largest(residual, self._ratio)
         memory[RESIDUAL] = residual
 

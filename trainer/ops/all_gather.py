@@ -16,7 +16,7 @@ from datasvc.trainer.ops import autograd
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of the ranks in rank order, into a new tensor.
 
-    Differentiable: the gradient is averaged over the ranks, and each rank gets the part of its rows.
+    Differentiable: the gradient is averaged over the ranks, and each rank gets the part that belongs to its rows.
 
     Args:
         tensor: tensor with at least one dimension; only the first dimension may differ between ranks.
@@ -41,6 +41,6 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start a `grouped_allgather`; `synchronize` returns the list. Not differentiable."""
+    """Start a `grouped_allgather`; `synchronize` returns its list of tensors. Not differentiable."""
     full_name = choose_name(CollectiveKind.ALLGATHER, name)
     return submit_allgather(tensors, name=full_name, is_grouped=True, process_set=process_set)

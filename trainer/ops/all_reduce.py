@@ -121,7 +121,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start a `grouped_allreduce`; `synchronize` returns the list. Not differentiable."""
+    """Start a `grouped_allreduce`; `synchronize` returns its list of tensors. Not differentiable."""
     outputs = [new_output(tensor) for tensor in tensors]
     return _allreduce(
         tensors, outputs, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
@@ -170,7 +170,7 @@ def _allreduce(
     return submit_allreduce(
         inputs,
         outputs,
-        # The warning about `average` names the line that calls the public function.
+        # With this stack level, the warning about `average` names the line that calls the public function.
         op=choose_op(average, op, stacklevel=4),
         name=choose_name(CollectiveKind.ALLREDUCE, name),
         prescale_factor=factors[0],

@@ -52,7 +52,7 @@ def alltoall_async(
     """Start an `alltoall`; do not change the tensor before `synchronize`. Not differentiable."""
     handle = submit_alltoall(tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set)
     if splits is not None:
-        # Converted by `synchronize`: the received splits are not known yet.
+        # `synchronize` adds the received splits, because they are not known yet.
         handle.present = lambda result: _with_splits(result, handle.received_splits, splits)
     return handle
 

@@ -1,7 +1,7 @@
-"""Differentiable collectives, with Horovod's gradients. Their backward pass is a collective too.
+"""Differentiable collectives, with Horovod's gradients. The backward pass of each one is a collective too.
 
 The gradient of an allreduce is the same allreduce. The gradients of allgather and broadcast are averaged over the
-ranks, not summed: otherwise a loss that every rank computes from the same gathered values would count `size` times.
+ranks, not summed: otherwise a loss that every rank computes from the same gathered values would count once per rank.
 The gradient of an alltoall is sent back to the ranks that the rows came from; the gradient of a reducescatter is
 gathered.
 """
@@ -44,14 +44,14 @@ class ReduceOptions:
 def allreduce(
     tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
 ) -> list[Tensor]:
-    """Return new tensors, compressed, reduced as one operation, and decompressed."""
+    """Compress the tensors, reduce them as one operation, and return the decompressed results as new tensors."""
     return _reduce_compressed(_Allreduce, CollectiveKind.ALLREDUCE, tensors, name, compression, reduction)
 
 
 def reducescatter(
     tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
 ) -> list[Tensor]:
-    """Return new tensors with the rows of this rank, as `allreduce` does."""
+    """Like `allreduce`, but each result has only this rank's rows."""
     return _reduce_compressed(_Reducescatter, CollectiveKind.REDUCESCATTER, tensors, name, compression, reduction)
 
 
@@ -100,7 +100,8 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
         handle = submit_allreduce(tensors, outputs, name=name, **vars(reduction))
-        # The handle has the name with its number, if the user gave none; the backward pass needs the same one.
+        # If the user gave no name, a numbered one was generated. The backward pass derives its name from it, so that
+        # this name is equal on all ranks too.
         ctx.arguments = (f"{handle.name}.gradient", reduction)
         handle.wait()
         return tuple(outputs)

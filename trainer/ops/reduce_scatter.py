@@ -93,7 +93,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start a `grouped_reducescatter`; `synchronize` returns the list. Not differentiable."""
+    """Start a `grouped_reducescatter`; `synchronize` returns its list of tensors. Not differentiable."""
     return submit_reducescatter(
         tensors,
         name=choose_name(CollectiveKind.REDUCESCATTER, name),

@@ -19,8 +19,8 @@ def choose_op(average: bool | None, op: ReduceOp | None, *, stacklevel: int = 3)
 
     Args:
         average: deprecated argument; True for Average, False for Sum.
-        op: reduction of this module.
-        stacklevel: stack level of the user's call, for the warning.
+        op: one of the reductions of this module.
+        stacklevel: level of the user's call in the stack, for the warning.
 
     Raises:
         ValueError: both arguments are given, or `op` is not a reduction.

@@ -1,4 +1,4 @@
-"""Allreduce of sparse tensors, whose indices differ between ranks: they are gathered, and added on every rank."""
+"""Allreduce of sparse tensors, whose indices differ between ranks: every rank gathers all tensors and adds them."""
 
 from __future__ import annotations
 

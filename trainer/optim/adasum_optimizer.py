@@ -29,9 +29,10 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     """
     base = type(optimizer)
     subclass: Any = type(base.__name__, (methods, base), {})
-    # Without a constructor call, which would create new state and parameter groups.
+    # Do not call the constructor, because it would create new state and parameter groups.
     wrapped = subclass.__new__(subclass)
-    # A learning-rate scheduler stores a bound step() of the plain optimizer in its __dict__; it would hide ours.
+    # A learning-rate scheduler stores a bound step() in the optimizer's __dict__; if copied, that step() would hide
+    # ours.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return wrapped
 
@@ -91,7 +92,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, then replace its change of the parameters by the combined change of all ranks."""
-        # Read in each step: parameters may be frozen or added between steps.
+        # Listed in each step, because parameters may be frozen or added between steps.
         parameters = [parameter for parameter in parameters_of(self) if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         loss = super().step(closure) if closure is not None else super().step()
@@ -99,7 +100,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
             self._combine(parameters, before)
         return loss
 
-    # See `_DistributedOptimizer.step`.
+    # This mark stops torch from wrapping step() again in profiling hooks.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _combine(self, parameters: list[Tensor], before: list[Tensor]) -> None:

@@ -62,7 +62,7 @@ def broadcast_object(
     name = name or "object"
     is_root = runtime.rank() == root_rank
     data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8) if is_root else None
-    # The length first, because the other ranks must allocate the memory for the data.
+    # Send the length first, because the other ranks must allocate the memory for the data.
     length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length", process_set)
     if data is None:
         data = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -117,7 +117,8 @@ def broadcast_optimizer_state(
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
             parameter.grad = torch.zeros_like(parameter)
-    # Values first without tensors, so that all ranks prepare tensors of the root's shapes; then the tensors.
+    # First broadcast the values without the tensors, so that all ranks prepare tensors of the root's shapes. Then
+    # broadcast the tensors.
     local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     described = [_describe(values) for values in local_values]
@@ -140,8 +141,8 @@ def broadcast_optimizer_state(
 
 
 def _pickle(obj: Any) -> bytes:
-    # pickle first: it sends classes and functions by name, so the receiver gets an instance of its own class and a
-    # member of its own enum. cloudpickle may send a copy of the class.
+    # Try pickle first: it sends classes and functions by name, so the receiver gets an instance of its own class and
+    # a member of its own enum. cloudpickle may send a copy of the class.
     try:
         return pickle.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -182,7 +183,7 @@ def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: l
         if state:
             optimizer.state[parameter] = state
         else:
-            # Optimizers initialize absent state; some take an empty entry for initialized state.
+            # Optimizers initialize absent state; some would mistake an empty entry for initialized state.
             optimizer.state.pop(parameter, None)
     for group, options in zip(optimizer.param_groups, values[len(parameters) :], strict=True):
         group.update(options)

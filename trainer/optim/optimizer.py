@@ -64,9 +64,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         groups: parameters whose gradients are sent as one operation: lists of parameters, or the number of groups of
             consecutive parameters. With a number, the call is a collective. None groups parameters by size.
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back. Otherwise indices and
-            values are gathered; then a parameter with sparse gradients needs one on every rank in its first step,
-            unless the optimizer is SparseAdam.
-        process_set: ranks whose gradients are combined. On other ranks the optimizer behaves as before.
+            values are gathered; then a parameter with sparse gradients must have a gradient on every rank in its
+            first step, unless the optimizer is SparseAdam.
+        process_set: ranks whose gradients are combined. On other ranks the result behaves like the plain optimizer.
 
     Raises:
         ValueError: the trainer is not initialized; names are not unique or not complete; an argument is out of range
@@ -94,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """The methods that the subclass adds; they do not communicate with one rank, or outside the process set."""
+    """The methods that the subclass adds; with one rank, or outside the process set, they do not communicate."""
 
     def set_up(self, names: dict[Tensor, str], exchange: Exchange, passes_per_step: int) -> None:
         """Initialize the added attributes."""
@@ -177,8 +177,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # Not step(None): the step of some optimizers takes no argument.
         return super().step(closure) if closure is not None else super().step()
 
-    # torch wraps a step() without this mark in profiling and user hooks; the step() of the base class is wrapped
-    # already.
+    # This mark stops torch from wrapping step() again in profiling and user hooks; the step() of the base class is
+    # wrapped already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -209,7 +209,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         them if its rank has changed. Other ranks ignore them.
         """
         if self._reducer is not None:
-            self._reducer.reset()  # gradients of before the load must not enter the next step
+            self._reducer.reset()  # gradients from before the load must not enter the next step
         self._is_synchronized = False
         super().load_state_dict(*args, **kwargs)
         state: Mapping[str, Any] = args[0] if args else kwargs["state_dict"]
@@ -284,7 +284,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _name_process() -> str:
-    # A forked child inherits the token; the process id tells the two apart.
+    # A forked child inherits the token; the process id tells parent and child apart.
     return f"{_process_token}.{os.getpid()}"
 
 

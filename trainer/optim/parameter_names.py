@@ -78,7 +78,7 @@ def place_groups(
         names: name of each parameter.
         process_set: ranks that take part.
     """
-    # By identity: `==` of tensors compares their values.
+    # Compare by identity, because `==` of tensors compares their values.
     positions = {id(parameter): position for position, parameter in enumerate(parameters)}
     if isinstance(groups, int):
         if groups == 0:

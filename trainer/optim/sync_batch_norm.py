@@ -47,7 +47,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # A fixed name: after epochs of different lengths, a count of calls would differ between ranks.
+        # The name has no count of calls, because that would differ between ranks after epochs of different lengths.
         self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -92,7 +92,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
             process_set=process_set,
         )
         converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
-        # The tables of the module itself: entries that are None or not persistent stay so.
+        # Share the tables of the module itself, so that entries that are None or not persistent stay so.
         converted._parameters, converted._buffers = module._parameters, module._buffers  # noqa: SLF001
         converted.training = module.training
         return converted
@@ -132,7 +132,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
 
 
 class _Normalize(torch.autograd.Function):
-    """Return the output, and per channel mean, biased variance and number of values of all ranks in float64."""
+    """Return the output, and over all ranks each channel's mean, biased variance and number of values, in float64."""
 
     @staticmethod
     def forward(
@@ -174,11 +174,15 @@ class _Normalize(torch.autograd.Function):
         bias_gradient, products = slope.sum(axes), (slope * centred).sum(axes)
         sums = torch.cat([bias_gradient, products]).double()
         sums = allreduce_(sums, op=Sum, name=f"{ctx.name}.gradient", process_set=ctx.process_set)
+        # Mean and variance depend on all inputs, so two terms are subtracted from each gradient: the mean gradient,
+        # and a part that is proportional to the centred input.
         mean_slope, mean_product = (sums / count).chunk(2)
         scale = inverse if weight is None else inverse * weight.double()
-        pull = scale * inverse * inverse * mean_product
-        scale, pull, mean_slope = (values.to(working).view(shape) for values in (scale, pull, mean_slope))
-        input_gradient = ((slope - mean_slope) * scale).sub_(centred.mul_(pull)).to(input.dtype)
+        centred_scale = scale * inverse * inverse * mean_product
+        scale, centred_scale, mean_slope = (
+            values.to(working).view(shape) for values in (scale, centred_scale, mean_slope)
+        )
+        input_gradient = ((slope - mean_slope) * scale).sub_(centred.mul_(centred_scale)).to(input.dtype)
         if weight is None:
             return (input_gradient, *[None] * 5)
         weight_gradient = (products * inverse.to(working)).to(weight.dtype)

@@ -25,7 +25,7 @@ from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.batch_statistics import averaged_batch_statistics, batch_statistics
+from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, compute_average_statistics
 
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
@@ -49,18 +49,18 @@ def commit(run: Run, *, due: bool = False) -> None:
     """Save the run and its metrics in the background. Every rank calls this.
 
     Args:
-        run: of this rank.
-        due: a periodic save: with `checkpoint_overlap="refuse"` it is refused while an earlier one is running.
-            Otherwise this save waits for earlier ones.
+        run: run of this rank.
+        due: whether this save is periodic. With `checkpoint_overlap="refuse"`, a periodic save is refused while an
+            earlier one is running. Every other save waits for earlier ones.
     """
-    # Only a periodic save may be refused: the one after an evaluation or a signal has to be committed.
+    # Only a periodic save may be refused; a save after an evaluation or a signal has to be committed.
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()
-    weights = run.model.state_dict() | averaged_batch_statistics(run.model)
+    weights = run.model.state_dict() | compute_average_statistics(run.model)
     rank_state = {"random": random_state.capture()}
     if hvd.size() > 1:
-        # The averages in `weights` would change the training of a resumed run, so each rank also saves its own.
+        # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
         rank_state["batch_statistics"] = batch_statistics(run.model)
     try:
         handle = run.checkpoints.save(
@@ -106,7 +106,7 @@ def report_commits(run: Run) -> None:
 def restore(run: Run, ref: str) -> Checkpoint:
     """Read the checkpoint to continue, and report its time and bytes on this rank. Every rank calls this.
 
-    Rank 0 shows a progress bar on a terminal. Errors as of `CheckpointManager.restore`.
+    Rank 0 shows a progress bar on a terminal. See `CheckpointManager.restore` for the errors.
     """
     bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
     with bar as progress:
@@ -138,7 +138,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.version} has the {part} {saved!r}, this run {configured!r}; "
                 "use another --name, or --resume never"
             )
-    # The loader first: it refuses a checkpoint of other data before anything of this run has changed.
+    # Load the loader first, because it refuses a checkpoint of other data before anything of this run has changed.
     run.loader.load_state_dict(state["loader"])
     try:
         run.model.load_state_dict(state["model"])

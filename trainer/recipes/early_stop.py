@@ -15,11 +15,11 @@ class EarlyStop:
 
     Args:
         metric: name of the metric.
-        patience: consecutive evaluations without a new best that end the run; None: never.
-        mode: "max" or "min", whichever is better; None: chosen by the name of the metric.
+        patience: number of consecutive evaluations without a new best after which the run ends; None for never.
+        mode: "max" if a higher value is better, "min" if a lower one is; None to choose by the name of the metric.
 
     Raises:
-        ConfigError: the name of the metric does not tell which is better.
+        ConfigError: the name of the metric does not tell whether a higher or a lower value is better.
     """
 
     def __init__(self, metric: str, patience: int | None, mode: str | None = None) -> None:
@@ -29,12 +29,12 @@ class EarlyStop:
         lower = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
         self._sign = -1 if lower else 1
         self._best: float | None = None
-        self._num_without = 0
+        self._num_without_best = 0
 
     @property
     def is_reached(self) -> bool:
         """Whether the run should end now."""
-        return self._patience is not None and self._num_without >= self._patience
+        return self._patience is not None and self._num_without_best >= self._patience
 
     def update(self, metrics: Mapping[str, float]) -> None:
         """Count an evaluation. NaN is never a new best. Raises ConfigError: the evaluation has no such metric."""
@@ -46,15 +46,15 @@ class EarlyStop:
             )
         value = metrics[self._metric]
         if not math.isnan(value) and (self._best is None or self._sign * value > self._sign * self._best):
-            self._best, self._num_without = value, 0
+            self._best, self._num_without_best = value, 0
         else:
-            self._num_without += 1
+            self._num_without_best += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count and the best value, as JSON values."""
-        return {"best": self._best, "num_without": self._num_without}
+        return {"best": self._best, "num_without": self._num_without_best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of `state_dict`."""
         self._best = None if state["best"] is None else float(state["best"])
-        self._num_without = int(state["num_without"])
+        self._num_without_best = int(state["num_without"])

@@ -47,7 +47,7 @@ class WeightAverage:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Exchange the weights for their average inside the context; do not train there."""
-        # Exchanged in place, not replaced: the optimizer and a compiled model refer to the tensors of the weights.
+        # The values are exchanged in place, because the optimizer and a compiled model refer to the weights' tensors.
         self._swap()
         try:
             yield
@@ -62,7 +62,7 @@ class WeightAverage:
             self._averages[name].copy_(trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the number of updates, as a state tree."""
+        """Return the averages and the number of updates as a state tree, a nested dict."""
         return {"num_updates": self._num_updates, "averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

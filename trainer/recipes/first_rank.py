@@ -21,7 +21,7 @@ def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     pickle, in a broadcast called `name`.
 
     Raises:
-        DatasvcError: raised by `function`, or one that describes another exception of it.
+        DatasvcError: the error of `function`, or a description of its exception of another class.
     """
     error: Exception | None = None
     result: T | None = None

@@ -36,7 +36,7 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return a plain optimizer over the model's parameters, grouped as by `group_parameters`.
 
-    All of these optimizers apply the rate outside of the momentum, so a change of the rate needs no momentum
+    The momentum of these optimizers accumulates gradients without the rate, so a change of the rate needs no momentum
     correction. (Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.)
     """
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)

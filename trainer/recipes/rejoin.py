@@ -17,8 +17,8 @@ class Newest:
 
     Attributes:
         source: "memory" of a surviving rank, or "repository".
-        step: of the state.
-        seconds: until this rank had it.
+        step: step of the state.
+        seconds: time until this rank had the state.
     """
 
     source: Literal["memory", "repository"]
@@ -33,7 +33,7 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
     at the start of a job, or if the repository has a later step.
 
     Args:
-        state: an elastic state with a `step`, synchronized.
+        state: synchronized elastic state with a `step`.
         model: manager of the job's checkpoints, opened after the last rendezvous.
         load: loads a checkpoint into `state`, including its step.
 
@@ -46,6 +46,6 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)
     load(model.restore())
-    # `elastic.run` restores the last saved state after a failure, which must not be older than the checkpoint.
+    # After a failure `elastic.run` restores the last saved state, which must not be older than the checkpoint.
     state.save()
     return Newest("repository", state.step, time.perf_counter() - began_s)

@@ -21,9 +21,9 @@ class Run(Learner):
     """State of a run on one rank.
 
     Attributes:
-        loader: of the training split; its position is that of the run.
-        val_loader: of the validation split; None if there is none: nothing is evaluated.
-        schedule: of the learning rate.
+        loader: loader of the training split; its position is that of the run.
+        val_loader: loader of the validation split; None if there is no such split, so that nothing is evaluated.
+        schedule: schedule of the learning rate.
         stop: early stopping.
         events: sink of this rank's events.
         logs: experiment trackers, on rank 0.
@@ -31,9 +31,9 @@ class Run(Learner):
         checkpoints: manager that saves the run.
         reading: tracker of the samples consumed since the start, or since the version that the run continues.
         step: optimizer steps so far.
-        version: newest checkpoint of this run or of the one it continues; None before the first.
+        version: newest checkpoint of this run, or the checkpoint that it continues; None before the first one.
         saves: saves not reported yet, each with the epoch of its state.
-        metrics: of the newest evaluation.
+        metrics: metrics of the newest evaluation; empty if training has continued since.
     """
 
     loader: Loader[Any]
@@ -57,7 +57,7 @@ class Run(Learner):
 
         Equal on all ranks, since position, step and metrics are.
         """
-        # Between its last batch and the end of its loop, an epoch is served but still the current one.
+        # After its last batch and before its loop ends, an epoch is served but still the loader's current one.
         epochs_left = self.config.epochs - self.loader.epoch
         is_served = epochs_left < 1 or (epochs_left == 1 and not self.loader.steps_left)
         return is_served or self.is_cut_short

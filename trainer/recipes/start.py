@@ -45,12 +45,12 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    # Resolved once: `latest` may move while the ranks start.
+    # Resolved on one rank only, because `latest` may move while the ranks start.
     data, version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
-    # The checkpoints store the name of the model, also if it was chosen by the data.
+    # The checkpoints store the name of the model, even if the task has chosen it.
     config = dataclasses.replace(config, model=config.model or task.default_model)
     batches = plan_batches(config, hvd.size())
     schedule = build_schedule(config, batches.global_batch)
@@ -93,9 +93,9 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
         torch.cuda.set_device(place.device)
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options()).to(place.device)
-    # Before anything copies the weights, such as their average.
+    # Broadcast the weights before anything copies them, such as their average.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # After the initial weights are drawn: from here on the ranks draw different numbers, for dropout.
+    # Seed after the initial weights are drawn: from here on the ranks draw different numbers, for dropout.
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     return Learner(
         config=config,
@@ -184,7 +184,7 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
 
 
 def compile_model(model: torch.nn.Module, backend: str | None) -> None:
-    """Compile the model's forward pass in place; parameter names stay. None: do not compile.
+    """Compile the model's forward pass in place, unless `backend` is None. The names of parameters do not change.
 
     Raises:
         ConfigError: torch has no such backend.

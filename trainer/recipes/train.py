@@ -17,7 +17,7 @@ from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
-from datasvc.trainer.recipes.tasks.batch_statistics import average_batch_statistics
+from datasvc.trainer.recipes.tasks.batch_statistics import replace_statistics_by_averages
 from datasvc.trainer.recipes.tasks.evaluate import evaluate
 from datasvc.trainer.recipes.update import update
 
@@ -42,7 +42,8 @@ def train(config: TrainConfig) -> str:
     with run.checkpoints:
         go_through_epochs(run)
         if run.checkpoints.stop_signal is not None:
-            # The launcher signals the other ranks as soon as the first one exits; these ranks are exiting already.
+            # The launcher signals the other ranks as soon as the first one exits. Each rank ignores this signal,
+            # because it is exiting already.
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
     return end(run)
@@ -97,7 +98,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
         return {}
     # Closed before the evaluation, so that the cache need not hold the shards of both loaders at once.
     run.loader.close()
-    average_batch_statistics(run.model)
+    replace_statistics_by_averages(run.model)
     metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)
     if run.average is not None:
         with run.average.applied():

@@ -28,11 +28,11 @@ class Learner:
         config: effective settings.
         task: classification or language modelling.
         batches: batch sizes of a step.
-        model: on its device.
-        optimizer: distributed.
-        loss_scale: for fp16; a no-op otherwise.
-        average: of the weights; None unless configured.
-        device: of the model.
+        model: model, on `device`.
+        optimizer: distributed optimizer.
+        loss_scale: loss scaler for fp16; has no effect otherwise.
+        average: average of the weights; None unless configured.
+        device: device of the model.
     """
 
     config: TrainConfig

@@ -27,7 +27,7 @@ def combine_over_tree(
     distance = 1
     while distance < num_places:
         partner = place ^ distance
-        # The whole buffer in one message, although the parts are combined one by one.
+        # Send the whole buffer in one message, although the parts are combined one by one.
         received = swap(flat, partner)
         offset = flat.storage_offset()
         received_parts = [received[p.storage_offset() - offset :][: p.numel()] for p in parts]
@@ -39,8 +39,8 @@ def combine_over_tree(
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)` of two flat tensors; with a zero vector, the other one."""
-    # A dot product sums over a whole tensor, which half precision would round away or overflow.
+    """Return `a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)` of two flat tensors; if one is zero, return the other."""
+    # A dot product sums over a whole tensor; in half precision, small terms would be lost or the sum would overflow.
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     product, norm_a, norm_b = (
         float(torch.dot(x, y)) for x, y in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))

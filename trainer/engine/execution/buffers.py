@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-# One buffer is packed while another one is reduced.
+# Two, so that one buffer is packed while another one is reduced.
 _MAX_PER_KIND = 2
 
 _BufferKind = tuple[torch.dtype, torch.device]

@@ -17,8 +17,8 @@ from datasvc.trainer.engine.execution.transport import CollectiveWork
 class Completions:
     """A thread that runs the completion function of each collective.
 
-    Invariant: after `close` has returned, no completion function uses a tensor. A collective in flight in a broken
-    group may use its tensors until the group is destroyed.
+    Invariant: after `close` has returned, no completion function uses a tensor. The caller must destroy broken groups
+    itself, because their collectives may still use tensors.
 
     Args:
         on_error: called once, with the text of the first error of a completion function; later ones do not run.
@@ -39,7 +39,7 @@ class Completions:
         Args:
             work: collective that has begun.
             after: completion function, called with the work; an exception in it ends the job.
-            is_short: whether to complete it in this thread if the queue is empty; for short work that is faster.
+            is_short: whether to complete it in the calling thread if the queue is empty; faster for short work.
         """
         if is_short and not self._pending:
             after(work)
@@ -66,8 +66,8 @@ class Completions:
             while self._complete_next():
                 pass
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine reports the error to waiting threads
-            # Only the text: a traceback would keep the work alive, and so the connections whose closing notifies the
-            # other ranks.
+            # Only the text is kept: a traceback refers to the work, and the work to its connections. They must be
+            # closed, because this tells the other ranks about the failure.
             self._on_error(str(error))
             with self._changed:
                 self._is_broken = True
@@ -80,10 +80,10 @@ class Completions:
             self._changed.wait_for(lambda: self._pending or self._is_closing)
             if self._is_closing:
                 return False
-            # It stays in the queue while it runs: `drain` waits for it, and `add` completes nothing before it.
+            # It stays in the queue while it runs, so that `drain` waits for it and `add` completes nothing before it.
             work, after = self._pending[0]
         after(work)
-        # Released before `drain` returns: after that, no thread may refer to a tensor of the work.
+        # Delete them before `drain` returns, because after that no thread may refer to a tensor of the work.
         del work, after
         with self._changed:
             self._pending.popleft()

@@ -1,4 +1,4 @@
-"""Runs the operations that the negotiation has agreed on. Invariant: all ranks run one list, in the same order."""
+"""Runs the operations that the negotiation has agreed on. Invariant: all ranks run them in the same order."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Executor:
         """Begin all allreduces, fused, then run the other operations in order.
 
         Args:
-            operations: operations of the process sets of this rank, and changes of process sets, with the submission
-                of this rank; None if this rank has joined.
+            operations: operations of this rank's process sets, and all changes of process sets. Each has this rank's
+                submission, or None if this rank has joined.
 
         Raises:
-            RuntimeError: the group is broken; operations that are not finished by then never finish.
+            RuntimeError: the group is broken; `finish` is not called for the remaining operations.
         """
         # Allreduces first: they complete in another thread while this one runs the other operations.
         allreduces = [entry for entry in operations if entry[0].request.kind is CollectiveKind.ALLREDUCE]
@@ -106,7 +106,7 @@ class Executor:
                 self._finish(submission, ready.value)
 
     def _neutral_submission(self, ready: Ready) -> Submission:
-        """Return the submission of a rank that has joined: neutral values."""
+        """Return the submission that stands for a rank that has joined; its values do not change the result."""
         request = ready.request
         device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
         tensors = tuple(
@@ -121,7 +121,7 @@ class Executor:
             outputs=tensors,
             cuda_ready=record_submission(device),
             handle=Handle(request.name),
-            is_prescaled=True,  # a factor would change the neutral values of Min and Max: -2 * infinity
+            is_prescaled=True,  # a negative factor would turn infinity, the neutral value of Min, into -infinity
         )
 
 

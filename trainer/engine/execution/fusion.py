@@ -1,8 +1,8 @@
 """Plan of the fusion buffers: which ready allreduces are packed together and reduced as one. Pure.
 
 Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
-depends on the position in the buffer, so only a fixed packing gives the same bits in every run. Single requests are
-packed with all others that are ready at the same time, for speed.
+depends on the position in the buffer, so only a fixed packing gives the same bits in every run. A single request is
+packed with all others that are ready at the same time, which is faster but may differ between runs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Result = Tensor | list[Tensor] | tuple[Tensor, Tensor] | int | None
 
 
 class Handle:
-    """The future result of one operation. The engine sets it once; any thread may read it any number of times."""
+    """The future result of one operation. The engine sets the result once; any thread may read it repeatedly."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,8 +54,8 @@ class Handle:
         self._let_current_stream_wait()
 
     def succeed(self, result: Result, cuda_done: tuple[torch.cuda.Event, torch.device] | None = None) -> None:
-        """Set the result; on CUDA, with the event after which it is valid, and the device."""
-        # The event is set last: a waiting thread reads the result as soon as it is set.
+        """Set the result. On CUDA, `cuda_done` is the CUDA event after which the result is valid, and the device."""
+        # `_finished` is set last, because a waiting thread then reads the result at once.
         self._result, self._cuda_done = result, cuda_done
         self._finished.set()
 
@@ -85,7 +85,7 @@ class Submission:
         inputs: tensors that the engine reads.
         outputs: tensors that it writes; may be the inputs. Empty if the engine allocates them, as for allgather.
         result: value for the submitter: usually the outputs, as one tensor or as a list.
-        is_prescaled: whether the inputs are multiplied by the prescale factor already.
+        is_prescaled: whether the inputs include the prescale factor already, so that the engine does not apply it.
         cuda_ready: event after which the tensors are valid; None on a CPU.
         handle: future result.
     """

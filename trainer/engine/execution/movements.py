@@ -21,7 +21,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Movements:
-    """The executor of allgather, broadcast and alltoall; arguments as for `Executor`."""
+    """The executor of allgather, broadcast and alltoall; see `Executor` for the arguments."""
 
     transport: Transport
     streams: EngineStreams
@@ -48,7 +48,8 @@ class Movements:
             if self.transport.rank == root_rank:
                 copy_into(tensor, output)
             if output.numel():
-                # A copy only if the output cannot be sent itself: strided, lazily negated, or on a GPU without NCCL.
+                # This copies only an output that cannot be sent itself: one that is strided, lazily negated, or on a
+                # GPU without NCCL.
                 wire = _materialized(output).to(self.transport.wire_device(output.device)).contiguous()
                 self.transport.broadcast(as_bytes(wire), root_rank, ready.request.process_set)
                 copy_into(wire, output)
@@ -91,7 +92,7 @@ class Movements:
         if len(set(rows)) == 1:
             self.transport.allgather(parts, local_bytes, process_set)
             return
-        # gloo gathers equal lengths only, so shorter ranks send padding.
+        # gloo gathers equal lengths only, so ranks with fewer rows add padding.
         padded = max(rows) * row_bytes
         flat = self.buffers.take(torch.uint8, gathered.device, padded * (len(rows) + 1))
         scratch = torch.split(flat, padded)

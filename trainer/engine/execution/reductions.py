@@ -21,13 +21,13 @@ from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, 
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
-# Up to this size a thread switch takes longer than the collective.
+# Up to this size a switch to the thread that completes collectives takes longer than the collective.
 _SHORT_BYTES = 64 * 1024
 
 
 @dataclass(kw_only=True)
 class Reductions:
-    """The executor of allreduce and reducescatter; other arguments as for `Executor`.
+    """The executor of allreduce and reducescatter; see `Executor` for the other arguments.
 
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
@@ -83,7 +83,7 @@ class Reductions:
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
                 flat, scratch = self._pack(buffer, inputs, outputs)
-                # Usually all parts are scaled alike, in one pass over the buffer.
+                # Usually no part is prescaled yet, so that one pass scales the whole buffer.
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
                     _scale(flat, factor=request.prescale_factor)
                 else:
@@ -168,7 +168,7 @@ class Reductions:
 
     @staticmethod
     def _node_set(node: int) -> int:
-        return -1 - node  # negative: the numbers of users' process sets are not
+        return -1 - node  # negative, so that it differs from the number of every process set of users
 
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
         request, transport = ready.request, self.transport

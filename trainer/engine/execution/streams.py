@@ -32,7 +32,7 @@ class EngineStreams:
     def on_engine_stream(
         self, device: torch.device, ready: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
     ) -> Iterator[None]:
-        """Run the block on the engine's stream, after all `ready` events; keep the memory of `tensors` until then."""
+        """Run the block on the engine's stream after all `ready` events; keep `tensors` allocated until it ends."""
         if device.type != "cuda":
             yield
             return

@@ -1,7 +1,7 @@
 """Timeline of the negotiation and execution of each operation, as a Chrome trace for chrome://tracing and Perfetto.
 
 Rank 0 writes it; it sees the requests of all ranks. The negotiation of an operation has a mark for each rank, so the
-trace shows which rank was the last.
+trace shows which rank was the last to submit it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Timeline:
     """A timeline that records nothing; `TraceFile` writes a file."""
 
     def cycle(self) -> None:
-        """Record the begin of a cycle that has submissions."""
+        """Record the beginning of a cycle that has submissions."""
 
     def submitted(self, key: Key, kind: str, rank: int) -> None:
         """Record the submission of a rank; the first one begins the negotiation."""
@@ -36,7 +36,7 @@ class Timeline:
         """Record that operations begin to run together."""
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
-        """Record the begin of an activity, and the end of the previous one."""
+        """Record the beginning of an activity of these operations, and the end of their previous one."""
 
     def end(self, keys: Sequence[Key]) -> None:
         """Record the end of operations."""

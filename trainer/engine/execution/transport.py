@@ -1,8 +1,8 @@
 """Transport of bytes and tensors between ranks: over torch.distributed, or without a network for one rank.
 
-The control group carries requests; one data group per process set carries tensors. So neither waits for the user's
-own collectives. Every method except `wire_device` and `close` is a collective of the set: all its ranks call them in
-the same order, from the engine's thread.
+The control group carries requests; one data group per process set carries tensors. The user's own collectives are in
+other groups, so the engine does not wait for them. Every method except `wire_device` and `close` is a collective of
+the process set: all its ranks call these methods in the same order, from the engine's thread.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Transport:
         return [data]
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return the device on which tensors of this device must be to be sent."""
+        """Return the device to which tensors of `device` are moved before they are sent."""
         return device
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class Transport:
         outputs[0].copy_(tensor)
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
-        """Overwrite a tensor with that of the root."""
+        """Overwrite a tensor with the tensor of the root rank."""
 
     def alltoall(
         self,
@@ -138,12 +138,12 @@ def plan_exchange(rank: int, size: int) -> list[ExchangeStep]:
     The number of parts doubles in each step: Bruck et al., "Efficient algorithms for all-to-all communications in
     multiport message-passing systems", 1997.
     """
-    rounds, held = [], 1
+    steps, held = [], 1
     while held < size:
         num_parts = min(held, size - held)
-        rounds.append(ExchangeStep((rank - held) % size, (rank + held) % size, held, num_parts))
+        steps.append(ExchangeStep((rank - held) % size, (rank + held) % size, held, num_parts))
         held += num_parts
-    return rounds
+    return steps
 
 
 class GroupTransport(Transport):
@@ -154,7 +154,7 @@ class GroupTransport(Transport):
         gpu: unique name of the GPU of this rank; empty without one. NCCL rejects two ranks on one GPU, so CUDA
             tensors are sent over NCCL if every rank has a GPU of its own, otherwise through host memory over gloo.
         local_size: number of ranks on this node.
-        timeout_s: seconds after which a collective without an answer fails; None for that of the settings.
+        timeout_s: seconds after which a collective without an answer fails; None for the value in `settings`.
 
     Attributes:
         settings: settings of rank 0, which all ranks use: different ones would plan different fusion buffers.
@@ -168,11 +168,11 @@ class GroupTransport(Transport):
         self._timeout = dt.timedelta(seconds=timeout_s or settings.timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # The slot of this rank is the first, then those of the ranks after it.
+        # The slot of this rank comes first, then the slots of the ranks after it.
         self._slots = bytearray(_SLOT_BYTES * self.size)
         self._slot_tensor = torch.frombuffer(self._slots, dtype=torch.uint8)
-        self._rounds = plan_exchange(self.rank, self.size)
-        # gloo also on GPUs: requests are bytes in host memory.
+        self._steps = plan_exchange(self.rank, self.size)
+        # gloo is used on GPUs too, because requests are bytes in host memory.
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
         facts = [json.loads(data) for data in self.exchange(local_facts)]
@@ -197,8 +197,8 @@ class GroupTransport(Transport):
         beginning = data[: _SLOT_BYTES - _LENGTH_BYTES]
         slots[_LENGTH_BYTES : _LENGTH_BYTES + len(beginning)] = beginning
         assert self._control is not None
-        # Not an allgather: gloo runs each in another thread, and the switch takes longer than this exchange.
-        for number, step in enumerate(self._rounds):
+        # Not an allgather, because gloo runs it in another thread, and the switch takes longer than this exchange.
+        for number, step in enumerate(self._steps):
             sending = self._control.send([self._window(0, step.num_parts)], step.target, number)
             self._control.recv([self._window(step.held, step.num_parts)], step.source, number).wait()
             sending.wait()

@@ -39,7 +39,7 @@ class CycleMessage:
 
 def encode_message(message: CycleMessage) -> bytes:
     """Return the bytes of a message; no bytes for an empty message."""
-    # Most cycles of an idle job have nothing to send; no bytes need no JSON on any rank.
+    # Most messages of an idle job are empty. They are sent without bytes, so that no rank has to parse JSON.
     if message == CycleMessage():
         return b""
     entries = [entry if isinstance(entry, int) else request_fields(entry) for entry in message.entries]

@@ -14,10 +14,10 @@ from typing import Final
 from datasvc.trainer.engine.negotiation.agreement import find_disagreement, name_ranks
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, Request
 
-# A rank that has joined takes part in these with neutral values, or without values.
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
+# A rank that has joined takes part in these kinds with neutral values, or without values.
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
-# These change the state of the negotiation.
+# These kinds change the state of the negotiation.
 _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
 
 
@@ -28,7 +28,7 @@ class Ready:
     Attributes:
         requests: requests of the ranks that submitted it, by global rank, in rank order.
         members: global ranks of the set, in order.
-        value: last rank for a join; number of the set for its addition or removal.
+        value: the rank that joined last, for a join; the number of the set, for its addition or removal.
     """
 
     requests: Mapping[int, Request]
@@ -48,7 +48,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An operation that every rank has submitted but that cannot run.
+    """An operation that cannot run, usually because the requests of the ranks disagree.
 
     Attributes:
         key: key of the operation.
@@ -116,7 +116,7 @@ class Negotiation:
         return missing
 
     def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Return whether all ranks submitted the same cached requests, the fast path of the steady state."""
+        """Return whether all ranks submitted the same cached requests. Most steps of a training do."""
         if self._pending or self._joined or self._num_ranks == 1:
             return False
         first = submitted[0]

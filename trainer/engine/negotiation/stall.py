@@ -26,7 +26,7 @@ class StallWatch:
         self._waiting_since: dict[Key, float] = {}
 
     def restart(self, key: Key) -> None:
-        """Restart the waiting time of an operation at the next check."""
+        """Forget the waiting time of an operation, so that it starts at zero in the next check."""
         self._waiting_since.pop(key, None)
         self._quiet_since.pop(key, None)
 
@@ -36,7 +36,7 @@ class StallWatch:
         Warnings about one operation are `warning_s` apart. `missing` has, for each pending operation, the ranks that
         have not submitted it.
         """
-        # Completed operations: a later one of the same name waits from its own submission on.
+        # Forget completed operations, so that a later operation of the same name starts at zero.
         for key in self._waiting_since.keys() - missing.keys():
             self.restart(key)
         warnings, failure = [], ""

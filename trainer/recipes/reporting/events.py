@@ -47,7 +47,7 @@ class TerminalEvents:
 
 
 class ProgressLine:
-    """Smooths rate and data stall over the steps, and estimates the time left."""
+    """Smooths throughput and data stall over the steps, and estimates the time left."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -57,7 +57,7 @@ class ProgressLine:
     def update(self, facts: Mapping[str, Any]) -> str:
         """Return the line after a step, from the facts of its `step` event (`train.report_step`)."""
         if self._began is None:
-            # Measured from here, not from the start of the program: a resumed run begins at some progress.
+            # Time and progress are measured from the first step, because a resumed run begins with some progress.
             self._began = (self._now(), facts["progress"])
             self._step_s, self._wait_s = facts["step_s"], facts["wait_s"]
         self._step_s = _KEPT * self._step_s + (1 - _KEPT) * facts["step_s"]

@@ -28,10 +28,10 @@ class TensorBoardLog:
     """Writes event files to a folder, for `tensorboard --logdir FOLDER`.
 
     Args:
-        folder: created if missing.
-        name: of the model; the files go to this sub-folder.
-        config: of the run.
-        step: first step of this run; points that an earlier run wrote from there on are discarded.
+        folder: folder for the event files; created if missing.
+        name: name of the model, and of the sub-folder that gets the files.
+        config: configuration of the run.
+        step: first step of this run; points that an earlier run wrote from this step on are hidden.
     """
 
     def __init__(self, folder: str, name: str, config: Mapping[str, Any], step: int) -> None:
@@ -54,7 +54,7 @@ class TensorBoardLog:
 
 
 class WandbLog:
-    """A run of a Weights & Biases project. Arguments: see `TensorBoardLog`; `project` in place of the folder."""
+    """A run of a Weights & Biases project. See `TensorBoardLog` for the arguments; `project` replaces the folder."""
 
     def __init__(self, project: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
         wandb = _import_extra("wandb")
@@ -73,7 +73,7 @@ class WandbLog:
 
 
 class MlflowLog:
-    """A run of an MLflow experiment. Arguments: see `TensorBoardLog`; `experiment` in place of the folder."""
+    """A run of an MLflow experiment. See `TensorBoardLog` for the arguments; `experiment` replaces the folder."""
 
     def __init__(self, experiment: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
         self._mlflow = _import_extra("mlflow")

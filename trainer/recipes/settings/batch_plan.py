@@ -15,7 +15,7 @@ class BatchPlan:
     Attributes:
         global_batch: samples of all ranks.
         batch_size: samples of one rank.
-        num_passes: backward passes of one rank; it sums their gradients before the all-reduce.
+        num_passes: backward passes of one rank; the rank sums their gradients before the all-reduce.
         micro_batch: samples of one pass; the last pass may have fewer.
     """
 

@@ -72,34 +72,35 @@ class TrainConfig:
         name: model name of the checkpoints.
         model: one of `models.MODELS`, or "module:function"; None: "small-cnn" for images, "gpt" for tokens.
         model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
-        vocabulary: token data: size of the vocabulary; all tokens are smaller.
-        documents: token data: attention and targets stay within each document.
+        vocabulary: size of the vocabulary of token data; all tokens are smaller.
+        documents: whether attention and targets of token data stay within each document.
         cache: folder of the node's cache; None reads the repository directly.
-        cache_budget: such as "50GB"; None keeps the budget of the node's cache.
+        cache_budget: budget of the node's cache, such as "50GB"; None keeps its present budget.
         peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
             this job, each with a server that the job starts; None: no peers.
         epochs: passes over the training split; the schedule ends with the last one.
-        max_steps: optimizer steps after which the run ends, if that is earlier; the schedule does not change.
+        max_steps: optimizer steps after which the run ends, if `epochs` are not over before; the schedule does not
+            change.
         batch_size: samples of one rank per step.
         global_batch: samples of all ranks per step, instead of `batch_size`; the training is then the same at any
             number of ranks that divides it.
         micro_batch: samples of one backward pass; gradients are accumulated over the passes of a step.
             None: one pass.
         optimizer: "sgd", "lars", "lamb", "adamw" or "rmsprop-sgd".
-        learning_rate: peak rate: for the global batch, or, with `rate_scaling`, for the reference batch.
-        rate_scaling: "linear" or "sqrt" in the global batch; "none": not scaled.
+        learning_rate: peak rate; it is for the global batch, or, with `rate_scaling`, for the reference batch.
+        rate_scaling: how the rate grows with the global batch: "linear", "sqrt" or "none".
         reference_batch: global batch that `learning_rate` is given for, if it is scaled.
-        momentum: of SGD, LARS and RMSprop-SGD.
-        nesterov: SGD and LARS: Nesterov momentum.
-        betas: AdamW and LAMB: decay rates of the two moments.
-        weight_decay: factor; decoupled from the gradient in LAMB and AdamW, L2 otherwise.
+        momentum: momentum of SGD, LARS and RMSprop-SGD.
+        nesterov: whether SGD and LARS use Nesterov momentum.
+        betas: decay rates of the two moments of AdamW and LAMB.
+        weight_decay: factor of the weight decay; it is decoupled from the gradient in LAMB and AdamW, L2 otherwise.
         decayed: "weights" exempts biases and normalisations from weight decay, and from the layer-wise rates of
             LARS and LAMB; "all" exempts none.
-        trust_coefficient: of LARS.
+        trust_coefficient: trust coefficient of LARS.
         rmsprop_rate: rate of the RMSprop phase of RMSprop-SGD.
         schedule: decay of the rate after the warm-up: "cosine", "step", "polynomial" or "constant".
-        milestones: of "step": each "epoch:factor"; from that epoch on the rate is peak * factor.
-        power: of "polynomial".
+        milestones: for the schedule "step": each "epoch:factor"; from that epoch on the rate is peak * factor.
+        power: exponent of the schedule "polynomial".
         warmup_epochs: epochs of linear warm-up, fractions allowed.
         warmup_start: rate at the start of the warm-up; it is not scaled.
         label_smoothing: share of each target that is spread over all classes.
@@ -107,29 +108,30 @@ class TrainConfig:
         ema_decay: decay of the moving average of the weights, which is evaluated too; None: no average.
         precision: "fp32"; "bf16" or "fp16": mixed precision, fp16 with a loss scale.
         compression: format of gradients in all-reduces: "none", "fp16" or "bf16".
-        channels_last: images and activations in channels-last memory format.
+        channels_last: whether images and activations are in channels-last memory format.
         compile: backend of torch.compile, such as "inductor"; None: not compiled.
         size: side of the images, in pixels.
-        resize: evaluation: shorter side before the centre crop, in pixels; None: size * 256 / 224.
+        resize: shorter side of an image of the evaluation before its centre crop, in pixels; None: size * 256 / 224.
         scale: range of a random crop's area, as a share of the image's.
         ratio: range of a random crop's width / height.
         flip: probability of a horizontal flip.
-        seed: of initialisation, order, augmentation and, with the rank, dropout.
+        seed: seed of initialisation, order, augmentation and, together with the rank, dropout.
         shuffle: "global", which needs a cache for all of the data, or "windowed", which needs a small one.
-        lanes: windowed: see `OrderConfig`.
-        block: windowed: see `OrderConfig`.
+        lanes: lanes of a windowed shuffle; see `OrderConfig`.
+        block: block of a windowed shuffle; see `OrderConfig`.
         prefetch: batches that the loader prepares ahead; 0: none.
         evaluate_every: epochs between evaluations, each with a checkpoint; None: at the end of the run only.
-        patience: consecutive evaluations without a new best `stop_metric` that end the run; None: never.
-        stop_metric: metric of the evaluation.
+        patience: number of consecutive evaluations without a new best `stop_metric` after which the run ends; None:
+            never.
+        stop_metric: metric of the evaluation that `patience` compares.
         stop_mode: "max" if a higher `stop_metric` is better, "min" if a lower one is; None: chosen by its name.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
         max_stall: maximum share of the training time that checkpoints take, such as "3%"; checkpoints are made less
             often to keep it. None: no limit.
-        checkpoint_overlap: behaviour of a checkpoint while earlier ones are being written: "queue" waits once two
-            are, "refuse" skips it.
-        codec: storage of weights: "none": raw; "planes": compressed; "delta": the difference to the checkpoint
-            before, where that is smaller.
+        checkpoint_overlap: what happens to a checkpoint while earlier ones are being written: "queue" makes it wait
+            once two are, "refuse" skips it.
+        codec: storage of weights: "none": raw; "planes": compressed; "delta": the difference to the previous
+            checkpoint, where that is smaller.
         grace: time in which the run ends after SIGTERM or Ctrl-C, including a last checkpoint.
         resume: "auto" continues the newest version of `name` if there is one; "never" starts a new run; a model
             version such as "digits-cnn@3" continues that version.

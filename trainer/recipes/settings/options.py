@@ -26,7 +26,7 @@ class Setting:
     """The value of one setting.
 
     Attributes:
-        value: `dataclasses.MISSING` if it is required and not given.
+        value: value of the setting; `dataclasses.MISSING` if it is required and not given.
         source: "default", "command line", "required", or the preset with the section of its paper.
     """
 
@@ -39,9 +39,9 @@ class Options:
     """A parsed command line.
 
     Attributes:
-        settings: by field name of `TrainConfig`, in the order of its fields.
+        settings: settings by field name of `TrainConfig`, in the order of its fields.
         preset: name of the preset; None without one.
-        show_config: print the settings and do not train.
+        show_config: whether to print the settings instead of training.
     """
 
     settings: Mapping[str, Setting]
@@ -76,7 +76,7 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
     Exits the process with a usage message if the command line is not valid or a required option is missing.
 
     Args:
-        arguments: of the command line; None: those of this process.
+        arguments: arguments of the command line; None for those of this process.
         prog: name of the program in usage messages.
 
     Raises:
@@ -102,7 +102,7 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
         # The global batch of a preset would override the --batch-size of the user.
         settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
     options = Options(settings, preset_name, show_config)
-    # `--show-config` shows them as "?".
+    # `--show-config` shows missing options as "?" instead.
     if options.missing and not show_config:
         parser.error(f"the following arguments are required: {', '.join(options.missing)}")
     return options

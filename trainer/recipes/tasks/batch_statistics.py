@@ -9,21 +9,21 @@ import datasvc.trainer as hvd
 
 
 @torch.no_grad()
-def average_batch_statistics(model: nn.Module) -> None:
+def replace_statistics_by_averages(model: nn.Module) -> None:
     """Set the running means and variances of all ranks to their average; training does not read them.
 
     Every rank calls this before an evaluation.
     """
-    averaged = averaged_batch_statistics(model)
+    averages = compute_average_statistics(model)
     for name, statistic in batch_statistics(model).items():
-        statistic.copy_(averaged[name])
+        statistic.copy_(averages[name])
 
 
 @torch.no_grad()
-def averaged_batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the average over all ranks by the names of the model's state. Every rank calls this.
+def compute_average_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the averages over all ranks, keyed as in `state_dict()`. Every rank calls this.
 
-    The model keeps its own statistics, since the time of a save must not change the training.
+    The model keeps its own statistics, because saving must not influence the training.
     """
     # Copies, because the all-reduce writes in place.
     statistics = {name: statistic.clone() for name, statistic in batch_statistics(model).items()}
@@ -33,7 +33,7 @@ def averaged_batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def batch_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's running means and variances, not copied, by the names of its state."""
+    """Return the model's running means and variances, not copied, keyed as in `state_dict()`."""
     return {
         f"{path}.{kind}" if path else kind: statistic
         for path, module in model.named_modules()

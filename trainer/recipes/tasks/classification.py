@@ -121,7 +121,7 @@ def count_classes(split: Split) -> int:
         raise ConfigError(f"{split!r} has no labels to train on: none of its columns is called {LABEL!r}")
     num_classes = len(split.classes)
     if not num_classes:
-        # Over all splits, so that a label that occurs only in `val` has a logit too.
+        # Count over all splits, so that a label that occurs only in `val` has a logit too.
         tables = [other.table for other in open_dataset(split.repository, split.dataset).values()]
         num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
     if num_classes > MAX_CLASSES:
@@ -164,7 +164,7 @@ def _check_labels(split: Split, num_classes: int) -> None:
 
 
 def choose_order(config: TrainConfig, *, training: bool) -> OrderConfig:
-    """Return the access order: in training that of the run, otherwise table order."""
+    """Return the access order: that of the run's settings for training, the order of the shard table otherwise."""
     if training and config.shuffle == "windowed":
         return OrderConfig(config.seed, "windowed", config.lanes, config.block)
     return OrderConfig(config.seed, "global" if training else None)

@@ -20,11 +20,11 @@ def evaluate(
     """Return the metrics of a split, bit-equal on all ranks. Every rank calls this.
 
     Args:
-        task: defines the metrics.
-        model: set to evaluation mode and back.
-        loader: with tail="pad", so that all ranks take equally many steps; read to the end of its epoch.
-        device: of the model.
-        precision: of the forward pass, see `precision`.
+        task: task that defines the metrics.
+        model: model; it is in evaluation mode during the call, and in training mode afterwards.
+        loader: loader with tail="pad", so that all ranks take equally many steps; it is read to the end of its epoch.
+        device: device of the model.
+        precision: precision of the forward pass; see the module `precision`.
     """
     model.eval()
     totals: torch.Tensor | None = None

@@ -24,7 +24,7 @@ _MAX_EXPONENT: Final = 700.0  # exp of more overflows a float64
 
 
 class LanguageModelling:
-    """Learns the next token by cross entropy over all tokens that have one.
+    """Learns to predict the next token, by cross entropy over all tokens that have a next token.
 
     Raises:
         ConfigError: `config.vocabulary` is not set.
@@ -69,7 +69,7 @@ class LanguageModelling:
             ConfigError: a token is outside the vocabulary.
         """
         assert batch.labels is not None
-        # An embedding would fail on a GPU with an error that names no token.
+        # Checked here, because an embedding on a GPU would fail with an error that names no token.
         largest = int(batch.tokens.max())
         if largest >= self._vocabulary:
             raise ConfigError(

@@ -19,7 +19,7 @@ class Examples:
     """Samples of one forward pass, on the model's device.
 
     Attributes:
-        inputs: `[n, ...]`, of the model.
+        inputs: `[n, ...]`, inputs of the model.
         targets: `[n, ...]`, expected outputs.
         mask: `bool[n]`, False for padding.
         extra: further arguments of the model by name, `[n, ...]` each.
@@ -51,7 +51,7 @@ class DataPlacement:
 class Task(Protocol):
     """A learning task; built from the settings of a run and the split to train on."""
 
-    unit: ClassVar[str]  # what throughput counts, "images"
+    unit: ClassVar[str]  # what throughput counts, such as "images"
     default_model: ClassVar[str]
     targets_vary: ClassVar[bool]  # whether ranks may have different numbers of targets in a step
 
