@@ -51,7 +51,7 @@ def commit(run: Run, *, due: bool = False) -> None:
     Args:
         run: run of this rank.
         due: whether this save is periodic. With `checkpoint_overlap="refuse"`, a periodic save is refused while an
-            earlier one is running. Every other save waits for earlier ones.
+            earlier one is running; any other save waits for the earlier one.
     """
     # Only a periodic save may be refused; a save after an evaluation or a signal has to be committed.
     if not due and run.config.checkpoint_overlap == "refuse":

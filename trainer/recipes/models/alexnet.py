@@ -21,7 +21,7 @@ class AlexNet(nn.Module):
         num_classes: number of classes.
         dropout: probability of dropout before each hidden fully connected layer (Krizhevsky et al. 2012, section
             4.2).
-        batch_norm: batch normalisation after each convolution instead of a bias, as in You et al. 2017
+        batch_norm: whether each convolution has batch normalisation instead of a bias, as in You et al. 2017
             (arXiv:1708.03888) for training with large batches.
         hidden: width of the two hidden fully connected layers.
     """

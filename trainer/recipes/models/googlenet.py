@@ -57,7 +57,7 @@ class GoogLeNet(nn.Module):
 
     Args:
         num_classes: number of classes.
-        auxiliary: True: two auxiliary classifiers, on the first and fourth block of stage 4.
+        auxiliary: whether the model has two auxiliary classifiers, on the first and fourth block of stage 4.
         dropout: probability of dropout before the classifier (section 5); 0.7 in the auxiliary classifiers.
         kernel: side of the convolutions of the third branch, 3 or 5.
 
@@ -139,7 +139,7 @@ def _convolution(channels: int, width: int, kernel: int, *, stride: int = 1) -> 
 
 
 def _pool_half(kernel: int) -> nn.MaxPool2d:
-    # ceil_mode: sizes 112, 56, 28, 14 and 7 without padding.
+    # With ceil_mode, the poolings halve a size of 112 to 56, 28, 14 and 7 without padding.
     return nn.MaxPool2d(kernel, stride=2, ceil_mode=True)
 
 

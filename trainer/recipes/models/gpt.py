@@ -3,8 +3,8 @@
 Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training"; Radford et al. 2019, "Language
 Models are Unsupervised Multitask Learners".
 
-The input is the token blocks of `TokenLoader`: a block has several documents, and a token attends only to its own
-document.
+The input is the token blocks of `TokenLoader`. A block can have several documents; with `document_ids`, a token
+attends only to its own document.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GPT(nn.Module):
         width: channels of the residual stream; the MLPs have four times as many.
         dropout: probability of dropout after the embeddings, in the attention, and after attention and MLP (Radford
             et al. 2018, section 4.1).
-        tie_weights: use the weights of the token embedding for the logits (Press and Wolf 2017, arXiv:1608.05859).
+        tie_weights: whether the logits use the token embedding's weights (Press and Wolf 2017, arXiv:1608.05859).
 
     Raises:
         ConfigError: a size is below 1, or `width` is not a multiple of `heads`.
@@ -159,7 +159,7 @@ class Attention(nn.Module):
 
         Args:
             x: normalised residual stream, `[batch, block, width]`.
-            mask: `bool[batch, 1, query, key]`, True: attend; None: causal attention.
+            mask: `bool[batch, 1, query, key]`, True where the query attends to the key; None for causal attention.
         """
         batch, block, width = x.shape
         heads = self.project(x).view(batch, block, 3, self.heads, width // self.heads)
@@ -182,7 +182,8 @@ def mask_documents(document_ids: torch.Tensor) -> torch.Tensor:
         document_ids: `int[batch, block]`.
 
     Returns:
-        `bool[batch, 1, query, key]`, True: attend. The diagonal is True, so no softmax is over an empty set.
+        `bool[batch, 1, query, key]`, True where the query attends to the key. The diagonal is True, so no softmax is
+        over an empty set.
     """
     block = document_ids.shape[1]
     same = document_ids[:, :, None] == document_ids[:, None, :]

@@ -87,10 +87,10 @@ class ResNet(nn.Module):
         block: class of the residual blocks.
         depths: number of blocks of each stage.
         num_classes: number of classes.
-        zero_init_residual: initialise gamma of the last batch normalisation of each branch to 0, which makes training
-            with large batches more stable at the start (Goyal et al., section 5.1).
-        small_input: stem for images of about 32x32: one 3x3 convolution with stride 1 and no pooling, as in section
-            4.2 of the paper. The stages are those for ImageNet.
+        zero_init_residual: whether gamma of the last batch normalisation of each branch starts at 0, which makes
+            training with large batches more stable at the start (Goyal et al., section 5.1).
+        small_input: whether the stem is for images of about 32x32: one 3x3 convolution with stride 1 and no pooling,
+            as in section 4.2 of the paper. The stages are those for ImageNet.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ResNet(nn.Module):
         for index, (width, depth) in enumerate(zip(_WIDTHS, depths, strict=True)):
             blocks = []
             for position in range(depth):
-                # The first block of each stage but the first halves the resolution.
+                # The first block of each stage halves the resolution, except in the first stage.
                 blocks.append(block(channels, width, stride=2 if index and not position else 1))
                 channels = width * block.expansion
             stages.append(nn.Sequential(*blocks))

@@ -19,8 +19,8 @@ class VGG16(nn.Module):
 
     Args:
         num_classes: number of classes.
-        batch_norm: batch normalisation after each convolution; convolutions keep their bias, as in the published
-            weights. Without it, training needs a small learning rate and a long warm-up.
+        batch_norm: whether each convolution is followed by batch normalisation; it keeps its bias, as in the
+            published weights. Without normalisation, training needs a small learning rate and a long warm-up.
         dropout: probability of dropout after each hidden fully connected layer (section 3.1).
         hidden: width of the two hidden fully connected layers.
     """

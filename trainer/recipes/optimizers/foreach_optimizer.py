@@ -1,6 +1,6 @@
 """Base class of LARS, LAMB and RMSpropSGD: one step updates all tensors of a parameter group with foreach kernels.
 
-A model has many small tensors; on a GPU, a few kernels over all of them launch faster than some for each tensor.
+A model has many small tensors. On a GPU, a few kernels for all tensors launch faster than a few kernels per tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            # A weight without a gradient did not take part in the step, as in torch's optimizers.
+            # Like torch's optimizers, skip a weight without a gradient, because it did not take part in the step.
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if weights:
                 self.step_group(group, weights, [weight.grad for weight in weights])
@@ -51,7 +51,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     def averages_of(self, weights: list[Tensor], name: str) -> list[Tensor]:
         """Return the running averages stored as `name` for each weight; they start at zero."""
-        # Created at the first gradient: a frozen weight needs no memory for averages.
+        # Created at the first gradient, because a frozen weight needs no memory for averages.
         for weight in weights:
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.zeros_like(weight, memory_format=torch.preserve_format)

@@ -1,6 +1,7 @@
 """Learning rates: scaled with the global batch, and scheduled as a pure function of the progress in epochs.
 
-Steps and world size do not enter, so a run that continues at another world size has the right rate at once.
+The rate does not depend on the number of steps or ranks, so a run that continues at another world size has the right
+rate at once.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class RateSchedule:
 
     Attributes:
         peak: rate at the end of the warm-up, scaled to the global batch.
-        epochs: length of the whole run, epochs.
+        epochs: length of the whole run in epochs.
         shape: decay, one of `SHAPES`: "cosine" as in Loshchilov and Hutter 2017, "polynomial" as in You et al. 2017.
         warmup_epochs: length of the warm-up in epochs, fractions allowed. The rate rises by the same amount in each
             step (Goyal et al. 2017, section 2.2).

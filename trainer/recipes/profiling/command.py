@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         hvd.shutdown()
     if rank == 0:
         print(json.dumps(profile.to_dict()) if chosen.json else profile.describe(chosen.top), flush=True)
-    # Written after the result is printed: measuring takes minutes, and a full disk must not lose it.
+    # Written after the result is printed, because measuring takes minutes and a full disk must not lose the result.
     if chosen.trace is not None:
         path = trace_path(chosen.trace, rank=rank, num_ranks=profile.world_size)
         write_trace(path, spans, process_name=f"{profile.config.model}, rank {rank}")
@@ -119,7 +119,11 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=int, default=3, help="timed blocks; medians over them are printed [%(default)s]"
     )
-    parser.add_argument("--check", action="store_true", help="run the three modes as well, and compare")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also run the step serial, prefetched and overlapped, and compare with the prediction",
+    )
     parser.add_argument("--top", type=int, default=10, help="number of slowest layers to print [%(default)s]")
     add_cluster_options(parser, num_nodes=(), default_help="none: nothing is predicted")
     parser.add_argument("--trace", metavar="FILE", help="write a step as a Chrome trace, one file per rank")

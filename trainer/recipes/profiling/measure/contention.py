@@ -15,14 +15,14 @@ import numpy as np
 import datasvc.trainer as hvd
 
 _SPIN_S: Final = 0.1
-_BLOCK: Final = bytes(64 << 10)  # hashing as much lets other threads run
+_BLOCK: Final = bytes(64 << 10)  # while Python hashes this many bytes in one call, its other threads can run
 _MIN_SHARE: Final = 1e-3
 
 
 def measure_contention(num_training: int, num_beside: int) -> float:
     """Return the seconds that training loses per second of processor time of concurrent threads; equal on all ranks.
 
-    All ranks compute with as many threads as training, then with `num_beside` more. Every rank calls this.
+    All ranks compute with `num_training` threads, then with `num_beside` more. Every rank calls this.
 
     Args:
         num_training: threads of forward and backward passes: torch's pool, or the one that launches GPU work.
@@ -35,10 +35,10 @@ def measure_contention(num_training: int, num_beside: int) -> float:
 def contention_of(alone: float, beside: float, num_beside: int) -> float:
     """Return the seconds that a pool of threads loses per second of processor time of m concurrent threads.
 
-    Each thread of the pool gets a share p of a processor alone, and a share q, as do the others, beside m threads.
-    These do w seconds of work in w / (m q) seconds. The pool does in that time what took q / p of it alone, so it
-    loses w (1 - q / p) / (m q): 0 with idle processors, up to 1 / (processors of the pool) if all are busy.
-    `alone` is p, `beside` is q, `num_beside` is m.
+    Alone, each thread of the pool gets a share p of a processor. Beside m other threads, each thread gets a share q.
+    The m threads do w seconds of work in w / (m q) seconds. What the pool does in that time would take it q / p of
+    that time alone, so it loses w (1 - q / p) / (m q) seconds: 0 with idle processors, up to w / (processors of the
+    pool) if all are busy. `alone` is p, `beside` is q, `num_beside` is m. The result is for w = 1.
     """
     # A share of 0, or one that grows with the load, is noise of short measurements.
     alone = max(_MIN_SHARE, alone)
@@ -55,7 +55,7 @@ def _mean_share(num_threads: int) -> float:
 
 
 def _spin(duration_s: float) -> float:
-    """Compute in this thread; return its processor time per second."""
+    """Compute in the calling thread; return its processor time per second."""
     began_s, used_s = time.perf_counter(), time.thread_time()
     while (passed_s := time.perf_counter() - began_s) < duration_s:
         hashlib.blake2b(_BLOCK).digest()

@@ -56,7 +56,7 @@ def choose_clock(device: torch.device) -> HostClock:
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A time span of the module `name`, or of `BETWEEN` or `LOSS`; it starts `start_s` after the forward pass."""
+    """A time span of the module `name`, `BETWEEN` or `LOSS`; `start_s` counts from the start of the forward pass."""
 
     name: str
     is_backward: bool
@@ -69,10 +69,10 @@ class LayerTimes:
     """The times of one forward and one backward pass.
 
     Attributes:
-        spans: in the order of execution.
-        forward_s: of the forward pass.
-        backward_s: of the backward pass.
-        ready_s: for each parameter with a gradient: when it was ready, since the start of the backward pass.
+        spans: time spans in the order of execution.
+        forward_s: duration of the forward pass.
+        backward_s: duration of the backward pass.
+        ready_s: for each parameter with a gradient: time from the start of the backward pass until it was ready.
     """
 
     spans: list[LayerSpan]
@@ -101,9 +101,9 @@ class LayerTimer:
     """Context that adds hooks to a model. The timed step calls `begin_forward`, `begin_backward` and `end`.
 
     Args:
-        model: of a compiled model only the gradients can be timed.
-        clock: of the model's device.
-        sees_layers: time modules too, not only the gradients of parameters.
+        model: model to time; in a compiled model only the gradients can be timed.
+        clock: clock of the model's device.
+        sees_layers: whether to time modules too, not only the gradients of parameters.
     """
 
     def __init__(self, model: nn.Module, clock: HostClock, *, sees_layers: bool = True) -> None:
@@ -165,7 +165,7 @@ class LayerTimer:
             nonlocal inputs_made_by
             self._stamp(BETWEEN, is_backward=False)
             for node in set(_nodes(output)).difference(inputs_made_by):
-                # A hook of the node, not torch's backward hook of the module: that forbids in-place changes of the
+                # Hook the node, because torch's backward hook of a module forbids in-place changes of the
                 # activations.
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
             inputs_made_by = ()  # released: a node keeps its whole graph alive

@@ -39,9 +39,10 @@ class Layers:
     """The layers of a step, as this rank measured them.
 
     Attributes:
-        costs: of each layer, in the order of the forward pass, scaled so that they sum up to a step without hooks.
+        costs: costs of the layers in the order of the forward pass, scaled so that they sum up to a step without
+            hooks.
         overhead: relative slowdown of the two passes by the hooks; not contained in `costs`.
-        spans: of the last step with hooks, not scaled.
+        spans: time spans of the last step with hooks, not scaled.
     """
 
     costs: tuple[LayerCost, ...]

@@ -1,7 +1,7 @@
 """Measures the costs of a step by running steps. Every rank calls the functions of this module in the same order.
 
-During timed steps the ranks communicate as in training only. Afterwards the measurements are averaged over the ranks,
-whose steps take equally long, because each waits for the slowest.
+During timed steps the ranks communicate only as training does. Afterwards the measurements are averaged over the
+ranks. A step takes equally long on all ranks, because each rank waits for the slowest one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Bench:
             skew_s=skew_s + targets_skew_s,
             update_s=float(means[_UPDATE, WALL]),
             io_beside_s=float(means[_IO, BESIDE]),
-            # A single rank sends nothing: its threads do other work in this part.
+            # A single rank sends nothing, so its threads do other work in this part.
             reduce_beside_s=float(means[_REDUCE, BESIDE]) if hvd.size() > 1 else 0.0,
             contention=self._contention(means),
             targets_s=targets_s,
@@ -138,7 +138,7 @@ class Bench:
         hvd.barrier()
 
     def _contention(self, means: npt.NDArray[np.float64]) -> float:
-        """Return the contention k: of the computing threads, or of the thread that launches GPU work."""
+        """Return the contention k of the threads that compute on the CPU, or of the thread that launches GPU work."""
         if self._run.device.type == "cpu":
             return measure_contention(torch.get_num_threads(), self._run.num_threads)
         return _host_share(means) * measure_contention(1, self._run.num_threads)
@@ -180,7 +180,7 @@ def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[floa
 def _split_wait(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
     """Return the mean over steps of the shortest wait of a rank, and by how much the mean wait exceeds it.
 
-    `waited` is `[rank, step]`: seconds in an operation that starts when the last rank arrives, which waits least.
+    `waited` is `[rank, step]`: seconds in an operation that starts when the last rank arrives; that rank waits least.
     """
     least_s = float(waited.min(axis=0).mean())
     return least_s, max(0.0, float(waited.mean()) - least_s)

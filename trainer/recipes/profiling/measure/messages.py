@@ -32,7 +32,7 @@ class TimedBucket:
     """Gradients that are all-reduced in one message.
 
     Attributes:
-        size_bytes: of the gradients.
+        size_bytes: size of the gradients.
         ready_share: part of the backward pass after which all of them are ready, 0..1.
         alone_s: time of an all-reduce of that size through the engine, over the ranks of this job; 0 for one rank.
     """
@@ -78,7 +78,7 @@ def _measure_buckets(parameters: Sequence[Tensor], ready_share: Mapping[Tensor, 
     plan = plan_buckets(
         sizes_bytes,
         [(parameter.dtype, parameter.device) for parameter in parameters],
-        # As `GradientReducer` does.
+        # The same limit as in `GradientReducer`.
         bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
     )
     buckets = [
@@ -119,11 +119,11 @@ def plan_messages(
     """Return the messages of a step, dividing its all-reduce time over them.
 
     Args:
-        buckets: of `StepTraffic`.
+        buckets: buckets of a `StepTraffic`.
         forward_s: forward time of all passes of a step.
         backward_s: backward time of all passes; gradients are complete in the last pass.
-        num_passes: of a step.
-        reduce_s: of all messages, divided in proportion to `alone_s`.
+        num_passes: number of passes of a step.
+        reduce_s: all-reduce time of all messages; it is divided over them in proportion to `alone_s`.
     """
     before_s = (forward_s + backward_s) * (num_passes - 1) / num_passes + forward_s / num_passes
     alone_s = sum(bucket.alone_s for bucket in buckets)

@@ -24,7 +24,7 @@ class MeasuredRound:
     """The costs of a step, and the times of the modes that ran right after the costs were measured.
 
     Attributes:
-        costs: measured in this round.
+        costs: costs that were measured in this round.
         ahead_over_io: time of a prefetched batch divided by that of one without prefetching, before t_a is limited
             to t_io.
         measured_s: seconds per step of each mode that was run.
@@ -54,12 +54,12 @@ class Profile:
 
     Attributes:
         world_size: ranks of the job that was measured.
-        config: its effective settings.
+        config: effective settings of that job.
         unit: name of the samples, in the plural.
-        rounds: at least one.
-        layers: of rank 0.
-        traffic: of the job.
-        predictions: for other clusters.
+        rounds: measurements of the rounds, at least one.
+        layers: layers as rank 0 measured them.
+        traffic: messages of a step of the job.
+        predictions: predictions for other clusters.
     """
 
     world_size: int

@@ -22,7 +22,7 @@ class LoadersInTurn:
     """Yields batches over endless epochs from two loaders of one order; `turn_to` selects the loader.
 
     The selected loader continues at the position of the other one. Both therefore read shards that neither has read
-    before, and their costs can be compared. Only one loader is open at a time, so a cache needs one window.
+    before, and their costs can be compared. Only one loader is open at a time, so a cache needs room for one window.
 
     Args:
         at_call: loader without prefetching; selected at first.
@@ -64,7 +64,7 @@ class ProfiledRun(Learner):
     """The profiled run of one rank. Its learning rate is 0, so that steps do not change the model.
 
     Attributes:
-        loaders: of the training split: one that prefetches as the run does, and one without prefetching.
+        loaders: loaders of the training split: one that prefetches as the run does, and one without prefetching.
         num_threads: decoding threads beside the training thread.
     """
 
@@ -72,7 +72,7 @@ class ProfiledRun(Learner):
     num_threads: int
 
     def reduce_during_backward(self, *, overlapped: bool) -> None:
-        """Choose whether gradients are all-reduced during the backward pass, or after it; restart a step."""
+        """Choose whether gradients are all-reduced during the backward pass or after it; reset the counted passes."""
         # An optimizer that expects one more pass than there is sends nothing before `synchronize`.
         self.optimizer.set_backward_passes_per_step(self.batches.num_passes + (not overlapped))
 

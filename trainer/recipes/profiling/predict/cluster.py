@@ -22,8 +22,8 @@ class Link:
     """A link whose messages take `latency_s + size / bytes_per_s` (Hockney's alpha and beta).
 
     Attributes:
-        bytes_per_s: in one direction; both directions have this rate at once.
-        latency_s: of a message, including software overhead.
+        bytes_per_s: bandwidth of one direction; both directions have this bandwidth at once.
+        latency_s: latency of a message, including software overhead.
     """
 
     bytes_per_s: float
@@ -47,7 +47,7 @@ class Cluster:
         num_nodes: number of nodes.
         network: link of a node to the others; its ranks share it.
         ranks_per_node: ranks on each node.
-        inside: link of a rank to the others of its node; None: the network is used there too.
+        inside: link of a rank to the others of its node; None if these use the network too.
         message_s: software overhead of each all-reduce: negotiation, launch, wake-up.
     """
 
@@ -78,11 +78,11 @@ def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[
     """Add the options of clusters to a parser; the help describes the default numbers of nodes as `default_help`."""
     add = parser.add_argument
     add("--nodes", type=int, nargs="+", default=list(num_nodes), help=f"numbers of nodes [{default_help}]")
-    add("--ranks-per-node", type=int, default=1, help="of each [%(default)s]")
-    add("--bandwidth", default="10GbE", help="of each node: 10GbE, 100Gbit/s, 25GB/s [%(default)s]")
-    add("--latency", default="50us", help="of a message between nodes [%(default)s]")
-    add("--inside-bandwidth", help="between the ranks of a node: all-reduce is then hierarchical")
-    add("--inside-latency", help="likewise [5us]")
+    add("--ranks-per-node", type=int, default=1, help="ranks of each node [%(default)s]")
+    add("--bandwidth", default="10GbE", help="bandwidth of each node: 10GbE, 100Gbit/s, 25GB/s [%(default)s]")
+    add("--latency", default="50us", help="latency of a message between nodes [%(default)s]")
+    add("--inside-bandwidth", help="bandwidth between the ranks of a node; all-reduce is then hierarchical")
+    add("--inside-latency", help="latency between the ranks of a node [5us]")
 
 
 def parse_clusters(chosen: argparse.Namespace) -> list[Cluster]:

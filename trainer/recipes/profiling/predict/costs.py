@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 
-# The last message is ready at the end of the backward pass, but for the rounding of a sum in another order.
+# The last message is ready when the backward pass ends, or later by the rounding of a sum in another order.
 _ROUNDING_S: Final = 1e-9
 
 
@@ -23,8 +23,8 @@ class Message:
     """Gradients of one all-reduce: a bucket, or one layer.
 
     Attributes:
-        size_bytes: of the gradients.
-        ready_s: r: from the start of the forward pass until all of the gradients are ready.
+        size_bytes: size of the gradients.
+        ready_s: r: time from the start of the forward pass until all of the gradients are ready.
         reduce_s: t_c of this message, without overlap; 0 for one rank.
     """
 
@@ -46,8 +46,8 @@ class StepCosts:
         ahead_s: t_a: seconds per batch of a prefetching loader that never waits for its consumer.
         caller_s: t_i: the part of `io_s` that stays in the training thread with prefetching.
         transfer_s: t_h2d: copying the batch to the device, in the training thread.
-        forward_s: t_f.
-        backward_s: t_b.
+        forward_s: t_f: the forward passes.
+        backward_s: t_b: the backward passes.
         launch_s: t_l: copying gradients into messages and sending them, in the training thread.
         messages: all-reduced messages; t_c is the sum of their times.
         skew_s: t_w: waiting for the slowest rank before an all-reduce; not part of t_c.
@@ -56,7 +56,7 @@ class StepCosts:
         reduce_beside_s: processor time of other threads for all messages.
         contention: k: seconds that the training thread loses per second of processor time of other threads.
         targets_s: t_n: summing the targets of all ranks before the forward pass; 0 if all have equally many.
-        samples: of this rank's batch.
+        samples: number of samples of this rank's batch.
     """
 
     io_s: float

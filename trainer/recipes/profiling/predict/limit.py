@@ -14,7 +14,7 @@ from datasvc.trainer.recipes.profiling.predict.step_time import (
     training_side_s,
 )
 
-# Above this share of a step, the processor time of hidden work counts as the limit.
+# If training loses more than this share of a step to concurrent threads, the processors count as the limit.
 _MAX_CONTENTION: Final = 0.2
 
 
@@ -68,7 +68,7 @@ def find_limit(costs: StepCosts) -> StepLimit:
     exposed = _format_sum(**targets, **{"t_c^no": exposed_reduce_s(costs)}, t_w=costs.skew_s, t_k=lost_s)
     training = f"{device} + {exposed} = {training_s * 1e3:.2f} ms"
     ahead, reduce = _format_sum(t_a=costs.ahead_s), _format_sum(t_c=costs.reduce_s)
-    # Data first: as long as training waits for batches, nothing else limits it.
+    # Check data first, because nothing else limits training as long as it waits for batches.
     if costs.ahead_s > training_s:
         advice = "run the training with --profile to find the slow stage of the loader"
         return StepLimit(Bound.DATA, f"{ahead} > {training}", advice)

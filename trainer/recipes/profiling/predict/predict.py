@@ -1,4 +1,4 @@
-"""Predicts the time of a measured step on another number of nodes: with the all-reduces of that cluster."""
+"""Predicts the time of a measured step on another cluster, from the time that all-reduces take there."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
 def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
     """Return the costs with the communication of a cluster, with the same messages.
 
-    The wait for the slowest rank and the contention for processors stay as measured. For many more ranks that wait is
-    too short; `simulate` models it.
+    The wait for the slowest rank and the contention for processors stay as measured. With many more ranks the real
+    wait is longer; `simulate` models it.
     """
     if cluster.world_size == 1:
         return costs_alone(costs)
     messages = tuple(
         dataclasses.replace(message, reduce_s=all_reduce_s(message.size_bytes, cluster)) for message in costs.messages
     )
-    # The targets are summed only if the numbers of the ranks differ, which does not depend on the cluster.
+    # Targets are summed only if their numbers may differ between ranks, which does not depend on the cluster.
     targets_s = all_reduce_s(_TARGETS_BYTES, cluster) if costs.targets_s else 0.0
     return dataclasses.replace(costs, messages=messages, targets_s=targets_s)
 

@@ -1,7 +1,7 @@
 """Simulates data-parallel training on many ranks, with stragglers, all-reduces and prefetching loaders.
 
 The simulation is a pure function of its arguments and the seed. For rank i in step s, let x be the compute time of
-the rank in this step divided by its mean (lognormal):
+the rank in this step divided by its mean (lognormal), and a the loader's time for a batch:
 
     D(i, s) = max(D(i, s-1), B(i, s-p)) + a              the batch is ready; the loader prefetches p batches
     B(i, s) = max(E(i, s-1), D(i, s))                    the training thread takes the batch
@@ -39,10 +39,10 @@ class InputSystem:
     """The caches of the nodes and the origin of the samples; each sample is read once an epoch.
 
     Attributes:
-        batch_bytes: of one rank's batch, as stored.
-        data_bytes: of the whole split.
-        cache_bytes: of one node's cache, which keeps the part of the data that fits.
-        origin_bytes_per_s: of the origin, for all nodes together.
+        batch_bytes: size of one rank's batch, as stored.
+        data_bytes: size of the whole split.
+        cache_bytes: size of one node's cache, which keeps the part of the data that fits.
+        origin_bytes_per_s: bandwidth of the origin, for all nodes together.
         shares_caches: whether nodes read from each other before they read from the origin. Contention with
             all-reduces on the network is not modelled.
         is_first_epoch: whether the caches are empty.
@@ -135,7 +135,7 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
     messages = sorted(costs.messages, key=lambda message: message.ready_s)
 
     generator = np.random.default_rng(seed)
-    # The first steps find the loaders' buffers empty, which later steps do not.
+    # The first steps are left out, because the loaders' buffers are empty at their start.
     warm_up = training.prefetch + 2
     batch_ready, ended = np.zeros(num_ranks), np.zeros(num_ranks)
     taken = [np.zeros(num_ranks)] * training.prefetch

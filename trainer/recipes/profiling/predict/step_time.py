@@ -15,7 +15,8 @@ prefetched: the loader prefetches batches. Over many steps the slower of loader 
 
 t_a is the time of the loader alone per batch, and t_i the part of its work in the training thread. The paper has
 max(t_io + t_h2d, t_f + t_b + t_c), because there the loader thread also copies the batch to the device. Here the
-training thread copies the batch, so t_h2d is in the second argument. Both need a buffer of at least one batch.
+training thread copies the batch, so t_h2d is in the second argument. Both equations assume a buffer of at least one
+batch.
 
 overlapped: all-reduces also run during the backward pass ("wait-free back-propagation"). All-reduces n = 1 ... N are
 ordered by r_n, the time from the start of the forward pass until their gradients are complete. They run one at a
@@ -31,8 +32,8 @@ of the paper.
 
 The terms with k are not in the paper. They model the competition of threads for processors: w_io and w_c are the
 processor times of other threads for a batch and for all all-reduces, and k is the time that the training thread loses
-per second of them. With free processors k is 0, and overlapped <= prefetched <= serial. With one processor for all
-threads of a rank k is 1, and overlap only uses the time in which that processor would be idle.
+per second of these processor times. With free processors k is 0, and overlapped <= prefetched <= serial. With one
+processor for all threads of a rank k is 1, and overlap only uses the time in which that processor would be idle.
 """
 
 from __future__ import annotations
