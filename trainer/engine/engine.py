@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # Maximum pause of an idle rank between two exchanges, in cycles. The second one holds if no operation can run before
 # this rank submits one.
 _MAX_IDLE_CYCLES = 5.0
-_MAX_LONELY_CYCLES = 50.0
+_MAX_UNNEEDED_CYCLES = 50.0
 
 
 class Engine:
@@ -211,7 +211,7 @@ class Engine:
             return 0.0
         if not awaits_others and len(self.process_sets) == 1:
             # No operation can run before this rank submits one, which ends the pause.
-            return self._cycle_time_s * _MAX_LONELY_CYCLES
+            return self._cycle_time_s * _MAX_UNNEEDED_CYCLES
         # The pause doubles from half a cycle; the exponent is limited because an idle hour has many cycles.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 

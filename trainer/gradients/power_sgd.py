@@ -126,14 +126,14 @@ class _PowerSGDBucket(Bucket):
 
     def _take(self, position: int) -> None:
         parameter, memory = self.parameters[position], self._memory.setdefault(position, {})
-        is_late = memory.get(_NUM_STEPS, 0) >= self._settings.start_iteration
-        if is_late and self._settings.shrinks(parameter):
+        has_started = memory.get(_NUM_STEPS, 0) >= self._settings.start_iteration
+        if has_started and self._settings.shrinks(parameter):
             self._factors[position] = self._factorize(position, with_residual(parameter, memory))
         else:
             self._uncompressed[position] = with_residual(parameter, {}).mul_(self._scale())
 
     def _scale(self) -> float:
-        # Both factors are applied before the sum: splitting them would not improve the rounding here.
+        # Both scaling factors are applied before the sum, because splitting them would not improve the rounding here.
         return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:

@@ -277,7 +277,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer = self._hook_parameters(parameters, self._reducer_name)
         new_positions = sorted(trainable - covers)
         if new_positions:
-            # The new reducer has no gradients of this step: these are reduced once by a temporary reducer.
+            # The new reducer has missed this step, so a temporary one reduces the gradients of the new parameters.
             reducer = self._hook_parameters([parameters[i] for i in new_positions], f"{self._reducer_name}.late")
             reducer.finish()
             reducer.close()

@@ -170,19 +170,19 @@ class _Normalize(torch.autograd.Function):
         input, weight, mean, inverse, count = ctx.saved_tensors  # noqa: A001 - torch's name
         working, shape = _working_dtype(input), (1, -1, *[1] * (input.dim() - 2))
         axes = [axis for axis in range(input.dim()) if axis != 1]
-        slope, centred = gradient.to(working), input.to(working) - mean.to(working).view(shape)
-        bias_gradient, products = slope.sum(axes), (slope * centred).sum(axes)
+        output_gradient, centred = gradient.to(working), input.to(working) - mean.to(working).view(shape)
+        bias_gradient, products = output_gradient.sum(axes), (output_gradient * centred).sum(axes)
         sums = torch.cat([bias_gradient, products]).double()
         sums = allreduce_(sums, op=Sum, name=f"{ctx.name}.gradient", process_set=ctx.process_set)
         # Mean and variance depend on all inputs, so two terms are subtracted from each gradient: the mean gradient,
         # and a part that is proportional to the centred input.
-        mean_slope, mean_product = (sums / count).chunk(2)
+        mean_gradient, mean_product = (sums / count).chunk(2)
         scale = inverse if weight is None else inverse * weight.double()
         centred_scale = scale * inverse * inverse * mean_product
-        scale, centred_scale, mean_slope = (
-            values.to(working).view(shape) for values in (scale, centred_scale, mean_slope)
+        scale, centred_scale, mean_gradient = (
+            values.to(working).view(shape) for values in (scale, centred_scale, mean_gradient)
         )
-        input_gradient = ((slope - mean_slope) * scale).sub_(centred.mul_(centred_scale)).to(input.dtype)
+        input_gradient = ((output_gradient - mean_gradient) * scale).sub_(centred.mul_(centred_scale)).to(input.dtype)
         if weight is None:
             return (input_gradient, *[None] * 5)
         weight_gradient = (products * inverse.to(working)).to(weight.dtype)

@@ -55,6 +55,6 @@ class EarlyStop:
         return {"best": self._best, "num_without": self._num_without_best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`."""
+        """Continue from a state that `state_dict` returned."""
         self._best = None if state["best"] is None else float(state["best"])
         self._num_without_best = int(state["num_without"])

@@ -66,7 +66,7 @@ class WeightAverage:
         return {"num_updates": self._num_updates, "averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict`.
+        """Continue from a state that `state_dict` returned.
 
         Raises:
             ConfigError: the state has other names or shapes than this model.

@@ -21,7 +21,7 @@ def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     pickle, in a broadcast called `name`.
 
     Raises:
-        DatasvcError: the error of `function`, or a description of its exception of another class.
+        DatasvcError: `function` raised it, or raised another exception, which it describes.
     """
     error: Exception | None = None
     result: T | None = None

@@ -158,7 +158,7 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
 def choose_place(config: TrainConfig) -> DataPlacement:
     """Return this process's data rank and device, and its number of decoding threads.
 
-    That is the number of processors that this process may use, divided by the number of ranks on the node.
+    The number of threads is the number of processors that this process may use, divided by the ranks on the node.
     """
     return DataPlacement(
         rank=hvd.rank(),

@@ -77,4 +77,5 @@ def _describe(requests: Mapping[int, Request], title: str, get_value: _Property)
 
 
 def _one_or_all(values: Sequence[object]) -> object:
+    """Return the value itself if there is only one, for a shorter error message."""
     return values[0] if len(values) == 1 else tuple(values)

@@ -58,7 +58,7 @@ class Request:
     `dtypes` and `shapes` have one entry per tensor: one, or several if `is_grouped`. `reduce_op` and the factors
     belong to allreduce and reducescatter; `root_rank` to broadcast; `splits`, the rows for each rank of the set, to
     alltoall; `ranks` to a process set that is added or removed. `layout` is a checksum of the layout of a flat
-    tensor.
+    tensor: ranks with different layouts get an error.
     """
 
     name: str

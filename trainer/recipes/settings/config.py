@@ -87,7 +87,7 @@ class TrainConfig:
         micro_batch: samples of one backward pass; gradients are accumulated over the passes of a step.
             None: one pass.
         optimizer: "sgd", "lars", "lamb", "adamw" or "rmsprop-sgd".
-        learning_rate: peak rate; it is for the global batch, or, with `rate_scaling`, for the reference batch.
+        learning_rate: peak rate: for the global batch, or for the reference batch if `rate_scaling` scales it.
         rate_scaling: how the rate grows with the global batch: "linear", "sqrt" or "none".
         reference_batch: global batch that `learning_rate` is given for, if it is scaled.
         momentum: momentum of SGD, LARS and RMSprop-SGD.

@@ -148,9 +148,9 @@ class LayerTimer:
             for (name, is_backward), start_s, end_s in zip(stamps.begins, moments_s, moments_s[1:], strict=False)
             if name
         ]
-        turn_s = next(span.start_s for span in spans if span.is_backward)
-        ready_s = {parameter: moments_s[place] - turn_s for parameter, place in stamps.ready}
-        return LayerTimes(spans, turn_s, moments_s[-1] - turn_s, ready_s)
+        backward_start_s = next(span.start_s for span in spans if span.is_backward)
+        ready_s = {parameter: moments_s[place] - backward_start_s for parameter, place in stamps.ready}
+        return LayerTimes(spans, backward_start_s, moments_s[-1] - backward_start_s, ready_s)
 
     def _hook(self, name: str, module: nn.Module) -> None:
         inputs_made_by: Collection[Any] = ()

@@ -16,7 +16,7 @@ from datasvc.trainer.recipes.profiling.predict.predict import Prediction
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
-_NOISE: Final = 1.1
+_NOISE: Final = 1.1  # a larger `ahead_over_io` in most rounds gets a note
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from datasvc.loaders.profiling.step_times import TimeSpan
 from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
 
 PARTS: Final = ("io", "transfer", "targets", "forward", "backward", "all-reduce", "update")
-WALL, OWN, BESIDE = range(3)
-_THREAD: Final = 1
+WALL, OWN, BESIDE = range(3)  # the columns of `StepPartTimer.table`
+_THREAD: Final = 1  # the row of the training thread in a trace
 
 
 class StepPartTimer:

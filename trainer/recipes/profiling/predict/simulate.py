@@ -137,6 +137,8 @@ def simulate(training: Training, *, steps: int, seed: int = 0) -> Times:
     generator = np.random.default_rng(seed)
     # The first steps are left out, because the loaders' buffers are empty at their start.
     warm_up = training.prefetch + 2
+    # In the equations of the module `batch_ready` is D, `begun` is B, `forward` is F, `reduced_s` is e_n and `ended`
+    # is E. `taken` has the last p values of B.
     batch_ready, ended = np.zeros(num_ranks), np.zeros(num_ranks)
     taken = [np.zeros(num_ranks)] * training.prefetch
     ends = []
