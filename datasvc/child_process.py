@@ -35,7 +35,7 @@ def end_with_input() -> None:
     """
 
     def wait() -> None:
-        # Not from `sys.stdin`: while this thread waits, it would hold the buffer's lock, which Python needs at exit.
+        # Do not use `sys.stdin`: a thread that waits in it holds the buffer's lock, which Python needs at exit.
         while os.read(0, 1):
             pass
         os._exit(1)  # also if some thread hangs

@@ -98,7 +98,7 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
         raise
     if not synced:
         return
-    # Sync the folder after the rename: callers now rely on the new content, so a power cut must not lose the name.
+    # Sync the folder after the rename: callers now rely on the new content, so a power cut must not undo the rename.
     fsync_folder(path.parent)
 
 

@@ -27,8 +27,8 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
 GRACE_S: Final = 7 * 24 * 3600
-# Writers that reuse a remote object rewrite it if it is older than a day. A younger one keeps its age, and needs
-# another day until gc may delete it.
+# Writers that reuse a remote object rewrite it if it is older than a day. A younger object keeps its age, so two days
+# of grace leave its writer at least one day to commit.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -195,7 +195,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     Also yield the digest of every chunk of a tensor, which names the chunk's pointer. Journals last changed before
     `before_s` are ignored. Errors are those of `gc`.
     """
-    # Journals before entries: a journal is removed after the commit of its work, whose entry is then read below.
+    # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
     tables: set[Digest] = set()
     for name in repository.names("datasets"):
@@ -217,7 +217,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     """Delete the garbage that is still old; return the deleted files."""
     storage, swept = repository.storage, Garbage()
-    # Journals first: a journal must never reference deleted objects.
+    # Delete journals first: a journal must never reference deleted objects.
     newest = _journals(storage)
     for folder in garbage.journals:
         if newest.get(folder, before_s) < before_s:

@@ -21,7 +21,7 @@ class SpanSearch:
         self._shift = max(0, (stop // max(4 * len(starts), 1)).bit_length() - 1)
         # Count the spans that start at or before each bucket's start. This takes one pass over spans and one over
         # buckets; a binary search per bucket would dominate the time to create an order of millions of shards.
-        first_buckets = -(-starts >> self._shift)
+        first_buckets = -(-starts >> self._shift)  # rounded up: the first bucket at or after each span's start
         self._first_of_bucket = np.cumsum(np.bincount(first_buckets, minlength=(stop >> self._shift) + 2)) - 1
 
     def find(self, points: Integers) -> Integers:

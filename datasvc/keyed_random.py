@@ -5,8 +5,8 @@ node, in any order. Keys come from numpy's `SeedSequence` over words of fixed wi
 (seed, epoch, purpose) have different keys; with sums such as `seed + epoch`, some would share a key.
 
 Sources: the permutation is the generalised Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite
-Domains", CT-RSA 2002) over a x b >= n with cycle walking; the mixing constants are those of SplitMix64 (Steele,
-Lea and Flood, OOPSLA 2014).
+Domains", CT-RSA 2002) over a x b >= n values with cycle walking; the mixing constants are those of SplitMix64
+(Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 
 _ROUNDS: Final = 6
-# Values at a time: so few that all temporary arrays of a chunk stay in the level-2 cache.
+# Number of values computed at a time: so few that all temporary arrays of a chunk stay in the level-2 cache.
 _CHUNK: Final = 8192
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -44,7 +44,7 @@ def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < 1 << 64:
             raise ConfigError(f"{name} is {value}; expected 0 <= {name} < 2**64")
-    # Always two words each: otherwise (seed 2**32, epoch 0) and (seed 0, epoch 1) would have the same words.
+    # Use two words for each: otherwise (seed 2**32, epoch 0) and (seed 0, epoch 1) would have the same words.
     words = [seed & 0xFFFFFFFF, seed >> 32, epoch & 0xFFFFFFFF, epoch >> 32, purpose]
     return np.asarray(np.random.SeedSequence(words).generate_state(count, np.uint64), np.uint64)
 
@@ -171,7 +171,7 @@ class KeyedPermutation:
         scratch ^= hashed
         scratch *= _MIX_1
         np.right_shift(scratch, _S32, out=scratch)
-        # Multiply-shift instead of a division: uniform up to modulus / 2**32.
+        # Multiply and shift instead of dividing: the result is uniform except for a bias below modulus / 2**32.
         scratch *= modulus
         np.right_shift(scratch, _S32, out=scratch)
         if not forward:

@@ -85,7 +85,7 @@ class MixOrder:
         Returns:
             `int64[n]`: epoch of the mixture * samples of an epoch + position in the epoch.
         """
-        # Sorted, so that each block is computed once.
+        # Sort the samples, so that each block is computed once.
         order = np.argsort(ordinals, kind="stable")
         ascending = ordinals[order]
         positions = np.empty_like(ascending)
@@ -135,7 +135,7 @@ class MixOrder:
     def _block_of(self, source: int, ordinal: int) -> int:
         """Return the block that contains a sample of a data set's stream."""
         weight = self._edges[source + 1] - self._edges[source]
-        # A lower bound from the average number of samples per block; the loop takes a few steps at most.
+        # Start at a lower bound, from the average number of samples per block; the loop takes a few steps at most.
         number = max(0, (ordinal - 1) * self._edges[-1] // (weight * self._block) - 1)
         while self.served_before(number + 1)[source] <= ordinal:
             number += 1

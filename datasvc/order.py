@@ -197,7 +197,7 @@ class AccessOrder:
         short, num_long = divmod(self.num_samples, self._lanes)
         self._lane_sizes = short + (np.arange(self._lanes) < num_long).astype(np.int64)
         self._lane_starts = np.concatenate([[0], np.cumsum(self._lane_sizes)])
-        # Without a shuffle, blocks of one sample make the permutation within blocks the identity.
+        # Without a shuffle, a block is one sample, so that the permutation within blocks is the identity.
         self._block = config.block or (max(self.num_samples, 1) if config.shuffle else 1)
         keys = derive_keys(config.seed, epoch, _SAMPLES, KeyedPermutation.num_keys)
         sizes = {self._block, *(size % self._block for size in (short, short + 1))}
@@ -357,7 +357,7 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
     block = config.block or 1
     # A run may start and end inside a block, so it may overlap one more block than its length implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
-    # Each end of a span may cut a shard. The number of shards between these two is largest for the smallest shards.
+    # Each end of a span may cut a shard. Between these two shards, most shards fit if they are the smallest ones.
     num_inside = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
     # With sticky lanes, the parts of the two shards at the ends of a lane may be anywhere in it.
     num_cut_by_lanes = 2 if config.sticky else 0

@@ -17,7 +17,7 @@ _SOURCE_LABELS: Final = {"origin": "origin", "peer": "peers", "resident": "hits"
 
 
 class Progress:
-    """Receiver of the progress of one operation. This class ignores it; a subclass shows or records it.
+    """Receiver of the progress of one operation. This class ignores the progress; a subclass shows or records it.
 
     An operation calls its methods from any of its threads.
     """
@@ -29,7 +29,7 @@ class Progress:
         """Add an amount that was done since the previous call.
 
         Args:
-            amount: number of bytes; if the version index is updated, number of entries.
+            amount: number of bytes, or of entries if the version index is updated.
             source: where a cache got the bytes: "resident", "origin" or "peer".
             num_samples: samples that were ingested.
             num_shards: shards that were ingested.

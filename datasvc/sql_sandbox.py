@@ -24,7 +24,7 @@ _SETTINGS: Final = {
 
 
 def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
-    """Open a database. Register its tables, then call `lock`: only after this is it safe for SQL of users."""
+    """Open a database. Register its tables, then call `lock`: before this call, SQL of users is not safe."""
     import duckdb  # takes a fifth of a second, and most programs run no SQL
 
     return duckdb.connect(config={**_SETTINGS, **settings})

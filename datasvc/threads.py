@@ -59,7 +59,7 @@ def run_in_threads(
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()
-        # Not by a `with` block: that would run all calls to their end after Ctrl-C has ended the wait.
+        # No `with` block: it would run all calls to their end, even after Ctrl-C has ended the wait.
         pool.shutdown(wait=True, cancel_futures=True)
     for future in futures:
         if not future.cancelled():
@@ -75,8 +75,8 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
     """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after this wait.
 
-    A hook can still use thread pools. Hooks run in reverse order of registration, so the one of `concurrent.futures`,
-    which shuts down all pools, runs later: it was registered when this module was imported.
+    A hook can still use thread pools: hooks run in reverse order of registration, and the hook of
+    `concurrent.futures` that shuts down all pools was registered before, when this module was imported.
     """
     # Python's function is private and may disappear. Then the hook is not called, and the exit only takes longer.
     if hasattr(threading, "_register_atexit"):

@@ -20,7 +20,7 @@ class HasRepository(Protocol):
 
 
 class Operation(Generic[P, R_co]):
-    """Turns a function or class into a method, which passes the repository of its object as the first argument.
+    """Turns a function or class into a method that passes its object's repository as the first argument.
 
     The method has the signature and the docstring of the function, so `help(repo.datasets.ingest)`, editors and type
     checkers show every argument.

@@ -1,7 +1,7 @@
 """Audit of a ledger: whether a run served each sample of an epoch exactly once, over all ranks and restarts.
 
-It is a pure function of the files. `history` determines which positions of each file count; the rest is arithmetic of
-strided ranges, whose cost depends on the number of restarts and ranks, not on the number of samples.
+The audit is a pure function of the files. `history` determines which positions of each file count. The rest is
+arithmetic of strided ranges, whose cost depends on the number of restarts and ranks, not on the number of samples.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class EpochAudit:
         served: number of positions served once, with a sample.
         masked: number of positions served once, whose sample did not decode.
         dropped: number of positions dropped at the end of the epoch by tail="drop".
-        padded: number of samples served again, masked, to fill a batch.
+        padded: number of padding samples: served again, but masked, to fill a batch.
         never: positions before `reached` that no rank served.
         repeated: positions served more than once.
-        again: number of positions served before a restart from an older state, which discards their weights.
+        again: number of positions served before a restart from an older state; the weights trained on them are lost.
         copies: number of positions in other files of the same ranks, from model-parallel peers or from restarts.
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
         disagreements: descriptions of disagreements between ranks in the attempts that count for the epoch.
@@ -58,7 +58,7 @@ class EpochAudit:
 
     @property
     def is_faultless(self) -> bool:
-        """Whether no error was found so far."""
+        """Whether no error was found in the positions before `reached`."""
         return not (self.never.count or self.repeated.count or self.disagreements)
 
     @property
@@ -138,7 +138,7 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
 def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[LedgerFile], list[str]]:
     """Return the files with the order of `header`, and descriptions of the other files."""
     expected = (header.order, header.num_samples)
-    # Positions of another order name other samples, so these files are only reported.
+    # In another order, a position means another sample. So files with another order are only reported.
     others = [file.header for file in files if (file.header.order, file.header.num_samples) != expected]
     descriptions = dict.fromkeys(
         f"rank {other.data_rank} read {other.source}, {other.num_samples} samples, with {other.order}; the first "
@@ -149,7 +149,7 @@ def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[L
     return same, list(descriptions)
 
 
-def _disagreements(attempt: Attempt) -> Iterator[str]:
+def _differences(attempt: Attempt) -> Iterator[str]:
     """Yield descriptions of the differences between the ranks of an attempt."""
     for name in ("batch_size", "tail"):
         ranks = defaultdict(list)
@@ -198,7 +198,7 @@ class _History:
     def audit(self, epoch: int) -> EpochAudit:
         """Return the audit of one epoch."""
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
-        # By attempt and rank: the windows in which the rank has served its share.
+        # Windows in which a rank has served its share, by attempt and rank.
         windows: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         num_served = 0
         for attempt, rank, record in self._records[epoch]:
@@ -241,7 +241,7 @@ class _History:
         for attempt in self._attempts:
             start, stop = attempt.range_in(epoch, self._num_samples)
             if start < stop:
-                yield from _disagreements(attempt)
+                yield from _differences(attempt)
 
     def _ends(self) -> Iterator[Cursor]:
         """Yield the cursor after each record that counts; the largest one is the end of the history."""

@@ -60,7 +60,7 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
         stop: first position after those to check.
 
     Returns:
-        Ranges ascending by window.
+        The positions as ranges, in ascending order of their windows.
     """
     result = Coverage()
     # Between two window edges, the coverage is periodic with the least common multiple of the periods (a lap). So
@@ -101,7 +101,7 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
 def _count(
     result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
-    """Add the uneven positions of [start, stop); if `repeats` is (first, last, lap), of all laps in [first, last)."""
+    """Add the uneven positions of [start, stop); if `repeats` is (first, last, lap), of all laps of [first, last)."""
     edges, counts = _count_cover(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():

@@ -37,7 +37,7 @@ _MAGIC = b"datasvc-ledger"
 _MAX_HEADER = 1 << 20
 _RECORD = struct.Struct("<IIqqqqqqq")
 _NAME = re.compile(r"(\d+)-rank\d+-of-\d+-[0-9a-f]+\.ledger")
-_LARGEST = 1 << 62
+_MAX_POSITION = 1 << 62
 
 
 class RecordKind(IntEnum):
@@ -91,7 +91,7 @@ class LedgerRecord:
         if zlib.crc32(content[4:]) != checksum:
             raise CorruptDataError("its checksum does not match")
         strided = StridedRange(start, stop, period, offset, length)
-        in_range = min(epoch, start, offset, length) >= 0 and start <= stop < _LARGEST and offset < period
+        in_range = min(epoch, start, offset, length) >= 0 and start <= stop < _MAX_POSITION and offset < period
         if kind not in _KINDS or not in_range or strided.size != count:
             raise CorruptDataError("its fields contradict each other")
         return cls(RecordKind(kind), epoch, strided, count)
@@ -174,7 +174,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # List only now: after a change of the folder, the client of a network file system does not use a cached list.
+        # List only now: because the folder has changed, the client of a network file system uses no cached list.
         number = max((number for number, _ in list_files(folder)), default=0) + 1
         name = f"{number:08}-rank{header.data_rank}-of-{header.data_world_size}-{unique}{SUFFIX}"
         path = temporary.rename(folder / name)

@@ -125,12 +125,12 @@ def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
         last = {rank: rank_files[-1] for rank, rank_files in files_by_rank.items()}
         copies = [file for rank_files in files_by_rank.values() for file in rank_files[:-1]]
         attempts.append(Attempt(begin, begin, world_size, last, copies))
-    return _limit(attempts)
+    return _set_limits(attempts)
 
 
-def _limit(attempts: list[Attempt]) -> list[Attempt]:
+def _set_limits(attempts: list[Attempt]) -> list[Attempt]:
     """Set the limits of the last attempt and of those that it continues; return all attempts."""
-    # Backwards: the first cursor of an attempt is the limit of the one that it continues.
+    # Go backwards, because the first cursor of an attempt is the limit of the attempt that it continues.
     limited = list(attempts)
     limit, index = END, len(attempts) - 1
     while index >= 0:

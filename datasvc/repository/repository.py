@@ -1,7 +1,7 @@
 """A repository: its objects, and the logs of its data sets, models and tags.
 
-Invariant: a tagged version is not removed. After its commit, a writer that moves a tag reads the log of removals, and
-a writer that removes versions reads the tags; on a conflict, each reverts its own commit.
+Invariant: a tagged version is not removed. A writer that moves a tag reads the log of removals after its commit; a
+writer that removes versions reads the tags after its commit. A writer that finds a conflict reverts its own commit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Repository:
         return cls(storage)
 
     def journal(self, work: str, fingerprint: str, attempt: str | None = None) -> Journal:
-        """Return the journal of some work, which may not have begun; for arguments, see `Journal`."""
+        """Return the journal of a piece of work, which may not have begun; for arguments, see `Journal`."""
         return Journal(self.storage, work, fingerprint, attempt)
 
     def names(self, kind: Kind) -> list[str]:
@@ -151,8 +151,8 @@ class Repository:
         removed = self._removed(kind, reference.name, logs)
         target = self._resolve(kind, reference, logs, removed)
         if target.version in removed:
-            # `_resolve` accepts a removed version only if it has a tag, so its removal is invalid: the writer that
-            # removed it has not reverted this yet, or was killed.
+            # `_resolve` accepts a removed version only if a tag points at it. Its removal is invalid: the writer that
+            # removed it has not reverted the removal yet, or was killed.
             self.removals(kind, target.name).give_back([target.version], "tagged")
         tags = self._tags(kind, target.name)
         newest = tags.newest(tag, logs.get(f"tags/{tag}", ()))
@@ -160,7 +160,7 @@ class Repository:
         if before == target.version and expect in {None, before}:
             return target
         tags.move(tag, target.version, expect=expect, newest=newest)
-        # A writer that removes versions reads the tags before and after its commit: one of the two sees a conflict.
+        # A writer that removes versions reads the tags before and after its commit: one of the two sees the conflict.
         if self._is_removed(target):
             outcome = self._move_back(target, tag, before)
             raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")
@@ -253,7 +253,7 @@ class Repository:
         elif reference.version is not None:
             version = reference.version
         else:
-            # If all are removed, choose the newest, whose removal is then reported.
+            # If all versions are removed, choose the newest: the error below reports its removal.
             version = existing[-1] if existing else numbers[-1]
         resolved = Resolved(kind, name, version)
         # A tagged version counts as existing: its removal is invalid, even if the remover ended before reverting it.
@@ -273,7 +273,7 @@ class Repository:
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 
     def _is_removed(self, version: Resolved) -> bool:
-        # Data-set versions are never removed, because models reference them as their lineage: save the request.
+        # Data-set versions are never removed, because models reference them as their lineage: no request is needed.
         numbers = [version.version]
         return version.kind == "models" and bool(self.removals("models", version.name).removed(numbers))
 

@@ -35,8 +35,8 @@ class _Fault:
 class FaultyStore:
     """A store in the memory of this process; pass its `url` wherever datasvc takes the URL of a store.
 
-    Reads are not retried, so errors of the store reach the caller at once. Safe for threads. As a context manager, it
-    removes its files at the end.
+    Reads are not retried, so errors of the store reach the caller at once. Thread-safe. As a context manager, the
+    store removes its files at the end.
 
     Args:
         creates_exclusively: whether a create-only write fails if the file exists; if False, it overwrites the file,
@@ -137,8 +137,8 @@ def _request(operation: Operation, path: str, do: Callable[[], Any]) -> Any:
 
 
 class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    # Reads of a driver with the protocol "memory" are not retried. `pipe_file` is not overridden: only then does
-    # `exclusive_create` accept create-only writes as atomic.
+    # Reads of a driver with the protocol "memory" are not retried. Do not override `pipe_file`: `exclusive_create`
+    # then no longer treats create-only writes as atomic.
     protocol: ClassVar[tuple[str, ...]] = (_SCHEME, "memory")
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
@@ -153,7 +153,7 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         path, open_file = self._strip_protocol(path), super()._open
         if mode == "rb":
-            # A copy, because the stored object has one position that all its readers would share.
+            # Return a copy, because all readers of the stored object would share its one position.
             return io.BytesIO(_request("read", path, lambda: open_file(path, mode, **options).getvalue()))
         store = _stores.get(path.strip("/").partition("/")[0])
         if store is not None and not store.creates_exclusively:
@@ -161,7 +161,7 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
         return _request("write", path, partial(open_file, path, mode, **options))
 
     def put_file(self, lpath: Any, rpath: str, *_callback: Any, **_options: Any) -> None:
-        # One request for the whole file, so that a fault stores all of it or nothing.
+        # One request for the whole file, so that a fault affects the whole file.
         self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def ls(self, path: str, *arguments: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def encode_jpeg(width: int = 40, height: int = 30, seed: int = 0, **options: Any) -> bytes:
-    """Return a JPEG of 16 blocks of colour; the same bytes for the same arguments and the same release of Pillow.
+    """Return a JPEG of 16 blocks of colour; equal arguments and releases of Pillow give equal bytes.
 
     The seed selects the colours. `options` are those of Pillow's JPEG writer, such as `quality=90`.
     """

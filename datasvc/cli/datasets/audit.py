@@ -59,17 +59,14 @@ def _read_ledgers(ledgers: list[Path], epoch: int | None) -> Audit:
     results = [list(read_ledger(path)) for path in ledgers]
     damage = [str(file) for folder in results for file in folder if isinstance(file, CorruptDataError)]
     folders = [[file for file in folder if isinstance(file, LedgerFile)] for folder in results]
-    # An audit needs one readable file at least: its header states the data set and the access order.
+    # An audit needs at least one readable file: its header states the data set and the access order.
     if damage and not any(folders):
         raise CorruptDataError("\n".join(damage))
     return run_audit(folders, epoch=epoch, damage=damage)
 
 
 def _open_names(result: Audit, repo: str | None) -> SampleNames | None:
-    """Return a lookup of sample keys; None if no repository is given, or if there is no sample to list.
-
-    The repository is opened only if there are samples to list.
-    """
+    """Return a lookup of sample keys; None if no repository is given, or if there is no sample to list."""
     if repo is None or not any(epoch.never.count or epoch.repeated.count for epoch in result.epochs):
         return None
     from datasvc.ledger.names import SampleNames

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasvc.shards.sources import Source
     from datasvc.shards.versions.split_overlap import Overlap
 
-EXIT_LEFT_OUT = 6
+EXIT_LEFT_OUT = 6  # committed without the bad samples
 _EVENT_INTERVAL_S = 1.0
 _MAX_SHOWN = 20
 _MAX_OVERLAPS_IN_JSON = 1000
@@ -187,7 +187,7 @@ def _show_progress(name: str, source: Source, *, as_json: bool) -> Iterator[Prog
 
 
 class _EventPrinter(Progress):
-    """Prints progress as JSON lines: at most one per second, and one per finished shard."""
+    """Prints progress as JSON lines: one for each finished shard, and otherwise at most one per second."""
 
     def __init__(self) -> None:
         self._started = self._printed = time.monotonic()

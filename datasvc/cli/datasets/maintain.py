@@ -42,7 +42,7 @@ def verify(
     with byte_progress(f"verifying {ref}") as progress:
         result = run_verify(Repository.open(repo), ref, deep=deep, progress=progress)
     if as_json:
-        # An overlap may have millions of samples, so leave it out here; `overlap_facts` lists only the first ones.
+        # An overlap may have millions of samples, so `asdict` must not copy it; `overlap_facts` lists the first ones.
         facts = asdict(replace(result, overlaps=()))
         print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})
     else:

@@ -105,8 +105,8 @@ def sql(
 
 
 def _print_split(name: str, split: Mapping[str, Any]) -> None:
-    printed_below = ("classes", "class_counts", "columns", "image_kinds")
-    facts = {key: value for key, value in split.items() if key not in printed_below}
+    printed_separately = ("classes", "class_counts", "columns", "image_kinds")
+    facts = {key: value for key, value in split.items() if key not in printed_separately}
     kinds = ", ".join(f"{count} {kind}" for kind, count in split["image_kinds"].items())
     print_facts({f"split {name}": facts | ({"images": kinds} if kinds else {})})
     print_facts({"  columns": {f"  {column}": kind for column, kind in split["columns"].items()}})

@@ -149,7 +149,7 @@ def _removal_line(removal: Entry | None) -> dict[str, object]:
 
 
 def _tag_line(repository: Repository, name: str, tag: str) -> str:
-    """Return a tag, the time since when it points at this version, and the versions it pointed at before."""
+    """Return a tag, the time of its last move, and the versions that it pointed at before, newest first."""
     *earlier, newest = repository.tag_history("models", name, tag)
     versions = [str(move.content["version"] or "none") for move in reversed(earlier)]
     return f"{tag} since {newest.content['created']}" + (f", before on {', '.join(versions)}" if versions else "")

@@ -100,7 +100,7 @@ def describe_restore(report: RestoreReport) -> list[str]:
 
 @contextmanager
 def _open_cache(folder: Path | None, budget: str | None, peers: str | None) -> Iterator[Cache | None]:
-    # DATASVC_PEERS may be set for all commands of a node, so peers without a cache are no error; they are not used.
+    # DATASVC_PEERS may be set for all commands of a node, so peers without a cache are ignored, and are no error.
     if folder is None:
         yield None
         return

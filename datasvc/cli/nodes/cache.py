@@ -242,7 +242,7 @@ def open_existing_cache(cache: Path) -> Cache:
 
 
 def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Split]]:
-    """Return the version that `ref` resolves to, and the requested split or all splits of it."""
+    """Return the version that `ref` resolves to, and its requested split, or all its splits."""
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.versions.dataset import choose_split

@@ -83,7 +83,7 @@ def plan(
         _print_forecast(result, workload, rates.samples_per_second)
 
 
-def _print_forecast(result: Forecast, workload: Workload, images_s: float | None) -> None:
+def _print_forecast(result: Forecast, workload: Workload, images_per_second: float | None) -> None:
     print_facts(
         {
             "data": f"{result.num_samples} samples in {result.num_shards} shards, {format_size(result.data_bytes)}",
@@ -92,13 +92,13 @@ def _print_forecast(result: Forecast, workload: Workload, images_s: float | None
             "minimum": f"{format_size(result.window_bytes)} per node, the window of the access order",
             "resident": f"{format_size(result.resident_bytes)} per node after several epochs, "
             f"{result.resident_bytes / result.data_bytes:.0%} of the data",
-            "first epoch": _epoch_facts(result.first_epoch, result.data_bytes, images_s),
-            "each later epoch": _epoch_facts(result.later_epochs, result.data_bytes, images_s),
+            "first epoch": _epoch_facts(result.first_epoch, result.data_bytes, images_per_second),
+            "each later epoch": _epoch_facts(result.later_epochs, result.data_bytes, images_per_second),
         }
     )
 
 
-def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_s: float | None) -> dict[str, str]:
+def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float | None) -> dict[str, str]:
     facts = {
         "from the caches": f"{format_size(epoch.hit_bytes)} of {format_size(epoch.used_bytes)} that the nodes read",
         "from the origin": f"{format_size(epoch.origin_bytes)}, {epoch.origin_bytes / data_bytes:.2f} x the data",
@@ -111,7 +111,8 @@ def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_s: float | None) 
         )
     if epoch.starves is not None:
         facts["starves"] = (
-            f"yes: the bandwidth suffices for {epoch.fed_samples_per_second:.0f} of {images_s:.0f} images/s per node"
+            f"yes: the bandwidth suffices for {epoch.fed_samples_per_second:.0f} of {images_per_second:.0f} images/s "
+            "per node"
             if epoch.starves
             else "no"
         )

@@ -100,7 +100,7 @@ def serve(
             sys.stdout.flush()
 
     if not run_server(settings, ready):
-        # Exit at once, as threads that wait for other nodes would delay a normal exit. A cache survives any exit.
+        # Exit at once: threads that wait for other nodes would delay a normal exit, and a cache survives any exit.
         sys.stdout.flush()
         os._exit(0)
 

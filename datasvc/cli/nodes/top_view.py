@@ -34,7 +34,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
 
     If the node does not respond, the error is drawn instead, and the next interval tries again.
     """
-    # The automatic refresh of rich is off, because between two readings there is nothing new to draw.
+    # Disable the automatic refresh of rich, because there is nothing new to draw between two readings.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         previous: tuple[float, Status] | None = None
         while not stop.is_set():
@@ -124,8 +124,8 @@ def _tables(status: Status) -> Iterator[RenderableType]:
     if status.get("jobs"):
         table = _table("staging", "split", "state", "done", "total", "hits", "from origin", "from peers")
         for job in status["jobs"]:
-            kinds = (job["bytes"][kind] for kind in ("resident", "origin", "peer"))
-            sizes = map(format_size, (job["done_bytes"], job["total_bytes"], *kinds))
+            source_bytes = (job["bytes"][source] for source in ("resident", "origin", "peer"))
+            sizes = map(format_size, (job["done_bytes"], job["total_bytes"], *source_bytes))
             table.add_row(*map(_plain, (job["ref"], job["split"] or "all", job["state"], *sizes)))
         yield table
     if status.get("peers"):
@@ -140,7 +140,7 @@ def _tables(status: Status) -> Iterator[RenderableType]:
             process = str(job["lease_id"]).partition("-")[0]
             table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
         yield table
-    # For a single tenant, the first lines already have the numbers.
+    # For a single tenant, the first lines already show these numbers.
     if len(cache["tenants"]) > 1:
         table = _table("tenant", "used", "guaranteed", "maximum")
         for name, usage in sorted(cache["tenants"].items()):

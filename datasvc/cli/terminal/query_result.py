@@ -44,7 +44,7 @@ def _unique_names(names: list[str]) -> list[str]:
     unique: list[str] = []
     for name in names:
         candidate, number = name, 0
-        # A name with a number must not equal the name of a later column either.
+        # A name with a number must not equal any other column's name, not even a later one.
         while candidate in unique or (candidate != name and candidate in names):
             number += 1
             candidate = f"{name}_{number}"

@@ -1,7 +1,7 @@
 """Index of all model versions: a table in one file of the repository, so that a query need not read every entry.
 
 The index is derived from the entries, so it may be lost or outdated at any time. For each model it records the newest
-version that it contains. A reader adds the entries after that version, and rewrites the file if these are many. If
+version that it contains. A reader adds the entries after that version, and rewrites the file if it has added many. If
 the commits in the index differ from those in the logs, for example after a backup is restored, the index is rebuilt.
 Tags and removals are not indexed, because they change without a new version.
 """
@@ -28,12 +28,12 @@ _Result = TypeVar("_Result")
 INDEX_FORMAT: Final = 3
 # A model name cannot begin with a dot, so no log has this path.
 INDEX_PATH: Final = "models/.index"
-# The index of millions of versions is far smaller. A larger file is damaged, so it is rebuilt from the entries.
+# An index of millions of versions is far smaller. So a larger file is damaged, and is rebuilt from the entries.
 _MAX_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
 _MODELS_AT_ONCE: Final = 16
-# Every query reads the entries that the index lacks. The index is rewritten when it lacks at least `_MAX_MISSING`
-# entries and 1/`_MISSING_PART` of the versions that it has: rewriting it for every new version would cost more.
+# Every query reads the entries that the index lacks. The index is rewritten only if it lacks at least `_MAX_MISSING`
+# entries, and at least 1/`_MISSING_PART` as many as it has: rewriting it for every new version would cost more.
 _MAX_MISSING: Final = 32
 _MISSING_PART: Final = 32
 _METADATA_KEY = b"datasvc.models.index"
@@ -147,8 +147,8 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
     if len(content) > _MAX_BYTES:
         return  # `_load` would reject it
     try:
-        # Not synced, and without a lock: an index that a power cut damages is rebuilt, and of concurrent writers the
-        # last one replaces an index that is as correct as its own.
+        # No sync is needed, because an index that a power cut damages is rebuilt. No lock is needed, because the last
+        # of concurrent writers replaces an index that is as correct as its own.
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
         # Ignore a read-only or full store, because it costs only time: this query has its result, and the next query

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MUTABLE_STATE: Final = pa.schema(
     {"model": pa.string(), "version": pa.int64(), "tags": pa.list_(pa.string()), "removed": pa.bool_()}
 )
-# The columns of the views: the SQL of each, by name.
+# The columns of the views: SQL expression by column name.
 _COLUMNS: Final = {
     "model": "model",
     "version": "version",
@@ -80,8 +80,8 @@ def find_versions(
     Args:
         repository: repository of the models.
         condition: SQL expression over the columns of `versions`, see `query_versions`, such as
-            `metrics.top1 > 0.75 and 'imagenet@3' in data`. A version for which it is null is not returned.
-        order_by: SQL expression to sort by, versions for which it is null or NaN last; by default the model name,
+            `metrics.top1 > 0.75 and 'imagenet@3' in data`. A version for which the condition is null is not returned.
+        order_by: SQL expression to sort by; versions for which it is null or NaN come last. Default: the model name,
             newest version first.
         ascending: sort `order_by` from the lowest value instead of the highest.
         removed: search removed versions too; the condition may use the column `removed`.
@@ -96,7 +96,7 @@ def find_versions(
         return []
     order = "model, version DESC"
     if order_by is not None:
-        # The line breaks here and below end a comment at the end of the user's expression.
+        # The line breaks here and below end a comment that the user's expression may end with.
         key = f"({order_by}\n)"
         order = f"{key} IS NULL OR {key}::VARCHAR = 'nan', {key} {'ASC' if ascending else 'DESC'}, {order}"
     with connected() as connection, _map_errors(f"the condition {condition!r}"):

@@ -1,7 +1,7 @@
 """Rows of the version index: one for each model version, with the fields of its entry that SQL can use.
 
-Metrics, settings, environment and code (`TREES`) have fields that differ from model to model. In a row they are one
-list of values, because a table with a column for each field would be nearly empty. `table.py` makes columns of them.
+Metrics, settings, environment and code (`TREES`) have fields that differ from model to model. In a row they form
+one list of values, because a table with a column for each field would be nearly empty; `table.py` makes the columns.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def build_rows(versions: Iterable[tuple[str, Entry]], fields: dict[Field, int]) 
 
 def _describe(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns and the trees of an entry; a field of an unexpected type is None or empty."""
-    uses = [use for use in _listed(content.get("data")) if isinstance(use, Mapping)]
+    uses = [use for use in _list_or_empty(content.get("data")) if isinstance(use, Mapping)]
     training = [use for use in uses if use.get("purpose") != "evaluation"]
     states = [use["state"] for use in training if isinstance(use.get("state"), Mapping)]
     trees = {tree: value if isinstance(value := content.get(tree), Mapping) else {} for tree in TREES}
@@ -90,7 +90,7 @@ def _describe(content: Mapping[str, Any]) -> dict[str, Any]:
         **{name: count if _is_int64(count := counts.get(name)) else None for name in _COUNTS},
         "data": _refs(use.get("dataset") for use in training),
         "evaluation": _refs(use.get("dataset") for use in uses if use not in training),
-        "parents": _refs([content.get("parent"), *_listed(content.get("merged"))]),
+        "parents": _refs([content.get("parent"), *_list_or_empty(content.get("merged"))]),
         **trees,
         "metrics": {name: _metric(value) for name, value in trees["metrics"].items()},
     }
@@ -101,7 +101,7 @@ def _is_int64(value: Any) -> bool:
 
 
 def _refs(values: Iterable[Any]) -> list[str]:
-    # The data set of a mixture names several versions.
+    # For a mixture, `dataset` is several versions separated by ', '.
     return [ref for value in values if isinstance(value, str) and value for ref in value.split(", ")]
 
 
@@ -130,5 +130,5 @@ def _number(value: float) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
-def _listed(value: Any) -> list[Any]:
+def _list_or_empty(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

@@ -18,7 +18,7 @@ _TYPES: Final = {"number": pa.float64(), "boolean": pa.bool_(), "text": pa.strin
 _CODE: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
 # SQL that names one field of a struct: metrics.top1, metrics['top1'].
 _NAME_IN_STRUCT: Final = r"""\b{}"?\s*(?:\.|\[\s*'(?:[^']|'')*'\s*\])"""
-# SQL with one of these words may use a column without its name.
+# SQL with one of these words may read a column without naming it.
 WILDCARDS: Final = ("*", "columns", "versions")
 
 
@@ -31,7 +31,7 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
 
     Args:
         index: the index.
-        sql: SQL that will read the table: fields that it does not use may be null. None: any SQL.
+        sql: SQL that will read the table; fields that this SQL does not use may be null. None: any SQL.
     """
     lists, num_rows = index.table[VALUES].combine_chunks(), index.table.num_rows
     values = lists.flatten()
@@ -42,28 +42,28 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
     indices = np.flatnonzero(used[field_of])
     indices = indices[np.argsort(field_of[indices], kind="stable")]
     bounds = np.searchsorted(field_of[indices], np.arange(len(index.fields) + 1))
-    # Shared, so that the names of thousands of unused fields cost no memory.
+    # Unused fields share one null array per kind, so thousands of them cost no memory.
     nulls = {kind: pa.nulls(num_rows, arrow_type) for kind, arrow_type in _TYPES.items()}
 
     def build_column(number: int, field: Field) -> pa.Array:
-        of_field = indices[bounds[number] : bounds[number + 1]]
-        if not len(of_field):
+        field_indices = indices[bounds[number] : bounds[number + 1]]
+        if not len(field_indices):
             return pa.nulls(num_rows, pa.list_(_TYPES[field.kind])) if field.is_list else nulls[field.kind]
         source = values.field("text" if field.kind == "text" else "number")
         if field.is_list:
-            counts = np.bincount(row_of[of_field], minlength=num_rows)
+            counts = np.bincount(row_of[field_indices], minlength=num_rows)
             offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]), pa.int32())
-            items = source.take(pa.array(of_field)).cast(_TYPES[field.kind])
+            items = source.take(pa.array(field_indices)).cast(_TYPES[field.kind])
             return pa.ListArray.from_arrays(offsets, items, mask=pa.array(counts == 0))
         index_of_row = np.full(num_rows, -1)
-        index_of_row[row_of[of_field]] = of_field
+        index_of_row[row_of[field_indices]] = field_indices
         return source.take(pa.array(index_of_row, mask=index_of_row < 0)).cast(_TYPES[field.kind])
 
     table = index.table.drop_columns([VALUES])
     for tree in TREES:
         arrays = {field: nulls[field.kind] for field in _CODE if tree == "code"}
-        of_tree = ((number, field) for number, field in enumerate(index.fields) if field.path[0] == tree)
-        arrays |= {field: build_column(number, field) for number, field in of_tree}
+        tree_fields = ((number, field) for number, field in enumerate(index.fields) if field.path[0] == tree)
+        arrays |= {field: build_column(number, field) for number, field in tree_fields}
         # A struct needs at least one name.
         column = _struct(arrays, 1) if arrays else pa.nulls(num_rows, pa.map_(pa.string(), pa.string()))
         table = table.append_column(tree, column)
@@ -71,7 +71,7 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
 
 
 def _plan_use(sql: str | None) -> Callable[[Field], bool]:
-    """Return a predicate of fields: False only where it is certain that SQL does not use the field."""
+    """Return a function that returns False only for a field that the SQL certainly does not use."""
     text = "" if sql is None else sql.lower()
     if sql is None or any(word in text for word in WILDCARDS):
         return lambda _field: True
@@ -95,7 +95,7 @@ def _without_quotes(text: str) -> str:
 
 def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
     """Return a struct of the fields, which share the first `depth` names of their paths."""
-    kinds = [f"{kind}{of_list}" for of_list in ("", "_list") for kind in _TYPES] + ["struct"]
+    kinds = [f"{kind}{suffix}" for suffix in ("", "_list") for kind in _TYPES] + ["struct"]
     groups: dict[tuple[str, int], dict[Field, pa.Array]] = {}
     for field, array in arrays.items():
         kind = "struct" if len(field.path) > depth + 1 else f"{field.kind}{'_list' * field.is_list}"

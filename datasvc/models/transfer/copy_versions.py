@@ -67,14 +67,14 @@ def transfer(
     """Copy model versions to another repository.
 
     The entry at the target gets a field `origin`: the repository where the version was first committed, and its name,
-    commit and parents there. `parent`, `merged` and the data-set versions are replaced by those of the target. If the
-    target does not have them, the version has no parent there, and the data sets keep the names of the source.
+    commit and parents there. `parent`, `merged` and the data-set versions are replaced by their copies at the target.
+    If there are no copies, the version has no parent there, and the data sets keep the names of the source.
 
     Args:
         source: repository to copy from, or its URL.
         target: repository to copy to, or its URL.
         refs: versions to copy: NAME, NAME@VERSION or NAME@TAG.
-        name: name of the model at the target, by default the same; with it, all `refs` must be of one model.
+        name: name of the model at the target, by default the same; if it is given, all `refs` must be of one model.
         with_parents: whether to copy all ancestors that are in the source too.
         with_data: whether to copy the data-set versions that the models consumed too, with all shards.
         data_names: names of data sets at the target, by name at the source; by default the same.
@@ -89,7 +89,7 @@ def transfer(
         NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
         ConfigError: source and target are the same repository, a name is not valid, or the target has an unrelated
-            data set with the name of one to copy, to which nothing is appended: give another name in `data_names`.
+            data set of the same name, to which nothing is appended: give another name in `data_names`.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
@@ -120,14 +120,14 @@ def transfer(
     progress.begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))
     done: list[Transferred] = []
     copied, seen = list[ObjectInfo](), set[ObjectInfo]()
-    with declare_intent(target, objects) as keep:
+    with declare_intent(target, objects) as renew:
         for version in versions:
             committed, is_new = existing[version], False
             if committed is None:
                 # Versions share objects: copy each only once.
                 new = [info for info in objects[version] if info not in seen]
                 copied += copy_missing(
-                    source.objects, target.objects, new, progress, reachable=logs.reachable, keep=keep
+                    source.objects, target.objects, new, progress, reachable=logs.reachable, renew=renew
                 )
                 seen.update(new)
                 # An object may have been deleted at the target since it was copied.

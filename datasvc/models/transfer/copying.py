@@ -27,7 +27,7 @@ def copy_missing(
     progress: Progress = NO_PROGRESS,
     *,
     reachable: Callable[[], Container[ObjectInfo]] = frozenset,
-    keep: Callable[[], None] = lambda: None,
+    renew: Callable[[], None] = lambda: None,
 ) -> list[ObjectInfo]:
     """Copy the objects that `target` lacks; reset the age of the others, so that `gc` there keeps them.
 
@@ -37,9 +37,9 @@ def copy_missing(
         objects: distinct objects to copy.
         progress: counts the bytes of each object that the target now has.
         reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
-            at any age. It is called once at most: only if the age of an object cannot be reset without writing the
+            at any age. It is called at most once: only if the age of an object cannot be reset without writing the
             object again.
-        keep: function that is called after each object, from one thread at a time.
+        renew: function that is called after each object, by one thread at a time; it renews the journal.
 
     Returns:
         The objects that were missing at the target.
@@ -47,7 +47,7 @@ def copy_missing(
     Raises:
         NotFoundError: the source lacks an object.
         CorruptDataError: an object is damaged at the source; it was not written to the target.
-        UnavailableError: a store does not answer. Objects that were copied stay, and a repeated call skips them.
+        UnavailableError: a store does not respond. Objects that were copied stay, and a repeated call skips them.
     """
     lock, cached = threading.Lock(), list[Container[ObjectInfo]]()
 
@@ -61,7 +61,7 @@ def copy_missing(
         is_copied = _copy(source, target, info, is_reachable)
         progress.advance(info.size_bytes)
         with lock:
-            keep()
+            renew()
         return is_copied
 
     infos = list(objects)
@@ -75,16 +75,16 @@ def _copy(source: Objects, target: Objects, info: ObjectInfo, is_reachable: Call
         return False
     _check_size(source, info)
     try:
-        _move(source, target, info)
+        _copy_bytes(source, target, info)
     except CorruptDataError:
         if source.storage.is_local:
             raise
         # Read a remote store once more: the bytes may have been damaged only in transit.
-        _move(source, target, info)
+        _copy_bytes(source, target, info)
     return True
 
 
-def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
+def _copy_bytes(source: Objects, target: Objects, info: ObjectInfo) -> None:
     # `fetch` verifies the digest before the object is published at the target.
     if info.size_bytes <= _IN_MEMORY_BYTES:
         content = io.BytesIO()
@@ -96,7 +96,7 @@ def _move(source: Objects, target: Objects, info: ObjectInfo) -> None:
 
 
 def _check_size(source: Objects, info: ObjectInfo) -> None:
-    """Raise NotFoundError or CorruptDataError unless the object has the recorded size: it decides the memory used."""
+    """Raise NotFoundError or CorruptDataError unless the object has the recorded size, which limits the memory."""
     size_bytes = source.size(info.digest)
     if size_bytes is None:
         raise NotFoundError(f"object {source.location(info.digest)} is missing; restore it from another copy")

@@ -30,7 +30,7 @@ class TargetLogs:
     Args:
         source: repository to copy from.
         target: repository to copy to.
-        names: names at the target that differ, by kind and name at the source.
+        names: names at the target, by kind and name at the source; only names that differ.
     """
 
     def __init__(self, source: Repository, target: Repository, names: Mapping[tuple[Kind, str], str]) -> None:
@@ -49,13 +49,13 @@ class TargetLogs:
         return self._contents[version]
 
     def find(self, version: Resolved) -> Resolved | None:
-        """Return the version at the target; None if it is not there or was removed. For errors, see `Log.read`."""
+        """Return the version at the target, or None if it is missing or removed there. For errors, see `Log.read`."""
         log = self._log(version)
         number = log.find(identity(self.content(version)))
         return None if number is None else Resolved(version.kind, log.name, number)
 
     def check_related(self, version: Resolved) -> None:
-        """Check that a data-set version would not be appended to the log of an unrelated data set.
+        """Check that committing a data-set version does not append it to the log of an unrelated data set.
 
         Two logs are related if one is empty, or if they have a version in common, identified by the commit that
         created it.
@@ -105,7 +105,7 @@ class TargetLogs:
         def build(head: int) -> Mapping[str, Any]:
             number = log.find(identity(content), head)
             if number is not None:
-                # Only an exception can stop `append` from here.
+                # Only an exception can stop `append` inside this function.
                 raise _AlreadyThere(number)
             # Check again for this head: another process may have created a data set of this name now.
             self.check_related(version)
@@ -118,7 +118,7 @@ class TargetLogs:
         return Resolved(version.kind, log.name, number), is_new
 
     def _log(self, version: Resolved) -> _TargetVersions:
-        """Return the versions at the target of the name that `version` has there."""
+        """Return the versions at the target that have the same name as `version` there."""
         name = self._names.get((version.kind, version.name), version.name)
         return self._logs.setdefault((version.kind, name), _TargetVersions(self._target, version.kind, name))
 
@@ -139,7 +139,7 @@ class TargetLogs:
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
-            # The version also consumed what its ancestors did. Record it, because these are missing at the target.
+            # The version also consumed the data of its ancestors. Record this, as some of them are not at the target.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
@@ -217,7 +217,7 @@ class _TargetVersions:
     def find(self, identity_sought: str, head: int | None = None) -> int | None:
         """Return the number of the living version with an identity; None if there is none.
 
-        `head`, the number of the newest version if the caller has it, avoids a listing of the log.
+        `head` is the number of the newest version, if the caller knows it; it can save a listing of the log.
         """
         if head is None or head not in self.contents:
             self.read_new()
@@ -236,7 +236,7 @@ class _TargetVersions:
             self.numbers.setdefault(identity(entry.content), []).append(entry.number)
 
 
-class _AlreadyThere(Exception):  # noqa: N818 - not an error: another process has committed the version
+class _AlreadyThere(Exception):  # noqa: N818 - not an error: the target already has the version
     def __init__(self, number: int) -> None:
         self.number = number
 

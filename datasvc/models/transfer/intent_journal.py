@@ -15,8 +15,8 @@ from datasvc.errors import UnavailableError
 from datasvc.repository import ObjectInfo, Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 
-_WORK: Final = digest_of(b"transfer of model versions")
-_KEEP_S: Final = 3600.0  # time between two renewals of the journal
+_WORK_ID: Final = digest_of(b"transfer of model versions")  # the same for all transfers; the fingerprint differs
+_RENEW_INTERVAL_S: Final = 3600.0
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def declare_intent(
 ) -> Iterator[Callable[[], None]]:
     """Write the intent journal, which protects the objects of the versions to commit from `gc` during the block.
 
-    Yields a function that renews the journal; call it regularly, from one thread at a time. It writes at most once
-    per hour. If the block fails, the journal stays and expires like any other journal.
+    Yields a function that renews the journal; call it regularly, from one thread at a time. It writes the journal at
+    most once per hour. If the block fails, the journal stays and expires like any other journal.
 
     Raises:
         UnavailableError, UnknownOutcomeError: the journal cannot be written.
@@ -35,19 +35,19 @@ def declare_intent(
         yield lambda: None
         return
     digests = {str(version): [info.digest for info in infos] for version, infos in objects.items()}
-    journal = target.journal(_WORK, digest_of(repr(sorted(digests.items())).encode()))
+    journal = target.journal(_WORK_ID, digest_of(repr(sorted(digests.items())).encode()))
     journal.begin()
     for number, digests_of_version in enumerate(digests.values()):
         journal.write(f"{number:06d}", {"objects": digests_of_version})
     renewed_s = time.monotonic()
 
-    def keep() -> None:
+    def renew() -> None:
         nonlocal renewed_s
-        if time.monotonic() - renewed_s >= _KEEP_S:
+        if time.monotonic() - renewed_s >= _RENEW_INTERVAL_S:
             journal.begin()
             renewed_s = time.monotonic()
 
-    yield keep
+    yield renew
     # All versions are committed: the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
     with suppress(UnavailableError):
         journal.remove()

@@ -1,4 +1,4 @@
-"""Lists the objects that a version reaches through its entry and tables: those that a transfer copies."""
+"""Lists the objects that a version references by its entry and its tables: a transfer copies these objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         CorruptDataError: the entry or one of its tables is damaged.
         NotFoundError: one of its objects is missing.
         ConfigError: a table has a format that this version of datasvc does not support.
-        UnavailableError: the store does not answer.
+        UnavailableError: the store does not respond.
     """
     try:
         if version.kind == "models":

@@ -19,7 +19,7 @@ def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[R
     """
     ordered: dict[Resolved, None] = {}
     for version in sorted(parents, key=_BY_NAME):
-        # An explicit stack: a history may be longer than Python's recursion limit.
+        # Use an explicit stack, because a history may be longer than Python's recursion limit.
         stack, seen = [version], {version}
         while stack:
             unvisited = [

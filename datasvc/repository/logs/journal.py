@@ -29,13 +29,13 @@ class Journal:
         storage: file tree of the repository.
         work: identifier of the work, such as a digest of its options.
         fingerprint: digest of the input. The same work on a changed input has another journal.
-        attempt: result of `begin`, for processes that only write records.
+        attempt: identifier that `begin` returned in another process; None in the process that calls `begin`.
     """
 
     def __init__(self, storage: Storage, work: str, fingerprint: str, attempt: str | None = None) -> None:
         self._storage = storage
-        self._work = f"{work[:_NAME_DIGITS]}-"
-        self._name = f"{self._work}{fingerprint[:_NAME_DIGITS]}"
+        self._work_prefix = f"{work[:_NAME_DIGITS]}-"
+        self._name = f"{self._work_prefix}{fingerprint[:_NAME_DIGITS]}"
         self._folder = f"{JOURNALS}/{self._name}"
         self._attempt = attempt
 
@@ -44,13 +44,13 @@ class Journal:
 
         Returns:
             Identifier of the attempt, a random text that is the same for every process that resumes the work; and
-            whether the only journals of this work have other fingerprints, which means that the input has changed.
+            whether the work has only journals with other fingerprints, which means that the input has changed.
 
         Raises:
             UnavailableError: the store does not respond.
         """
         names = self._storage.list(JOURNALS)
-        has_changed = self._name not in names and any(name.startswith(self._work) for name in names)
+        has_changed = self._name not in names and any(name.startswith(self._work_prefix) for name in names)
         self._attempt = self._resume() or self._start()
         return self._attempt, has_changed
 

@@ -118,7 +118,7 @@ class Log:
         """Return one entry.
 
         Raises:
-            NotFoundError: the entry does not exist; lists the existing numbers.
+            NotFoundError: the entry does not exist; the message lists the existing numbers.
             CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read_checked`.
         """
         try:
@@ -141,7 +141,7 @@ class Log:
         The number of requests is logarithmic, so a reader that has read most of a long log need not list it again.
         Raises UnavailableError.
         """
-        # Numbers have no gaps, so the newest is found by doubling the step, and then halving it.
+        # Numbers have no gaps, so the newest one is found by doubling the step, and then halving it.
         newest, step = number, 1
         while self._has(newest + step):
             newest += step
@@ -156,7 +156,7 @@ class Log:
         Args:
             build: function that is called once per attempt with the number of the head (0: empty log), and returns
                 the content. All objects that the content references must be stored already.
-            head: number of the head, if the caller has listed the log; an outdated number costs one more attempt.
+            head: number of the head, if the caller has listed the log; an outdated number costs another attempt.
 
         Raises:
             ConflictError: other writers committed first in every attempt; nothing was committed.

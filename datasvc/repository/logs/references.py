@@ -38,7 +38,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is valid, otherwise raise ConfigError; `what` is for its message: "model", "tag"."""
+    """Return `name` if it is valid, otherwise raise ConfigError; `what` is its kind for the message, as "model"."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "

@@ -48,7 +48,7 @@ class Removals:
         newest_old = max((number for number in numbers if self._log.path_of(number) in old), default=0)
         if not newest_old:
             return frozenset()
-        # In all entries since then: a version that was given back and removed again gets a new grace period.
+        # Only versions in all entries since then: one that was given back and removed again gets a new grace period.
         since = self._log.entries(number for number in numbers if number >= newest_old)
         all_versions = self._versions.numbers()
         return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
@@ -56,8 +56,8 @@ class Removals:
     def find(self, version: int) -> Entry | None:
         """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
-        # A binary search is possible because entries only add versions, except those of `give_back`. After a
-        # `give_back`, it finds one of several removals of the version.
+        # A binary search is possible because entries only add versions, except those of `give_back`. If a version was
+        # given back and removed again, the search finds one of its removals.
         first = bisect_left(numbers, True, key=lambda number: version in self._read(number, all_versions))
         return self._log.read(numbers[first]) if first < len(numbers) else None
 

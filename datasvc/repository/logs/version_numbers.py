@@ -31,7 +31,7 @@ def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
         if not match:
             raise CorruptDataError(f"{text!r} is not a list of versions; expected for example '1-3,7'")
         spans.append((int(match[1]), int(match[2] or match[1])))
-    # Both lists ascend, so one pass over them is enough; `spans` is reversed, because `pop` removes from the end.
+    # Both lists are sorted, so one pass is enough; `spans` is in reverse order, because `pop` removes from the end.
     spans.sort(reverse=True)
     numbers = []
     for number in sorted(among):

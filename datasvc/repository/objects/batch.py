@@ -1,8 +1,8 @@
-"""Batched writes of objects: every object is synced before its rename, without a wait for each single sync.
+"""Batched writes of objects: every object is synced before its rename, but most syncs find the bytes on the disk.
 
 An fsync of one file makes the file system write out everything that was started before. So the writeback of each file
-starts at once, and the oldest file is synced only when a window of files is full: most files are then on the disk.
-Folders are synced once each, at the end.
+starts at once, and a file is synced only when `_MAX_OPEN` later files are written: by then, its bytes are mostly on
+the disk. Folders are synced once each, at the end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _PendingObject:
 class ObjectBatch:
     """Objects that are stored together. A context manager; thread-safe.
 
-    At the end of the block, the files of objects that are not published, because of an error, are removed.
+    At the end of the block, the temporary files of objects that were not published, after an error, are removed.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -50,7 +50,7 @@ class ObjectBatch:
         self._pending: deque[_PendingObject] = deque()
         self._unsynced_folders: set[Path] = set()
         # A separate thread starts the writeback, because this call blocks on a busy disk and must not delay encoders.
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
+        self._writeback_thread = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
         """Write an object that `Objects.reuse` has not found; `info` describes `content`. Raises UnavailableError.
@@ -65,7 +65,7 @@ class ObjectBatch:
             self._make_folder(target.parent)
             self._pending.append(self._write(target, content))
         if len(self._pending) > _MAX_OPEN:
-            with suppress(IndexError):  # other threads have published them
+            with suppress(IndexError):  # other threads have published all objects
                 self._publish(self._pending.popleft())
 
     def reuse(self, digest: Digest) -> None:
@@ -89,7 +89,7 @@ class ObjectBatch:
         return self
 
     def __exit__(self, *_raised: object) -> None:
-        self._disk.shutdown(cancel_futures=True)
+        self._writeback_thread.shutdown(cancel_futures=True)
         for pending in self._pending:
             with suppress(OSError):
                 _remove(pending.file, pending.temporary)
@@ -98,7 +98,7 @@ class ObjectBatch:
         if not folder.is_dir():
             durable.make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
-        with self._lock:  # also if the folder exists: another process may have created it a moment ago
+        with self._lock:  # also if it existed: another process may have created it a moment ago
             self._unsynced_folders.add(folder.parent)
 
     def _write(self, target: Path, content: bytes | memoryview) -> _PendingObject:
@@ -108,7 +108,7 @@ class ObjectBatch:
             remaining = memoryview(content).cast("B")
             while remaining:
                 remaining = remaining[file.write(remaining) :]
-            writeback = self._disk.submit(durable.start_writeback, file.fileno(), 0, len(content))
+            writeback = self._writeback_thread.submit(durable.start_writeback, file.fileno(), 0, len(content))
         except BaseException:
             _remove(file, temporary)
             raise

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 QUARANTINE: Final = "quarantine"
 # Maximum number of entries of `_verified_ns`, some 50 MB. When it is full, it is cleared, and files are hashed again.
 _MAX_VERIFIED: Final = 1 << 19
-# Errors that do not imply a damaged file.
-_OTHER_ERRORS: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
+# Errors that do not mean that the file is damaged.
+_NOT_DAMAGE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
 _RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-# Modification time in nanoseconds of each file when this process wrote or hashed it, by the hash of its path. A
-# `refresh` makes the time of a file later; an earlier time means that the file was replaced.
+# Maps the hash of a path to the file's modification time when this process last wrote or hashed it, in nanoseconds.
+# `refresh` only increases the time of a file, so an earlier time means that the file was replaced.
 _verified_ns: dict[int, int] = {}
 _NEVER_NS: Final = 1 << 63
 
@@ -46,7 +46,7 @@ def mark_intact(path: Path) -> None:
 
 
 def is_known_intact(path: Path) -> bool:
-    """Return whether this process wrote or hashed the file, and no older file has replaced it since."""
+    """Return whether this process wrote or hashed the file, and no file of an earlier time has replaced it."""
     try:
         return _verified_ns.get(hash(str(path)), _NEVER_NS) <= path.stat().st_mtime_ns
     except OSError:
@@ -72,10 +72,10 @@ def keep_aside(root: Path, path: Path) -> Path:
 
 def is_damage(error: OSError) -> bool:
     """Return whether a read error means that the file is damaged, as by a failing sector."""
-    return not isinstance(error, _OTHER_ERRORS) and error.errno not in _RESOURCE_ERRNOS
+    return not isinstance(error, _NOT_DAMAGE) and error.errno not in _RESOURCE_ERRNOS
 
 
-def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
+def report_damage(root: Path, path: Path, failure: OSError | None = None) -> None:
     """Keep the bytes of a damaged object in the folder `quarantine`, and log a warning; once per object and process.
 
     The damaged file keeps its name until the caller replaces it, so that a failing write loses nothing.
@@ -85,7 +85,7 @@ def report_rot(root: Path, path: Path, failure: OSError | None = None) -> None:
         path: file of the object.
         failure: error of the read; None if the bytes could be read, but do not match the digest.
     """
-    # `_NEVER_NS` marks objects that were reported; no modification time is as late.
+    # `_NEVER_NS` marks objects that were reported; the modification times of files are smaller.
     if _verified_ns.get(hash(str(path))) == _NEVER_NS:
         return
     _verified_ns[hash(str(path))] = _NEVER_NS

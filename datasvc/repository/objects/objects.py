@@ -24,7 +24,7 @@ from blake3 import blake3
 from datasvc import durable
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_rot
+from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_damage
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.file_age import refresh_local
 from datasvc.repository.store.http_stream import Take
@@ -37,7 +37,7 @@ Digest = NewType("Digest", str)
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 RANGE_BYTES = 8 << 20
-# Bytes read before the size is requested: a larger object costs one request more, and a smaller object one less.
+# `read` requests so many bytes first, without the size: only a larger object then needs a request for its size.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20
@@ -83,7 +83,7 @@ class ObjectWriter:
 
     Args:
         path: temporary file to create and write.
-        is_local: the file will be renamed to the object; otherwise it will be uploaded and removed.
+        is_local: whether the file will be renamed to the object; otherwise it will be uploaded and removed.
     """
 
     def __init__(self, path: Path, *, is_local: bool) -> None:
@@ -189,7 +189,7 @@ class Objects:
         if is_intact:
             mark_intact(path)
         else:
-            report_rot(path.parents[2], path, failure)
+            report_damage(path.parents[2], path, failure)
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
@@ -248,7 +248,7 @@ class Objects:
             self.abandon(writer)
 
     def begin(self) -> ObjectWriter:
-        """Open a new object, as `writing` does; the caller calls `finish`, from any thread, or `abandon`."""
+        """Open a new object, as `writing` does; the caller must call `finish`, from any thread, or `abandon`."""
         self.storage.check_writable()
         temporary = self._temporary_path()
         with map_exceptions("write", str(temporary)):
@@ -309,7 +309,7 @@ class Objects:
         try:
             content = self.storage.read_range(self.path(digest), offset, length)
         except UnavailableError:
-            # A store also fails if the range is beyond the end of the object: then not the store is at fault, but the
+            # A store also fails if the range is beyond the end of the object: in this case the store works, but the
             # object is damaged.
             self._check_reaches(digest, offset + length)
             raise
@@ -337,7 +337,7 @@ class Objects:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream_range` needs a fixed amount of memory, whatever the length of the range."""
+        """Whether the memory that `stream_range` needs does not depend on the length of the range."""
         return self.storage.can_stream
 
     def stream_range(

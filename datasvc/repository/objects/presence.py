@@ -17,7 +17,7 @@ from datasvc.threads import map_in_threads
 
 _MAX_PARALLEL_REQUESTS: Final = 16
 _MAX_CHECKS_PER_FOLDER: Final = 32
-# A store lists a folder by several requests, each of which returns so many names.
+# Maximum number of names that one request returns; listing a larger folder takes several requests.
 _NAMES_PER_REQUEST: Final = 1000
 
 
@@ -27,7 +27,7 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
     Args:
         objects: objects of the repository.
         referenced: digests in the entry and in its tables.
-        what: name of the commit, for messages.
+        what: what is to be committed, for messages.
 
     Raises:
         NotFoundError: an object is missing; the caller must not commit.
@@ -47,7 +47,7 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
 def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     """Return the digests of objects that do not exist.
 
-    Checks each object, 16 in parallel. On a remote store, a folder of more than `_MAX_CHECKS_PER_FOLDER` referenced
+    Looks each object up, 16 in parallel. On a remote store, a folder of more than `_MAX_CHECKS_PER_FOLDER` referenced
     objects is listed instead if the listing takes fewer requests. The listing of one folder predicts the size of all,
     because digests are spread evenly over 256 folders. Raises UnavailableError.
     """

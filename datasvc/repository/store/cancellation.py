@@ -1,6 +1,6 @@
 """Cancellation of blocking reads: one thread sets a token, and reads with this token in other threads end.
 
-A cache that is closed ends its requests by a token; otherwise the exit of a program could wait for a silent server.
+A closed cache cancels its requests by a token; otherwise a program could wait at its exit for a silent server.
 """
 
 from __future__ import annotations

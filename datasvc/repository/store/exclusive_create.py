@@ -29,7 +29,7 @@ _memory_lock = threading.Lock()
 
 def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
     """Return whether `create` is known to be atomic on this file system."""
-    # DirFileSystem passes every call on to the wrapped driver, with all its arguments. No other wrapper is known to.
+    # DirFileSystem passes every call with all its arguments to the wrapped driver. Other wrappers may not do so.
     inner = file_system.fs if type(file_system) is DirFileSystem else file_system
     return inherits_exclusive_create(type(inner))
 

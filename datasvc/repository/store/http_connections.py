@@ -24,7 +24,7 @@ from datasvc.repository.store.min_throughput import MinThroughput
 
 # Servers close idle connections, some after 5 s.
 _MAX_IDLE_S = 4.0
-_MAX_IDLE = 32
+_MAX_IDLE = 32  # connections per server
 _POLL_MS = 50
 _TIMEVAL = struct.Struct("ll")
 
@@ -82,7 +82,7 @@ class Connection:
             cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001
             self._http.connect()
         self._socket: socket.socket = self._http.sock
-        # Use the kernel's timeout: with Python's, the socket does not block, and a read returns after each packet.
+        # Use the kernel's timeout: Python's makes the socket non-blocking, and a read then returns after each packet.
         seconds, fraction = divmod(timeouts.silence_s, 1)
         timeout = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -205,7 +205,7 @@ def _connect(
     timeout_s: float,
     _source: object,
 ) -> socket.socket:
-    """Connect as socket.create_connection does; `interrupt` cancels it until `connecting` is closed."""
+    """Like socket.create_connection, but `interrupt` cancels the connection attempt until `connecting` is closed."""
     error: OSError = ConnectionError(f"host name {address[0]} has no address")
     for family, kind, protocol, _, socket_address in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         connection = socket.socket(family, kind, protocol)

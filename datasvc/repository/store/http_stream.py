@@ -27,7 +27,7 @@ Take = Callable[[memoryview], None]
 """Function that receives the next bytes of a stream. The view is valid only during the call."""
 
 _BUFFER_BYTES: Final = 512 << 10
-# After so many bytes without a failure, the count of consecutive failures starts again.
+# After so many bytes without a failure, the count of consecutive failures restarts at zero.
 _PROGRESS_BYTES: Final = 16 << 20
 _REFUSALS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
@@ -77,7 +77,7 @@ class HttpStream:
     ) -> None:
         """Pass `length` bytes, at least 1, from `offset` to `take`; for details, see `RangeReader.stream`.
 
-        After a failure, the missing bytes are requested again, up to 4 attempts without progress. Raises also
+        After a failure, the missing bytes are requested again, up to 4 attempts without progress. Also raises
         UnsupportedResponseError.
         """
         request = self._request(path, location)

@@ -26,7 +26,7 @@ class RangeReader:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream` needs a fixed amount of memory for any range; False after an unsupported response."""
+        """Whether the memory of `stream` does not depend on the range; False after an unsupported response."""
         return self._http is not None
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:
@@ -45,7 +45,7 @@ class RangeReader:
             offset: first byte of the range.
             length: length of the range in bytes; may be 0.
             take: function for the bytes. Its exceptions are not converted.
-            location: `path` for messages.
+            location: URL or path of the file for messages.
             interrupt: token that cancels the read.
 
         Raises:

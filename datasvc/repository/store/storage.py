@@ -1,8 +1,8 @@
 """File operations on a store over fsspec: read, ranged read, list, write, and create-only write.
 
 `create` is the basis of every commit. For local files it links a finished temporary file; elsewhere it is fsspec's
-`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`). There a read follows, because a store may
-report an error after it has written, or ignore the condition. All exceptions are converted to those of
+`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`). A remote file is then read, because a store
+may report an error after it has written, or ignore the condition. All exceptions are converted to those of
 `datasvc.errors`.
 """
 
@@ -88,7 +88,7 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def redact_url(url: str) -> str:
-    """Return `url`, which may be chained, without passwords, keys and queries, for messages and entries."""
+    """Return `url` without passwords, keys and queries, for messages and entries; `url` may be a chain with `::`."""
     return "::".join(map(_redact_part, url.split("::")))
 
 
@@ -123,9 +123,9 @@ class Storage:
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
         # This thread drops cached listings before it lists, but another thread may cache them again in between. So
-        # use the option that ignores the cache, which some drivers have.
+        # also use the option that ignores the cache, if the driver has it.
         self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
-        self._clock: float | None = None  # the store's time minus `time.monotonic()`, once it is known
+        self._clock_offset_s: float | None = None  # the store's time minus `time.monotonic()`, once it is known
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ class Storage:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream_range` needs a fixed amount of memory, whatever the length of the range."""
+        """Whether the memory that `stream_range` needs does not depend on the length of the range."""
         return self._ranges.can_stream
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
@@ -368,9 +368,9 @@ class Storage:
         file = self._file(path)
         if file is None or file.size_bytes != size_bytes:
             return False
-        if self._clock is None:
-            self._clock = self.now_s() - time.monotonic()
-        return file.modified_s > self._clock + time.monotonic() - file_age.REWRITE_S
+        if self._clock_offset_s is None:
+            self._clock_offset_s = self.now_s() - time.monotonic()
+        return file.modified_s > self._clock_offset_s + time.monotonic() - file_age.REWRITE_S
 
     def now_s(self) -> float:
         """Return the time of the clock that dates the store's files, in seconds since 1970.
@@ -512,7 +512,7 @@ class Storage:
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
         except UnavailableError as error:
-            # The link may exist although a sync has failed after it.
+            # The link may exist, because the sync after it may have failed.
             if self._read_back(path, error) == content:
                 raise UnknownOutcomeError(
                     f"{target} was created, but may not survive a power cut ({error}); check the disk"

@@ -422,7 +422,7 @@ def test_gc_between_copy_and_commit_takes_nothing_however_long_the_copy_took(rep
 
 
 def test_an_intent_is_renewed_and_expires_after_a_failure(repository, other, monkeypatch):
-    monkeypatch.setattr(intent_journal, "_KEEP_S", 0)
+    monkeypatch.setattr(intent_journal, "_RENEW_INTERVAL_S", 0)
     info = other.objects.put(b"a chunk")
     with pytest.raises(UnavailableError), declare_intent(other, {Resolved("models", "net", 1): [info]}) as keep:
         old(other, "", 9)
