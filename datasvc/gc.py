@@ -197,11 +197,11 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     """
     # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
-    tables: set[Digest] = set()
+    seen_tables: set[Digest] = set()
     for name in repository.names("datasets"):
         for entry in repository.versions("datasets", name).entries():
             yield from _digests_in(entry.content)
-            yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, tables)
+            yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
     for name in repository.names("models"):
         # A running save may reuse objects of a version that is removed before the save commits. So a removed version
         # keeps its objects for the grace period, in which the save commits its own references.
@@ -211,7 +211,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
                 yield from _digests_in(kept_of_removed(entry.content))
                 continue
             yield from _digests_in(entry.content)
-            yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, tables)
+            yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
@@ -237,10 +237,12 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     return swept
 
 
-def _referenced_by_dataset(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
+def _referenced_by_dataset(
+    objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]
+) -> Iterator[Digest]:
     for table in split_tables(entry.content, version).values():
-        if table not in tables:
-            tables.add(table)
+        if table not in seen_tables:
+            seen_tables.add(table)
             yield table
             try:
                 content = objects.read(table)
@@ -249,12 +251,12 @@ def _referenced_by_dataset(objects: Objects, version: str, entry: Entry, tables:
             yield from ShardTable.decode(content, objects.location(table)).objects()
 
 
-def _referenced_by_model(objects: Objects, version: str, entry: Entry, tables: set[Digest]) -> Iterator[Digest]:
+def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]) -> Iterator[Digest]:
     refs = objects_of_entry(entry.content, version)
     table = refs.tensors
     yield from refs.all
-    if table not in tables:
-        tables.add(table)
+    if table not in seen_tables:
+        seen_tables.add(table)
         try:
             records = read_table(objects, table)
         except NotFoundError as error:

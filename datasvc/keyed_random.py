@@ -78,6 +78,7 @@ def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> 
 
 
 def _finalise(state: Keys) -> Keys:
+    """Mix the bits of each value, as the finaliser of SplitMix64 does."""
     state = (state ^ (state >> _S30)) * _MIX_1
     state = (state ^ (state >> _S27)) * _MIX_2
     return state ^ (state >> _S31)

@@ -45,7 +45,7 @@ class Datasets(Collection):
         return [open_dataset(self.repository, name) for name in self.names()]
 
     def log(self, name: str, *, last: int | None = None) -> list[Entry]:
-        """Return the entries of the `last` versions of a data set, or all, oldest first; see `Repository.entries`."""
+        """Return the `last` newest entries of a data set (None: all), oldest first; see `Repository.entries`."""
         return self.repository.entries("datasets", name, last=last)
 
     def describe(self, ref: str) -> dict[str, Any]:

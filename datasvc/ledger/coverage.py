@@ -15,7 +15,7 @@ import numpy as np
 from datasvc.keyed_random import Integers
 from datasvc.ledger.strided_range import StridedRange, contiguous
 
-_CHUNK_RUNS = 1 << 20
+_CHUNK_RUNS = 1 << 20  # runs whose edges are in memory at a time
 _MAX_RANGES = 1000
 
 

@@ -116,7 +116,7 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
         positions: `int64[n]` in [start, stop), the positions of one rank.
 
     Returns:
-        One range over the whole window if it can have these positions, as for parts from `slice_step`; otherwise one
+        One range over the whole window if the positions are strided, as those of `slice_step` are; otherwise one
         range per run, and then a range without positions, whose window ends at `stop`.
     """
     # Candidates are derived from the first runs only, so compare each with all positions.

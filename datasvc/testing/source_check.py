@@ -86,7 +86,7 @@ def _keys(samples: CheckedSamples) -> list[str]:
 
 
 def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
-    # Digests and not tables are compared, because NaN is not equal to NaN for Arrow.
+    # Compare digests and not tables, because NaN is not equal to NaN for Arrow.
     digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
     return _keys(samples), digests, samples.bad
 

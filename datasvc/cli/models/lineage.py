@@ -78,18 +78,23 @@ def _run_key(model: ModelOrigin) -> tuple[Any, ...]:
 
 def _consumed(use: Mapping[str, Any], versions: Sequence[ModelOrigin]) -> str:
     """Return the range of one split that consecutive versions of a run consumed, as text."""
+    # All uses of the same split in these versions: the text gives their first start and their last stop.
     uses = [
         other
         for version in versions
         for other in version.consumed
         if (other["data"], other["table"]) == (use["data"], use["table"])
     ]
-    (epoch, position), (last, stop) = min(other["start"] for other in uses), max(other["stop"] for other in uses)
+    (first_epoch, start), (last_epoch, stop) = (
+        min(other["start"] for other in uses),
+        max(other["stop"] for other in uses),
+    )
     sizes = sorted({other["global_batch"] for other in uses if other["global_batch"] is not None})
     batches = f", batches of {', '.join(map(str, sizes))}" if sizes else ""
     tail = f", tail {use['tail']}" if use["tail"] is not None else ""
     return (
-        f"read {use['data']} from epoch {epoch}, position {position} to epoch {last}, position {stop}{batches}{tail}"
+        f"read {use['data']} from epoch {first_epoch}, position {start} to epoch {last_epoch}, position {stop}"
+        f"{batches}{tail}"
     )
 
 

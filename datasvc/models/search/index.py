@@ -159,7 +159,7 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
 def _find_missing(
     repository: Repository, names: Sequence[str], heads: Mapping[str, Head]
 ) -> dict[str, Sequence[int]] | None:
-    """Return the numbers of the versions that the index lacks, by model; None if a commit in it is not in a log."""
+    """Return the versions that the index lacks, by model; None if the index has a commit that no log has."""
 
     def find(name: str) -> Sequence[int] | None:
         log = repository.versions("models", name)

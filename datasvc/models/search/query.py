@@ -141,8 +141,8 @@ def _read_mutable_state(repository: Repository, index: VersionIndex, *, with_tag
         for tag, number in sorted(repository.tags("models", name).items()) if with_tags else ():
             tags.setdefault(number, []).append(tag)
         return [
-            {"model": name, "version": number, "tags": of_version, "removed": number in removed}
-            for number, of_version in tags.items()
+            {"model": name, "version": number, "tags": version_tags, "removed": number in removed}
+            for number, version_tags in tags.items()
         ]
 
     rows = [row for rows_of_model in map_models(repository, read, index.heads) for row in rows_of_model]

@@ -35,6 +35,7 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
     """
     lists, num_rows = index.table[VALUES].combine_chunks(), index.table.num_rows
     values = lists.flatten()
+    # Row and field of each element of `values`.
     row_of, field_of = np.repeat(np.arange(num_rows), lists.value_lengths()), values.field("field").to_numpy()
     is_used = _plan_use(sql)
     used = np.array([is_used(field) for field in index.fields], bool)
@@ -64,7 +65,7 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
         arrays = {field: nulls[field.kind] for field in _CODE if tree == "code"}
         tree_fields = ((number, field) for number, field in enumerate(index.fields) if field.path[0] == tree)
         arrays |= {field: build_column(number, field) for number, field in tree_fields}
-        # A struct needs at least one name.
+        # A struct needs at least one name, so a tree without fields becomes a column of null maps.
         column = _struct(arrays, 1) if arrays else pa.nulls(num_rows, pa.map_(pa.string(), pa.string()))
         table = table.append_column(tree, column)
     return table

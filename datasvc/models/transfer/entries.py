@@ -40,7 +40,7 @@ class TargetLogs:
         self._contents: dict[Resolved, Mapping[str, Any]] = {}
         self._logs: dict[tuple[Kind, str], _TargetVersions] = {}
         self._entries = EntryReader(source)
-        self._commits: dict[str, frozenset[str]] = {}
+        self._source_commits: dict[str, frozenset[str]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
         """Return the content of a version's entry at the source. Raise the errors of `Repository.entry`."""
@@ -70,10 +70,10 @@ class TargetLogs:
         log.read_new()
         if not log.contents:
             return
-        if version.name not in self._commits:
+        if version.name not in self._source_commits:
             entries = self.source.versions("datasets", version.name).entries()
-            self._commits[version.name] = frozenset(identity(entry.content) for entry in entries)
-        if self._commits[version.name].isdisjoint(log.numbers):
+            self._source_commits[version.name] = frozenset(identity(entry.content) for entry in entries)
+        if self._source_commits[version.name].isdisjoint(log.numbers):
             raise ConfigError(
                 f"cannot copy {version} to {redact_url(self._target.url)}: it has another data set {log.name!r} with "
                 f"{len(log.contents)} versions, none of them from {redact_url(self.source.url)}; give the copy "

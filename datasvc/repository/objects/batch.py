@@ -47,7 +47,7 @@ class ObjectBatch:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._lock = threading.Lock()
-        self._pending: deque[_PendingObject] = deque()
+        self._pending: deque[_PendingObject] = deque()  # oldest first
         self._unsynced_folders: set[Path] = set()
         # A separate thread starts the writeback, because this call blocks on a busy disk and must not delay encoders.
         self._writeback_thread = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")

@@ -89,7 +89,7 @@ class ObjectWriter:
     def __init__(self, path: Path, *, is_local: bool) -> None:
         self.path = path
         self._is_local = is_local
-        self._writeback_bytes = 0
+        self._writeback_bytes = 0  # the first bytes of the file, whose writeback was started
         self._file = path.open("xb", buffering=0)
         self._hash = blake3()
         self._size_bytes = 0
@@ -329,7 +329,7 @@ class Objects:
             )
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the range of bytes, as `read_range` does, if the whole object is intact; otherwise yield nothing."""
+        """Yield the range of bytes once if the whole object is intact and has this range; otherwise yield nothing."""
         with suppress(NotFoundError, CorruptDataError, UnavailableError):
             content = memoryview(self.read(digest))
             if len(content) >= offset + length:

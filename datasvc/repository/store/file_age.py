@@ -20,7 +20,7 @@ from datasvc.errors import ConfigError
 
 # The age of a remote object can be reset only by writing it again. Writers do so only if its age exceeds this time.
 REWRITE_S: Final = 24 * 3600
-# Names of the modification time in the drivers. The one of memory has only a creation time, but never modifies files.
+# Names of the modification time in the drivers. The memory driver has only a creation time, but modifies no file.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 

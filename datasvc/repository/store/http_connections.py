@@ -63,7 +63,7 @@ class Connection:
         interrupt: token that cancels the connection attempt.
 
     Attributes:
-        was_kept: whether the connection was used before, so that the server may have closed it since.
+        was_kept: whether the connection was used before; if so, the server may have closed it since.
 
     Raises:
         OSError: the server does not respond, or its certificate is invalid.
@@ -87,7 +87,7 @@ class Connection:
         timeout = _TIMEVAL.pack(int(seconds), int(fraction * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self._response: http.client.HTTPResponse | None = None
-        self._num_buffered: int | None = None
+        self._num_buffered: int | None = None  # bytes in the response's buffer; None before its first read
 
     def send_get(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""

@@ -179,7 +179,7 @@ class Storage:
         This takes one request; reading the size first would take two.
         """
         try:
-            # Not by `read_range`: the subclass `RateLimitedStorage` limits both methods, and would count twice.
+            # Do not call `read_range`: the subclass `RateLimitedStorage` limits both methods, and would count twice.
             return self._read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
@@ -274,8 +274,8 @@ class Storage:
     def find(self, folder: str) -> Sequence[str]:
         """Return the paths of all files below `folder`, relative to it, in any order; [] if it does not exist.
 
-        Temporary files are included. An object store answers with one request per thousand files, however many
-        folders these are in. Raises the errors of `map_exceptions`.
+        Temporary files are included. On an object store, this takes one request per thousand files, however many
+        folders have them. Raises the errors of `map_exceptions`.
         """
         full = self._full(folder)
         if self.is_local:
@@ -298,8 +298,8 @@ class Storage:
 
         Args:
             path: path to create.
-            content: bytes that no other writer writes, such as an entry with a random id: the read after a failure
-                compares them to find out who has written.
+            content: bytes that no other writer writes, such as an entry with a random id. After a failure, `create`
+                compares them with the stored bytes, to find out who has written the file.
 
         Raises:
             ConfigError: see `check_writable`.
