@@ -11,7 +11,7 @@ from datasvc.repository.logs.references import parse_reference
 
 @dataclass(frozen=True)
 class CheckpointId:
-    """Parts of a `checkpoint_id`: the URL of the repository, and NAME, NAME@3 or NAME@tag; None: not given."""
+    """Parts of a `checkpoint_id`: `url` of the repository; `ref`: NAME, NAME@3 or NAME@tag; None: not given."""
 
     url: str | None
     ref: str | None

@@ -67,14 +67,14 @@ def load_items(
     began_s = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
-    # The planner's own tensors, which reads fill in place; detached, because autograd forbids that for parameters.
+    # Reads fill the planner's own tensors in place; detach them, because autograd forbids that for parameters.
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
-    in_values = _find_tensors_in_values(stored, value_items)
-    needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *in_values]
+    inner_records = _find_tensors_in_values(stored, value_items)
+    needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *inner_records]
     with stored.copies.open_source(needed) as source:
         read_chunks(source, reads)
-        tensors = load_tensors(source, in_values)
+        tensors = load_tensors(source, inner_records)
     for item, target in zip(tensor_items, targets, strict=True):
         planner.commit_tensor(item, target)
     for item in value_items:
@@ -91,7 +91,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
             f"the plan needs the tensor {index.fqn!r}, which {stored.version} does not have; load again"
         )
     record = stored.records[name]
-    # The offsets of an item are relative to one of the blocks in the metadata, which begins at `index.offset`.
+    # The offsets of an item are relative to a block in the metadata; that block begins at `index.offset`.
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     shape = tuple(item.lengths)

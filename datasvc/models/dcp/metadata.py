@@ -1,4 +1,4 @@
-"""Encodes torch's `Metadata` as JSON, the sharding object of a version: the blocks of each tensor, and the paths.
+"""Encodes torch's `Metadata` as the sharding object of a version: JSON with the blocks of each tensor and the paths.
 
 Torch pickles this metadata; reading JSON executes no code. Shapes and dtypes are only in the tensor table, and values
 only in the state, so that nothing is stored twice. The content is checked against the table before memory is
@@ -155,7 +155,7 @@ def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord],
     stored.update({str(key): BytesStorageMetadata() for key in described["values"]})
     planner_data = check_paths(unflatten(described["planner_data"], {}))
     if planner_data is not None:
-        # Keep only keys with a stored value: a planner builds a tree from these paths.
+        # Keep only keys with a stored value, because a planner builds a tree from all of these paths.
         planner_data = {key: path for key, path in planner_data.items() if key in stored}
         check_reach(skeleton, planner_data.values())
     metadata = Metadata(

@@ -31,9 +31,9 @@ def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
 def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
     """Raise CorruptDataError unless all paths exist in the skeleton of a state.
 
-    Trees are built from paths: a path with a huge list index would allocate memory for elements that do not exist.
+    Trees are built from paths, so a path with a huge list index would allocate memory for elements that do not exist.
     """
-    # Children by id of their parent: a wide dict is decoded once, not once per path.
+    # Keep the children, by id of their parent, so that a wide dict is decoded once and not once per path.
     children: dict[int, Any] = {}
     for path in paths:
         part = skeleton

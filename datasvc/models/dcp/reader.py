@@ -112,7 +112,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
                 copies = StoredCopies(repository, cache=self._cache, peers=self._peers, fallback=self._fallback)
                 self._stored = read_sharded(repository, copies, self.ref, trusted_keys=self._trusted_keys)
         except DatasvcError as error:
-            # An error raised from here would lose its type: torch keeps only its text.
+            # Do not raise here: torch would keep only the text of the error and lose its type.
             return _UnreadMetadata(error)
         metadata = self._stored.sharding.metadata
         saved = metadata.storage_meta or StorageMeta()
@@ -133,7 +133,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Add the coordinator's version to the plans, so that all ranks read it."""
         assert self._stored is not None, "torch reads the metadata before it plans"
-        # Each rank resolves the newest version by itself; a concurrent save may have given them different ones.
+        # Each rank resolves the newest version by itself: during a concurrent save, ranks may get different ones.
         return [replace(plan, storage_data=self._stored.version.version) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -164,7 +164,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
 
 
 class _UnreadMetadata(Metadata):
-    """Placeholder for metadata that could not be read: raises the error at its first use by torch or a planner."""
+    """Placeholder for metadata that could not be read; it raises the error when torch or a planner uses it."""
 
     def __init__(self, error: DatasvcError) -> None:
         self.error = error

@@ -101,7 +101,7 @@ def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int
         # The same chunks as in an ordinary save, so that equal tensors are stored only once.
         chunk_bytes = CHUNK_BYTES
     else:
-        # Smaller chunks, because a load on another number of ranks reads parts of the block, and chunks in full.
+        # Smaller chunks, because a load on another number of ranks needs parts of the block, but reads whole chunks.
         tensor_bytes = math.prod(tensor_shape) * item_bytes
         chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
     return [
@@ -128,7 +128,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
     dtypes: dict[str, str] = {}
     chunks: dict[str, list[Chunk]] = {}
     for share in shares:
-        # Tensors inside values are not in torch's metadata: only their rank has the shape.
+        # torch's metadata lacks tensors inside values: only the rank that stored one has its shape.
         for name, shape in share.shapes.items():
             if name in shapes:
                 raise ConfigError(f"two tensors of the state have the name {name!r}; rename one of the keys")

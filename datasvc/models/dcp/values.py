@@ -25,7 +25,7 @@ from datasvc.models.tensors.state_tree import flatten
 
 
 class EncodedValue(NamedTuple):
-    """Stored form of a value: a `flatten` result, or opaque bytes in a format that only its planner can read."""
+    """Stored form of a value: a `flatten` result; opaque: bytes in a format that only its planner can read."""
 
     skeleton: Any
     tensors: Mapping[str, torch.Tensor]
@@ -122,7 +122,7 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
 def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
     """Return the value of a byte item, and whether it is bytes in the planner's own format."""
     kind = type(planner)
-    # A planner that keeps values would only pickle this one: take the value itself.
+    # A planner that saves values as they are would only pickle this value, so take the value itself.
     if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):
         return planner.lookup_object(item.index), False
     resolved = planner.resolve_data(item)

@@ -141,7 +141,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         self.committed = None
         self._repository = Repository.create(self.url)
         self._is_coordinator = is_coordinator
-        # Ranks may resolve different base versions. That is harmless, because each chunk lists its full chain.
+        # Ranks may resolve different base versions, which is harmless: each chunk lists all links of its own chain.
         needs_base = self.codec == "delta"
         self._base = base_records(self._repository, self.name, self.version_metadata.parent) if needs_base else ()
 
@@ -196,7 +196,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         assert self._repository is not None, "torch sets a writer up before it finishes"
-        # All results of a rank refer to the same share; a rank without items has no result.
+        # All results of a rank refer to the same `RankShare`, so take the first; a rank without items has no result.
         shares = [part[0].storage_data for part in results if part]
         opaque = frozenset().union(*(share.opaque for share in shares))
         sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))

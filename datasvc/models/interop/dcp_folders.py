@@ -60,7 +60,7 @@ def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptDataError(f"{location} is not valid DCP metadata: {type(error).__name__}: {error}") from error
     check_shared_bytes(tensors, sum(extent.length for extent in extents.values()), location)
-    # A flat dict of tensors is a plain state dict, whose names alone describe the tree, so it needs no skeleton.
+    # A flat dict of tensors is a plain state dict. It needs no skeleton, because the names describe the tree.
     is_bare = tree == items and all(isinstance(item, ForeignTensor) for item in items.values())
     return ForeignState("dcp", tensors, None if is_bare else skeleton)
 
@@ -89,7 +89,7 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return the cause of a failed save, which torch wraps in an exception that only derives from `BaseException`."""
+    """Return the cause of a failed save. torch wraps it in an exception that does not derive from `Exception`."""
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
     for cause in causes:
         reason: BaseException | None = cause
@@ -201,7 +201,7 @@ class _Node(dict[Any, Any]):
 
 
 def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str) -> Any:
-    """Build the state tree of dicts and lists; a name without a path becomes a key of the root."""
+    """Build the state tree from values and paths, both by name; a name without a path becomes a key of the root."""
     root = _Node()
     for name, value in items.items():
         path = paths.get(name, (name,))

@@ -1,6 +1,6 @@
 """Read the metadata of a DCP folder, a pickle, with the classes that torch writes there and no others.
 
-Only the child process of `torch_reader` may use this, because nothing here limits the memory that a pickle uses.
+Only the child process of `torch_reader` may use this, because this module does not limit the memory of a pickle.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def export_model(
     }
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
     skeleton = None
-    # The stored state tree fits only an unchanged set of tensors, so other sets become a flat dict.
+    # The stored state tree fits only all tensors with their names; a selection becomes a flat dict.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     progress.begin(sum(record.nbytes for record in chosen.values()))
@@ -185,7 +185,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
 def select_weights(
     records: Sequence[TensorRecord], only: Collection[str], exclude: Collection[str], rename: Mapping[str, str] | None
 ) -> tuple[Collection[str], Mapping[str, str] | None]:
-    """Return `only` and `rename`; by default they select the tensors below `model` and remove this prefix."""
+    """Return `only` and `rename`; empty ones become: select the tensors below `model`, and remove this prefix."""
     names = [record.name for record in records]
     if not only and any(is_below(name, _MODEL) for name in names):
         only = [_MODEL]

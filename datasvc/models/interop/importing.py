@@ -182,7 +182,7 @@ def arrange(
     """Return the selected tensors with their new names, and the skeleton of the state tree for them."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
-    # The tree of the source fits only an unchanged set of tensors, so other sets become a flat dict.
+    # The tree of the source fits only all tensors with their names; a selection becomes a flat dict.
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
     parent_key = prefix if foreign.skeleton is None else ""
@@ -215,7 +215,7 @@ def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
 
     placeholders = {name: object() for name in names}
     try:
-        tree = unflatten(skeleton, cast("Any", placeholders))  # puts them into the tree as they are
+        tree = unflatten(skeleton, cast("Any", placeholders))  # `unflatten` puts them into the tree as they are
     except (ArithmeticError, CorruptDataError, RecursionError) as error:
         raise CorruptDataError(f"{location}: {error}") from error
     counts = Counter(map(id, pytree.tree_leaves(tree)))

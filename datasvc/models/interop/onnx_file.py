@@ -86,7 +86,7 @@ def export_onnx(
     )
     model.eval()
     batch = torch.export.Dim.DYNAMIC if dynamic_batch else None
-    # A scalar input has no batch dimension.
+    # A scalar input has no batch dimension, so its shape is static.
     shapes = tuple({0: batch} if batch and example.dim() else None for example in inputs)
     target = Path(folder)
     with create_folder(target) as temporary:

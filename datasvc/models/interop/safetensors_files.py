@@ -71,7 +71,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         )
     tensors = _tensors(files[0])
     state = folder / STATE_FILE
-    # This name means that `models export` wrote the folder, with the state tree in a file of its own.
+    # `models export` uses this name, and writes the state tree to a file of its own.
     if files[0].name == TENSORS_FILE:
         names = {tensor.name: tensor.name for tensor in tensors}
         return ForeignState("safetensors", tensors, _read_json(state) if state.exists() else flat_skeleton(names))
@@ -194,7 +194,7 @@ def _tensors(path: Path) -> list[ForeignTensor]:
 
 def _reader(path: Path, placed: PlacedTensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
-        # Use ordinary reads, because the package safetensors maps the file. If another process truncates the file, a
+        # Do not use the package safetensors, which maps the file. If another process truncates the file, an ordinary
         # read raises an error, but an access to a mapped page would kill this process with SIGBUS.
         with path.open("rb", buffering=0) as file:
             file.seek(placed.offset)

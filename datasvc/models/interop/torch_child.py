@@ -36,7 +36,7 @@ from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
 from datasvc.sizes import format_size
 
-# Parsed, the JSON takes up to 25 times this memory in the parent. The limit is enough for about 200,000 tensors.
+# The parent parses this JSON, which takes up to 25 times its size. The limit is enough for about 200,000 tensors.
 _MAX_METADATA_BYTES: Final = 32 << 20
 # Limit the processor time: a hostile value can be slow to read, such as a nested tuple as a key of a dict.
 _MIN_CPU_S: Final = 120
@@ -151,7 +151,7 @@ def _check_archive(source: Any, location: str) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
-    """Check that tensors are dense and have their values in the file: by strides, few bytes can make a huge tensor.
+    """Check that tensors are dense and have their values in the file: strides can make a huge tensor of few bytes.
 
     `stored` has the addresses and lengths of the memory that was filled from the file.
     """
@@ -167,9 +167,9 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             )
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
-        # The storage must be inside memory that was filled from the file. Find the last such memory before it.
-        nearest = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
-        if length and not nearest <= start <= start + length <= nearest + stored.get(nearest, 0):
+        # The storage must be inside a block of memory that was filled from the file. Find the last block before it.
+        filled_start = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
+        if length and not filled_start <= start <= start + length <= filled_start + stored.get(filled_start, 0):
             raise CorruptDataError(f"{extent.location}: the values of tensor {name!r} are not in the file")
         # Count by address, so that a storage of tied tensors counts once.
         used[start] = max(length, used.get(start, 0))

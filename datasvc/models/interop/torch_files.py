@@ -19,8 +19,8 @@ LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a `torch.save` file.
 
-    Its tensors are read block by block, so a file larger than memory can be read. Only for the format
-    before torch 1.6, the child process holds all of them in memory.
+    Its tensors are read block by block, so the file may be larger than memory. Only if the file is from before torch
+    1.6, the child process holds all tensors in memory.
 
     Raises:
         ConfigError, CorruptDataError, OSError: see `TorchReader.read_state`; or tensors share so much memory that,

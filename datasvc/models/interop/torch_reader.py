@@ -1,7 +1,7 @@
 """Read files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
 
-Both are pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still need any
-amount of memory, compute without end, or crash its reader. The reader is therefore a child process, `torch_child`.
+Both have pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still need any
+amount of memory, take endless time, or crash its reader. The reader is therefore a child process, `torch_child`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TorchReader:
     def _request(self, request: ReadRequest) -> Any:
         assert self._child.process.stdout is not None
         self._child.send(request)
-        # Limit the line: if the file was hostile, it may have taken over the child, which then may send anything.
+        # Limit the length: a hostile file may have taken over the child, which may then send anything.
         line = self._child.process.stdout.readline(MAX_STATE_BYTES + 100)
         if not line.endswith(b"\n"):
             raise self._describe_end(request.extent.location)

@@ -18,7 +18,7 @@ from datasvc.repository.store.retries import map_exceptions
 def create_folder(folder: Path) -> Iterator[Path]:
     """Create and yield a temporary folder beside `folder`; rename it to `folder` if the `with` block succeeds.
 
-    The `with` block must sync the files that it writes. A process that is killed leaves only a folder `.tmp-...`.
+    The `with` block must sync the files that it writes. A process that is killed in it leaves a folder `.tmp-...`.
 
     Raises:
         ConfigError: `folder` is a file, is not empty, or is not writable.

@@ -1,7 +1,7 @@
 """Ranges of positions that the training of a version consumed, computed from its entry. No file is read here.
 
-A version adds a few segments to those of the versions that it continues. A segment has the start and the batch size
-of the run that read it. Both determine which positions were dropped at the end of an epoch, and which optimizer step
+A version inherits the segments of its ancestors and adds its own. A segment has the start and the batch size of the
+run that read it. Both determine which positions were dropped at the end of an epoch, and which optimizer step
 consumed each other position. Where an entry does not record them, the result is marked as uncertain, never guessed.
 """
 
@@ -59,13 +59,13 @@ class Segment:
     Attributes:
         order: order in which the samples were read.
         span: span of the run that read the range; the batches start at `span.start`.
-        since: first position of the version's own part; an ancestor consumed the positions before it.
+        own_start: first position of the version's own part; an ancestor consumed the positions before it.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 
     order: ReadOrder
     span: ReadSpan
-    since: Cursor
+    own_start: Cursor
     stop_step: int | None = None
 
 
@@ -157,21 +157,23 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
     order, stop = parse_use(use)
     # Spans record each part of the run; without them, the state gives only the final position.
     if use.spans:
-        return _clip(order, use.spans, before.spans if before is not None else (), step)
+        return _new_segments(order, use.spans, before.spans if before is not None else (), step)
     reached = (0, 0) if before is None else parse_use(before)[1]
     # A position before that of the ancestor means that the run started again from the first epoch.
     start = reached if reached <= stop else (0, 0)
     return [Segment(order, ReadSpan(start, stop), start, step)] if start < stop else []
 
 
-def _clip(order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None) -> list[Segment]:
+def _new_segments(
+    order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None
+) -> list[Segment]:
     """Return the spans of a run without those that an earlier version already had."""
     # Both record one run from its beginning, so the spans that both have come first.
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, before, strict=False)))
     new = spans[num_same:]
     starts = [span.start for span in new]
     if new and num_same < len(before) and new[0].start == before[num_same].start:
-        # The span grew. Or the run was reset to an earlier position; then nothing of the span is new.
+        # The same span, now longer: only the added part is new. If the run was reset, nothing of the span is new.
         starts[0] = min(before[num_same].stop, new[0].stop)
     # A span ends at the step at which the next one starts.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]
@@ -189,7 +191,7 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         ConfigError: a position is outside the epoch, or the segment has more than `2**20` epochs.
     """
     span = segment.span
-    if max(span.start[1], span.stop[1], segment.since[1]) > num_samples:
+    if max(span.start[1], span.stop[1], segment.own_start[1]) > num_samples:
         raise ConfigError(
             f"the range from (epoch, position) {span.start} to {span.stop} exceeds epochs of {num_samples} samples"
         )
@@ -203,9 +205,9 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         first = span.start[1] if epoch == span.start[0] else 0
         ends_here = epoch == span.stop[0]
         stop = span.stop[1] if ends_here else _stop_of_batches(first, num_samples, span)
-        start = max(first, segment.since[1]) if epoch == segment.since[0] else first
-        # Epochs before `since` belong to an ancestor; they only advance the step.
-        if epoch >= segment.since[0] and start < stop:
+        start = max(first, segment.own_start[1]) if epoch == segment.own_start[0] else first
+        # Epochs before `own_start` belong to an ancestor; they only advance the step.
+        if epoch >= segment.own_start[0] and start < stop:
             yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _has_known_tail(span))
         if step is not None and not ends_here:
             step += _steps_to_end(first, num_samples, span)
@@ -250,6 +252,6 @@ def find_in(part: EpochPart, positions: Integers) -> slice:
     return slice(int(start), int(stop))
 
 
-def trainings(uses: Sequence[DataUse]) -> list[DataUse]:
+def training_uses(uses: Sequence[DataUse]) -> list[DataUse]:
     """Return the data uses of training, without those of evaluation."""
     return [use for use in uses if use.purpose == "training"]

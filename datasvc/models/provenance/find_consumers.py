@@ -42,10 +42,10 @@ def find_consumers(
         repository: repository of the versions and of the data sets that they read.
         refs: `NAME` for all versions of a model, `NAME@VERSION` or `NAME@TAG` for one; () for all models.
         keys: keys of the samples. Give either this or `deleted_in`.
-        deleted_in: a data-set version: search the samples that it deleted, in every data set that uses a shard which
-            contained them.
-        data: match the keys only in this data set or version. With `deleted_in`: match them here as well, even if no
-            shard is in common.
+        deleted_in: a data-set version. The samples that it deleted are searched, in every data set that uses a shard
+            which contained them.
+        data: match the keys only in this data set or version. With `deleted_in`, match them in this data set as well,
+            even if no shard is in common.
         split: match the keys only in splits of this name.
 
     Raises:
@@ -68,7 +68,7 @@ def find_consumers(
 class _Lookup(NamedTuple):
     """Search for the keys of the query with this number, in the shards of a shard table."""
 
-    number: int
+    number: int  # of the query
     table: Digest
     in_all: bool  # whether to search all shards, or only those of the query's deletion
 
@@ -163,7 +163,7 @@ class _ConsumerSearch:
         )
 
     def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
-        """Return the lookups for each split of an order; note a gap for each split for which this is unknown."""
+        """Return the lookups for each split of an order; note a gap for each split that cannot be judged."""
         lookups: list[list[_Lookup]] = [[] for _ in order.tables]
         for number, query in enumerate(self._queries):
             splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)

@@ -51,7 +51,7 @@ class KeyPlaces:
 
 
 class _Hits(NamedTuple):
-    """Numbers of the requested keys in a shard, and their stored rows, deleted samples included: `int64[n]` each."""
+    """Requested keys that a shard contains, by number, and their rows, deleted samples included: `int64[n]` each."""
 
     keys: Integers
     rows: Integers
@@ -66,7 +66,7 @@ def find_places(
 ) -> dict[Digest, KeyPlaces]:
     """Return the places of distinct keys in each of several splits; deleted samples are left out.
 
-    Only `shards` are searched, or all if it is None.
+    Only `shards` are searched; None: all shards.
 
     Raises:
         CorruptDataError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -120,7 +120,7 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
         if deleted[number] and deletions is not None:
             remaining = deletions.kept_rows(number)
             kept_rows = np.searchsorted(remaining, hit.rows)
-            # A row after the last remaining one gets the index of the -1, which equals no stored row.
+            # A row after the last remaining one gets the index of the appended -1, which equals no stored row.
             is_kept = np.append(remaining, -1)[kept_rows] == hit.rows
             kept_keys, kept_rows = kept_keys[is_kept], kept_rows[is_kept]
         keys.append(kept_keys)

@@ -40,7 +40,7 @@ class KeyPositions:
     Args:
         order: read order.
         tables: shard tables by digest; must contain those of the order's splits.
-        places: places of the samples, by number of the split; splits without such samples may be absent.
+        places: places of the samples, by number of the split in the order; a split without samples may be absent.
 
     Attributes:
         keys: `int64[n]`, numbers of the keys that occur in the order; a key may occur several times.

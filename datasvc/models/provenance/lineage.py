@@ -127,7 +127,7 @@ def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
             "version": item.version,
             "data": name,
             "table": table,
-            "start": list(item.segment.since),
+            "start": list(item.segment.own_start),
             "stop": list(item.segment.span.stop),
             "global_batch": item.segment.span.global_batch,
             "tail": item.segment.span.tail,
@@ -168,7 +168,8 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
         # A version copied from another repository may have read other data, which had this name there.
         if current.get("table") != table:
             _add_gap(
-                lineage, f"{version} in this repository is not the data that was read: its {name!r} has another table"
+                lineage,
+                f"{version} in this repository is not the data that was read: split {name!r} has another shard table",
             )
 
 
@@ -192,7 +193,7 @@ def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
 def _read_dataset(repository: Repository, name: str) -> DataOrigin:
     reference = parse_reference(name)
     if reference.version is None:
-        # Tags move: the version that a tag or a name stood for when it was read is not recorded.
+        # The log does not record which version the tag or the name meant when the data was read.
         raise ConfigError("a data set without a version number is ambiguous")
     entry = repository.versions("datasets", reference.name).read(reference.version).content
     change = _mapping(entry.get("change"))

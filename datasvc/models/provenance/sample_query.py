@@ -41,7 +41,7 @@ class Deletion:
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Requested samples: their keys, and where a key means a requested sample ("matches").
+    """Requested samples: their keys, and where a key "matches", that is, means a requested sample.
 
     Attributes:
         keys: distinct keys.
@@ -144,7 +144,7 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
 
 
 def _tables_of(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest] | None:
-    """Return the shard tables of the version `data`; None if it names no version, or one not in this repository."""
+    """Return the shard tables of the version `data`; None if it names no version, or none in this repository."""
     reference = None if data is None else parse_reference(data)
     if data is None or reference is None or (reference.version is None and reference.tag is None):
         return None

@@ -75,7 +75,7 @@ class ConsumerReport:
         keys: requested keys, in the requested order.
         missing: numbers of the keys that occur in no data that these versions read.
         versions: the requested versions, with the number of samples that each consumed.
-        gaps: unknown parts, one line each, by name of a requested version or of an ancestor.
+        gaps: unknown parts of what a version consumed, one line each, by name of a requested version or ancestor.
         chunks: uses of the samples, grouped by version and epoch, ordered by version and training.
         seen: by version, the samples that it or an ancestor consumed.
     """

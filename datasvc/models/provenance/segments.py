@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.provenance.consumed_ranges import ReadOrder, Segment, own_segments, parse_use, trainings
+from datasvc.models.provenance.consumed_ranges import ReadOrder, Segment, own_segments, parse_use, training_uses
 from datasvc.models.registry.ancestry import HISTORY, Ancestry, Version, read_ancestry
 from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
 from datasvc.models.versions.entry_reader import EntryReader
@@ -59,7 +59,7 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
         before |= _by_run_order(_history_uses(version))
         planned[name] = _plan(ancestry, version, before)
         # For its children, the version is the nearest ancestor, so its uses replace those of its own ancestors.
-        nearest[name] = before | _by_run_order(trainings(version.uses))
+        nearest[name] = before | _by_run_order(training_uses(version.uses))
     return planned
 
 
@@ -99,7 +99,7 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
             gaps.append(str(error))
         if "gap" in item:
             gaps.append(f"{item.get('version')}, in another repository: {item['gap']}")
-    uses = trainings(version.uses)
+    uses = training_uses(version.uses)
     for use in uses:
         try:
             # With spans, match the run as well, because another run may have read the same order.
@@ -136,7 +136,7 @@ def _is_start_known(ancestry: Ancestry, version: Version, use: DataUse, earlier:
 
 
 def _has_own_steps(ancestry: Ancestry, version: Version) -> bool:
-    """Return whether a version has more steps than its parents. Averages and copies of versions have not."""
+    """Return whether a version has more steps than its parents; an average or a copy of versions has not."""
     steps = [ancestry.versions[parent].step for parent in version.parents]
     return version.step is None or version.step > max((step for step in steps if step is not None), default=0)
 
@@ -154,7 +154,7 @@ def _by_run_order(uses: Sequence[DataUse]) -> dict[_RunOrder, DataUse]:
 
 
 def _merged(parents: Sequence[Mapping[_RunOrder, DataUse]]) -> dict[_RunOrder, DataUse]:
-    """Merge the uses of several parents; of the same run and order, keep the use with the highest position."""
+    """Merge the uses of several parents; for each run and order, keep the use with the highest position."""
     merged = dict(parents[0]) if parents else {}
     for uses in parents[1:]:
         for key, use in uses.items():
@@ -194,8 +194,8 @@ def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
         span = item.segment.span
         key = (item.segment.order, span.start, span.step, span.global_batch, span.tail, item.use.run)
         before = joined.get(key)
-        if before is not None and before.segment.span.stop == item.segment.since:
-            joined[key] = item._replace(segment=replace(item.segment, since=before.segment.since))
+        if before is not None and before.segment.span.stop == item.segment.own_start:
+            joined[key] = item._replace(segment=replace(item.segment, own_start=before.segment.own_start))
         elif before is None:
             joined[key] = item
         else:
@@ -212,7 +212,7 @@ def _history_dict(consumed: Consumed) -> dict[str, Any]:
         "state": dict(use.state),
         "run": use.run,
         "span": segment.span.to_dict(),
-        "since": list(segment.since),
+        "since": list(segment.own_start),
         "stop_step": segment.stop_step,
     }
 
@@ -222,14 +222,14 @@ def _read_history(item: Mapping[str, Any]) -> Iterator[Consumed]:
         return
     use = DataUse.from_dict(item)
     try:
-        since = _cursor(item["since"])
+        own_start = _cursor(item["since"])
         span = ReadSpan.from_dict(item["span"])
         stop_step = item.get("stop_step")
-        segment = Segment(parse_use(use)[0], span, since, stop_step if type(stop_step) is int else None)
+        segment = Segment(parse_use(use)[0], span, own_start, stop_step if type(stop_step) is int else None)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(f"the history of a version is not valid: {error!r}; found {item!r}") from error
-    if not span.start <= since <= span.stop:
-        raise CorruptDataError(f"the history of a version is not valid: {since} is not in {span}")
+    if not span.start <= own_start <= span.stop:
+        raise CorruptDataError(f"the history of a version is not valid: {own_start} is not in {span}")
     yield Consumed(f"{item.get('version')}{_ELSEWHERE}", segment, use)
 
 

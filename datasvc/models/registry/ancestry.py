@@ -17,7 +17,7 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_reference
 
 HISTORY = "history"
-"""Field of an entry: what ancestors that are not in its repository consumed, see `segments.history_of`."""
+"""Field of an entry that records what ancestors outside its repository consumed, see `segments.history_of`."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Version:
     Attributes:
         name: name with version, such as "digits-cnn@3".
         entry: content of its log entry.
-        uses: data sets that this version and earlier versions of its run used.
-        parents: versions that it continues, all of them in the graph.
+        uses: data that this version and earlier versions of its run read.
+        parents: versions that it continues; the graph contains all of them.
         gaps: unknown parts of the origin, one line each: a missing parent, or an invalid field.
     """
 
@@ -159,7 +159,7 @@ class _AncestryReader:
     def _parent(self, ref: str) -> str:
         parent = parse_reference(ref, "model")
         if parent.version is None:
-            # Tags move: the version that a tag or a name stood for at the time of the save is not recorded.
+            # The log does not record which version the tag or the name meant at the time of the save.
             raise ConfigError("a parent without a version number is ambiguous")
         if parent.version not in self._entries.numbers(parent.name):
             raise NotFoundError(f"there is no version {parent.version} of {parent.name}")
@@ -183,7 +183,7 @@ def _sorted(versions: dict[str, Version]) -> dict[str, Version]:
             if unvisited:
                 stack += unvisited
                 continue
-            # Parents that are neither done nor unvisited are on the path: they form a cycle with this version.
+            # Parents that are still unfinished are on the path, so they form a cycle with this version.
             done[name] = _without_parents(versions[name], unfinished)
             on_path.discard(name)
             stack.pop()

@@ -203,7 +203,7 @@ def _aligned(
     decoders = Decoders()
     for chunk in b.chunks:
         same = ours.get(chunk.box)
-        # If `a` is divided differently, read the same slice from the chunks of `a` that overlap it.
+        # If `a` has no chunk with this box, read the same slice from the chunks of `a` that overlap it.
         if same is None:
             before = load_window(source, a, chunk.start, chunk.shape)
         else:
@@ -239,7 +239,7 @@ def _use_name(use: Mapping[str, Any]) -> str:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    # An empty mapping below the root is a value of its own, so that adding or removing it is a change.
+    # An empty mapping below the root counts as a value, so that adding or removing it is a change.
     if isinstance(value, Mapping) and (value or not path):
         for key, child in value.items():
             yield from _leaves(child, f"{path}.{key}" if path else str(key))

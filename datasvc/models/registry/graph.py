@@ -20,7 +20,7 @@ from datasvc.models.registry.registry import ModelVersion, model_ancestry, parse
 from datasvc.repository import Repository
 
 _VersionKey = tuple[str, int]  # model name and version number
-# While the versions that were read do not determine the drawing, read this many times as many.
+# If the versions read so far do not determine the drawing, read this many times as many versions.
 _READ_GROWTH: Final = 4
 
 
@@ -87,15 +87,15 @@ def draw_newest(
     by_key = {(version.name, version.version): version for version in versions}
     existing = by_key.keys() | {(name, number) for number in older}
     parents = {key: _drawn_parents(by_key[key], existing) if key in by_key else () for key in existing}
-    first = order_history(parents, name)[:last]
+    top = order_history(parents, name)[:last]
     if older:
         # A parent with a higher number than its child comes only from an entry that was written by hand.
         has_newer_parent = any(
             parent[0] == child[0] and parent[1] >= child[1] for child in parents for parent in parents[child]
         )
-        if has_newer_parent or any(key[0] != name or key not in by_key for key in first):
+        if has_newer_parent or any(key[0] != name or key not in by_key for key in top):
             return None
-    return _draw(first, parents, by_key)
+    return _draw(top, parents, by_key)
 
 
 def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: str) -> list[_VersionKey]:
@@ -115,13 +115,13 @@ def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: st
     ready = [(drawing_order(key), key) for key, count in num_children.items() if not count]
     heapq.heapify(ready)
     # Versions at which a cycle may be cut, in reverse drawing order, so that `pop` removes the first.
-    waiting = sorted(num_children, key=drawing_order, reverse=True)
+    cut_candidates = sorted(num_children, key=drawing_order, reverse=True)
     ordered: dict[_VersionKey, None] = {}
     while len(ordered) < len(parents):
         if not ready:  # only versions of a cycle and their ancestors remain
-            while waiting[-1] in ordered:
-                waiting.pop()
-            ready.append((drawing_order(waiting[-1]), waiting[-1]))
+            while cut_candidates[-1] in ordered:
+                cut_candidates.pop()
+            ready.append((drawing_order(cut_candidates[-1]), cut_candidates[-1]))
         _, key = heapq.heappop(ready)
         ordered[key] = None
         for parent in parents[key]:

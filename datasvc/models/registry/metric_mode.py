@@ -29,8 +29,8 @@ _SPLIT_TOP_K: Final = re.compile(r"(?i)(?<![a-z])top[\W_]?(\d+)")
 def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "--mode") -> MetricMode:
     """Return "max" if a high value of a metric is better, "min" if a low value is better.
 
-    The mode that the user has `given` overrides the name. `option` is the command-line option that sets the mode; the
-    error message contains it.
+    `given` is the mode that the user set; it overrides the name. `option` is the command-line option that sets the
+    mode; the error message contains it.
 
     Raises:
         ConfigError: the name is unclear, or `given` is neither "max" nor "min".
@@ -51,14 +51,14 @@ def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "
 
 def _direction(metric: str) -> MetricMode | None:
     words = [word.lower() for word in _WORD.findall(_SPLIT_TOP_K.sub(r"top\1", metric))]
-    directed_at = [index for index, word in enumerate(words) if _mode_of(word) is not None]
-    modes = {_mode_of(words[index]) for index in directed_at}
+    directed = [index for index, word in enumerate(words) if _mode_of(word) is not None]
+    modes = {_mode_of(words[index]) for index in directed}
     if len(modes) != 1 or any(map(_NEGATING.fullmatch, words)):
         return None
     # A number after the word is a parameter, as in "acc@1". A number before it makes a formula, as in "1-accuracy".
-    if any(word.isdigit() for word in words[: directed_at[0]]):
+    if any(word.isdigit() for word in words[: directed[0]]):
         return None
-    after = [word for word in words[directed_at[0] :] if _mode_of(word) is None]
+    after = [word for word in words[directed[0] :] if _mode_of(word) is None]
     return modes.pop() if all(map(_NEUTRAL.fullmatch, after)) else None
 
 

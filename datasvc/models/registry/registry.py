@@ -100,7 +100,7 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
     reader, state_of = EntryReader(repository), dict[str, _MutableState]()
     missing = _missing_parents(versions.values(), versions)
     while missing:
-        others = (key for key in missing if key[0] != name)  # no more of the model itself: `last` limits it
+        others = (key for key in missing if key[0] != name)  # not those of the model itself, which `last` limits
         existing = sorted(key for key in others if key[1] in reader.numbers(key[0]))
         for other, number in existing:
             if other not in state_of:
@@ -137,7 +137,8 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
-    # A tagged version does not count as removed: its removal ran while the tag was set, and will be reverted.
+    # A tagged version does not count as removed: another process set the tag during the removal, which is then
+    # reverted.
     return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
 
 

@@ -105,7 +105,7 @@ def swept_versions(repository: Repository, name: str, before_s: float) -> frozen
     Versions that were removed after `before_s`, in seconds since 1970, are left out: a process may still read them.
     """
     removed = repository.removals("models", name).removed_before(before_s)
-    # Read the tags after the removals: a removal is reverted for a tag only after that tag was set.
+    # Read the tags after the removals: if a removal was reverted because of a tag, the tag was set before that.
     return removed - set(repository.tags("models", name).values()) if removed else removed
 
 
@@ -140,8 +140,8 @@ def _remove_tagged(
 def _remove_untagged(repository: Repository, name: str, versions: Iterable[int], message: str) -> None:
     removals = repository.removals("models", name)
     removals.add(versions, message)
-    # This reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the tag. Of
-    # two concurrent calls, at least one therefore reads the change of the other.
+    # This function reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the
+    # tag. Of two concurrent calls, at least one therefore reads the change of the other.
     tagged = _tags_on(repository, name, versions)
     if tagged:
         restored = set(tagged.values())

@@ -24,7 +24,7 @@ from datasvc.threads import run_in_threads
 
 _OBJECTS_AT_ONCE: Final = 4
 _PART_BYTES: Final = 8 << 20
-# A "contradictory" object matches its digest, so a copy would be the same; "not trusted" concerns an entry.
+# Not "contradictory": such an object matches its digest, so a copy has the same bytes. "not trusted" is for entries.
 _REPAIRABLE: Final = ("missing", "changed", "unreadable")
 
 
@@ -111,8 +111,8 @@ def verify_and_repair(
         good = {result.digest for result in tried if result.failure is None}
         repaired = [problem for problem in remaining if problem.digest in good and problem.kind in _REPAIRABLE]
         remaining = [problem for problem in remaining if problem not in repaired]
-        # A bad object can hide problems of its versions. Without `deep`, an object of tensors hides none. With
-        # `deep`, its tensors can be decoded only now.
+        # A bad object can hide problems of its versions. An object of tensors can do so only with `deep`, because
+        # only then its tensors are decoded.
         hidden = {version for problem in repaired if deep or problem.role != "tensors" for version in problem.hit}
         if not hidden:
             break

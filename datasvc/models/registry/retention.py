@@ -23,7 +23,7 @@ class RetentionPolicy:
     Attributes:
         last: number of newest versions to keep.
         best: number of best versions by `metric` to keep.
-        metric: metric that defines "best". Without it, the highest and the lowest value of every metric are best.
+        metric: metric that defines "best"; None: for every metric, its highest and its lowest value count as best.
         mode: whether a high or a low `metric` is better; None derives it from the name, see `metric_mode`.
         every_versions: keep the versions whose number is a multiple of this.
         every_steps: keep the first version at or after each multiple of this number of steps.
@@ -93,7 +93,7 @@ def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) ->
 def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
     scores = {version.version: _finite_metrics(version.entry.get("metrics")) for version in living}
     metrics = sorted({name for score in scores.values() for name in score})
-    # Without a metric, it is unknown which value is better: keep both ends.
+    # Without a metric in the policy, it is unknown which value is better: keep the highest and the lowest.
     if policy.metric is None:
         for name in metrics:
             yield _ranked(scores, name, "max")[0], f"highest {name}"

@@ -41,8 +41,8 @@ class ModelProblem:
     """One damaged, missing or untrusted object or entry.
 
     Attributes:
-        kind: "unreadable": a local disk fails to read it. "contradictory": its bytes match the digest, but its
-            content is impossible. "not trusted": it has no valid signature.
+        kind: "changed": its bytes do not match the digest. "contradictory": they match, but its content is
+            impossible. "unreadable": a local disk fails to read it. "not trusted": it has no valid signature.
         role: what the object holds; "entry" for an entry.
         digest: digest of the object; None for an entry.
         detail: message with what was expected and what was found.
@@ -105,7 +105,7 @@ class Survey:
             entry = self._repository.entry(version)
             refs = objects_of_entry(entry.content, version)
         except (*BAD, UnavailableError) as error:
-            # Not `except self.bad`: on a local disk, it includes ConfigError, which here means a later format.
+            # Not `except self.bad`: on a local disk, `bad` includes ConfigError, which here means a later format.
             if type(error) not in self.bad:
                 raise
             self._note("entry", kind_of(error), str(version), version, str(error))
@@ -119,7 +119,7 @@ class Survey:
             self._read("code", refs.code, version)
         state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
         sharding = None if refs.sharding is None else self._read("sharding", refs.sharding, version)
-        # If one of them is missing, `_read` has noted why. The following checks need both.
+        # The following checks need both. If one of them cannot be read, the problem is noted already.
         if state is None or records is None:
             return
         try:
@@ -147,7 +147,7 @@ class Survey:
     def _check_sharding(
         self, digest: Digest, raw: bytes, records: Sequence[TensorRecord], skeleton: Any, version: Resolved
     ) -> None:
-        # Imported here because it loads torch.distributed, which few repositories need.
+        # Import this here, because it loads torch.distributed, which few repositories need.
         from datasvc.models.dcp.metadata import decode_sharding
 
         try:

@@ -75,7 +75,7 @@ def verify(
         tensor_problems += _name_damaged(repository.objects, survey, bad)
     if deep:
         tensor_problems += _find_wrong_tensors(repository.objects, survey, bad, progress)
-    # Filter last: a version can be removed at any time during the check, and then `gc` may delete its objects.
+    # Filter at the end, because a version can be removed at any time during the check; `gc` may delete its objects.
     problems = _of_living(repository, [*survey.problems, *tensor_problems])
     sizes = survey.objects | survey.documents
     return ModelVerifyReport(tuple(map(str, resolved)), len(sizes), sum(sizes.values()), tuple(problems))
@@ -132,8 +132,8 @@ def _name_damaged(objects: Objects, survey: Survey, bad: Mapping[Digest, Datasvc
     """Yield a problem for each bad object, with the tensors that cannot be restored."""
     hit: dict[Digest, dict[str, tuple[str, ...]]] = {digest: {} for digest in bad}
     referenced: set[Digest] = set()
-    # `bool` selects the chunks that have a bad object. They are loaded one by one, because several tensors may share
-    # an object: a tensor whose own bytes are intact is not listed.
+    # `bool` selects the chunks that have a bad object. Each of them is loaded, because several tensors may share an
+    # object, and a tensor whose own bytes are intact must not be listed.
     for versions, loads in _try_to_load(objects, survey, bool, bad):
         for record, chunk, is_bad in loads:
             suspects = bad.keys() & {link.object for link in chunk.chain}

@@ -1,1 +1,1 @@
-"""Restores model versions, every byte verified: from a repository, its copies or a node's cache."""
+"""Restores model versions from a repository, copies of it, or a node's cache, and verifies every byte."""

@@ -33,7 +33,7 @@ class CachedSource:
         cache: cache of this node; its peers are tried before the repositories.
         repositories: repositories of the objects, nearest first.
         direct: source over the same repositories, for objects that the cache cannot provide.
-        records: records whose chunks will be read once each: an object is released after its last chunk.
+        records: records whose chunks will be read once each; after its last chunk, an object is released.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class CachedSource:
             self._release(digest, future)
 
     def _view(self, digest: Digest) -> memoryview | None:
-        """Return the mapped object, acquired by the first caller; None if the cache cannot provide it."""
+        """Return the mapped object, which the first caller acquires; None if the cache cannot provide it."""
         with self._lock:
             future = self._mapped.get(digest)
             if future is None:
@@ -130,7 +130,7 @@ class CachedSource:
         return None
 
     def _record_read(self, digest: Digest, length: int) -> None:
-        """Count a read; release the object after the last planned one. Its mapping lives as long as views of it."""
+        """Count a read; release the object after its last planned read. Views of it keep the file mapped."""
         with self._lock:
             self._remaining_bytes[digest] -= length
             future = self._mapped.pop(digest, None) if self._remaining_bytes[digest] <= 0 else None
@@ -142,14 +142,14 @@ class CachedSource:
             self._cache.release(digest)
 
     def _check_cached(self, digest: Digest) -> None:
-        """Hash the cache's copy again, once; the cache quarantines a bad copy, and the object is fetched anew."""
+        """Let the cache hash its copy again, once. The cache quarantines a bad copy; then fetch the object anew."""
         with self._lock:
             checking = self._checking.setdefault(digest, threading.Lock())
         with checking:
             if digest in self._checked:
                 return
             self._checked.add(digest)
-            # The mapping of the bad file stays readable: its bytes show later which tensors were affected.
+            # Keep the mapping, which outlives the cached file: its bytes show later which tensors were affected.
             checked_view = self._view(digest)
             with self._lock:
                 acquired = self._mapped.pop(digest, None)

@@ -61,7 +61,7 @@ class StoredCopies:
         """Open a source for the bytes of tensors; the caller reads each chunk of `records` exactly once."""
         if self._cache is None:
             yield self.direct
-            # Without a cache all bytes come directly, as planned: no need to count reads. An error leaves no report.
+            # Without a cache all bytes come directly, so the plan gives their number. An error leaves no report.
             self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
@@ -89,5 +89,5 @@ def _open_fallback(place: Repository | str) -> Repository:
     try:
         return Repository.open(place)
     except (ConfigError, UnavailableError):
-        # A fallback may never be needed. If it is, reading from it raises the reason why it is not available.
+        # Not an error yet: a fallback may never be needed. If it is, reading from it raises the reason.
         return Repository(Storage(place))

@@ -81,7 +81,7 @@ class FailoverSource:
         self._mark_all_bad(digest, failed, None)
 
     def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
-        # Marked only now, because a comparison with a good copy shows which bytes of the failed ones are wrong.
+        # Called after a good copy was found, because a comparison with it shows which bytes of the others are wrong.
         while failed:
             number, content = failed.pop()
             error = CorruptDataError(
@@ -157,7 +157,7 @@ def find_damage(
 
 
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
-    """Return one error for several places; its type is the first that occurs of corrupt, unavailable, denied."""
+    """Return one error for several places. Corrupt has precedence over unavailable, and that over denied."""
     kinds = (CorruptDataError, UnavailableError, ConfigError)
     first = next((error for kind in kinds for error in errors if type(error) is kind), None)
     kind = type(first or errors[0])
@@ -181,5 +181,5 @@ def _size(place: Objects, digest: Digest) -> int:
 
 
 def _tries(place: Objects, digest: Digest) -> int:
-    """Return the number of attempts: a bit error in a transfer rarely repeats, one on a local disk does."""
+    """Return the number of attempts: a second transfer may correct a bit error, a second local read does not."""
     return 1 if place.local_path(digest) is not None else 2

@@ -57,7 +57,7 @@ class LoadReport:
     """Result of loading a checkpoint into a model, or of a comparison. Names are those of the model, in its order.
 
     Attributes:
-        loaded: tensors that are filled.
+        loaded: tensors of the model that are filled.
         missing: tensors of the model that the checkpoint lacks.
         unexpected: tensors of the checkpoint that the model does not have.
         mismatched: tensors that both have, but with another dtype or shape, or other values than a tied one.
@@ -122,7 +122,7 @@ def plan_load(
     # Tied names are one tensor of the model: two different values cannot both be loaded.
     mismatched += tuple(_untied(expected, found, first_names, bad, are_equal))
     bad = {mismatch.name for mismatch in mismatched}
-    # The checkpoint needs only one name of a tied tensor: the others share its memory, and are loaded with it.
+    # The checkpoint needs only one name of a tied tensor: the other names share its memory, so they are loaded too.
     usable = {first_names.get(name, name) for name in expected if name in found and name not in bad}
     loaded = tuple(name for name in expected if name not in bad and first_names.get(name, name) in usable)
     filled = set(loaded)
@@ -141,7 +141,7 @@ def _untied(
     bad: Container[str],
     are_equal: Callable[[str, str], bool],
 ) -> Iterator[Mismatch]:
-    """Yield the tied names for which the checkpoint has another value than for the first of them that it has."""
+    """Yield each tied name whose value in the checkpoint differs from that of the first name of the same tensor."""
     first_found: dict[str, str] = {}
     for name in expected:
         if name in found and name not in bad:

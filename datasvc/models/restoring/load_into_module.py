@@ -85,7 +85,7 @@ def load_version_into(
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> LoadReport:
-    """Fill a model's parameters and buffers from a version; reads only the model's tensors, none if they do not fit.
+    """Fill a model's parameters and buffers from a version. Reads only the model's tensors; if they do not fit, none.
 
     For arguments, result and errors see `load_into` and `restore.restore`.
     """
@@ -153,14 +153,14 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     current = model.state_dict(keep_vars=True)
-    # torch reads the format version of each module from `_metadata`. Pass that of the model, which the tensors fit.
+    # torch reads the format version of each module from `_metadata`. Pass the model's, because the tensors fit it.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
     # Check all casts before the first tensor is changed.
     for name, tensor in tensors.items():
         if name in current:
             cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite
-    # Copied to the CPU, so that a model on a GPU needs no further memory there.
+    # Copy the old values to the CPU, so that a model on a GPU needs no further memory there.
     old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
         model.load_state_dict(state, strict=False)

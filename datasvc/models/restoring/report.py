@@ -77,8 +77,8 @@ class BadCopies:
     ) -> None:
         """Record that the copy of an object at `location` is bad, for `reason`.
 
-        `content`, the bytes of this copy, is compared with those of an `intact` one to find the affected tensors. If
-        one of them is None, all tensors with bytes in the object count as affected.
+        To find the affected tensors, `content`, the bytes of this copy, is compared with `intact`, those of a good
+        copy. If one of them is None, all tensors with bytes in the object count as affected.
         """
         wrong = None if content is None or intact is None else _differing(content, intact)
         with self._lock:
@@ -119,7 +119,7 @@ def _differing(content: Content, intact: Content) -> Integers | None:
 
 def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
     """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
-    # A wrong offset is inside a link if the two ends of the link have different places in the sorted offsets.
+    # A link has a wrong byte if its start and its end have different places in the sorted wrong offsets.
     names = (
         name
         for name, link in links

@@ -52,8 +52,8 @@ def restore(
 ) -> Checkpoint:
     """Return the checkpoint that `ref` resolves to, every byte verified.
 
-    With a cache, an object comes from the cache, else from a peer, else from the repository. An object that is
-    missing, damaged or unavailable in one of these is read from the next one; `Checkpoint.report` lists bad copies.
+    With a cache, an object comes from the cache, else from a peer, else from the repository. If it is missing,
+    damaged or unavailable in one of these places, the next place is used; `Checkpoint.report` lists bad copies.
 
     Args:
         repository: repository of the version, and normally of its objects.

@@ -50,7 +50,7 @@ def read_version(
     keys = load_trusted_keys(trusted_keys)
     version = repository.resolve("models", ref)
     entry = repository.entry(version)
-    # Check the signature before anything that the entry names is read.
+    # Check the signature first: an object that an untrusted entry names must not be read.
     if keys:
         check_signed(repository, version, entry, keys)
     refs = objects_of_entry(entry.content, version)

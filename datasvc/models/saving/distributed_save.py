@@ -2,7 +2,7 @@
 
 `writer.VersionWriter` calls the steps in the order `agree_on_tensors`, `store_part`, `gather_parts`, `join_parts`,
 `share_outcome`. The checkpoint is rank 0's state, never a mix of several: another rank stores chunks of a tensor only
-if it holds the same bytes as rank 0. State that each rank has alone, such as its random state, is stored too.
+if it holds the same bytes as rank 0. Each rank also stores the state that it alone has, such as its random state.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The fingerprint and its negative must fit into int64.
-_DIGEST_BITS: Final = 62
+# A fingerprint and its negative must fit into int64, because `_find_differing` exchanges both.
+_FINGERPRINT_BITS: Final = 62
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,11 @@ class RankWrites:
 
 
 def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: Exception | None) -> frozenset[str]:
-    """Check that all ranks are ready to store the same step; return the shared tensors that rank 0 stores alone.
+    """Check that all ranks are ready to store the same step; return the tensors that rank 0 stores alone.
 
-    Every rank calls this before it stores anything. The shared tensors of `state` have the same names, dtypes and
-    shapes on all ranks; `error` is the reason why this rank cannot store the state.
+    Every rank calls this before it stores anything. Rank 0 stores a shared tensor alone if its bytes differ between
+    ranks. The shared tensors of `state` have the same names, dtypes and shapes on all ranks. If this rank cannot
+    store the state, `error` is the reason.
 
     Raises:
         ConfigError: the ranks are at different steps.
@@ -88,7 +89,7 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
 def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception | None) -> list[RankWrites]:
     """Return the parts that all ranks have stored, on rank 0; [] elsewhere. Every rank calls this after `store_part`.
 
-    If this rank could not store its part, `part` is None and `error` the reason. Raises as `agree_on_tensors`.
+    If this rank could not store its part, `part` is None and `error` is the reason. Raises as `agree_on_tensors`.
     """
     # Commit only if every rank has stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
@@ -144,7 +145,7 @@ def _find_differing(channel: RankChannel, fingerprints: Mapping[str, int]) -> fr
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
-    return int(digest_of(bytes_of(tensor).data), 16) >> (256 - _DIGEST_BITS)
+    return int(digest_of(bytes_of(tensor).data), 16) >> (256 - _FINGERPRINT_BITS)
 
 
 def store_part(

@@ -26,9 +26,9 @@ class FlatState:
 
     Attributes:
         skeleton: skeleton of the state that all ranks share, see `state_tree`.
-        tensors: its tensors by name.
+        tensors: tensors of that state, by name.
         rank_skeleton: skeleton of the state of this rank alone; None: no such state.
-        rank_tensors: its tensors, by names that no other rank uses.
+        rank_tensors: tensors of this rank's state by name; the names are unique to this rank.
     """
 
     skeleton: Mapping[str, Any]
@@ -62,7 +62,8 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
             f"the state has the reserved key {RANK_STATE!r}: pass the state of each rank as rank_state="
         )
     skeleton, tensors = flatten(state)
-    # The states of the ranks are added to the skeleton under a string key; the form `$dict` has no such keys.
+    # `join_parts` adds the states of the ranks to the skeleton under a string key. A dict with other keys is encoded
+    # as `$dict`, which cannot have string keys.
     if rank_state is not None and "$dict" in skeleton:
         raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
     rank_skeleton: Any = None

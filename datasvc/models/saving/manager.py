@@ -60,8 +60,8 @@ class CheckpointManager:
         codec: "none", "planes" or "delta", see `store_tensors`.
         every: interval between saves, for `should_save`: a number of steps, or a duration such as "10min". None: as
             often as `max_stall` allows; if that is None too, no save is due.
-        max_stall: largest share of the training time that saves may take, "3%" or 0.03; saves are spaced out to keep
-            it. None: no limit.
+        max_stall: largest share of the training time that saves may take, "3%" or 0.03; saves are spaced out so that
+            they take no more. None: no limit.
         overlap: behaviour of a save while earlier saves are running: "queue" waits once two are running, "refuse"
             raises BusyError.
         failures: what `save` does with the error of an earlier save that was not reported yet: "raise" raises it,
@@ -135,7 +135,7 @@ class CheckpointManager:
         self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
         self._copying: deque[SaveHandle] = deque()  # saves whose device copies are not counted in the cost yet
-        self._next_check = 0
+        self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
 
     def __enter__(self) -> Self:
@@ -182,7 +182,7 @@ class CheckpointManager:
         decision = self._scheduler.decide(step, is_saving=is_saving)
         received = None if self._preemption is None else self._preemption.received
         answers: list[Any] = [[step, decision.is_due, decision.next_step, received]]
-        # Without a clock and without signals all ranks make the same decision from the step number: no message then.
+        # Without a clock and signals, each rank makes the same decision from the step number and needs no message.
         if self._policy.needs_clock or self._preemption is not None:
             answers = self._main_channel.exchange(answers[0])
         steps = [answer[0] for answer in answers]
@@ -259,7 +259,7 @@ class CheckpointManager:
             if wait:
                 handle.result()
         finally:
-            # Measure the call itself: it may have waited for a save, or run the save in this thread.
+            # Measure the whole call: it may have waited for a save, or run the save in the calling thread.
             if self._copying and self._copying[-1].done():
                 # The stall that is recorded below includes these copies: do not count them twice.
                 self._copying.clear()
@@ -275,7 +275,7 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint:
-        """Return a checkpoint with every byte verified, the same on every rank. It is the parent of the next save.
+        """Return a checkpoint with every byte verified, the same on every rank; the next save has it as its parent.
 
         Waits for running saves first, so that their parent is the version from before the restore. `ref` is a
         version or tag of any model; None: the newest version of this model. For the other arguments and the errors
@@ -348,7 +348,7 @@ class CheckpointManager:
         if self._preemption is not None:
             self._preemption.close()
             received, self._preemption = self._preemption.received, None
-            # No `should_save` has reported this signal, so the run has not acted on it.
+            # `should_save` has not reported this signal, so the run has not acted on it.
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
 
@@ -360,7 +360,7 @@ class CheckpointManager:
             return
         # Send a digest, because a signature is long: signatures are sent in full only if their digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
-        # A rank with an error exchanges too: the others would wait for it.
+        # A rank with an error exchanges too, because the others would otherwise wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
         raise_on_all_ranks([answer[0] for answer in answers], error)

@@ -11,7 +11,7 @@ from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10
-"""Several smaller chunks are packed into one object; rank 0 stores all of them, so that there are few packs."""
+"""Smaller chunks are packed, several into one object. Rank 0 stores all of them, so that there are few packs."""
 
 
 def partition_writes(

@@ -1,8 +1,8 @@
 """Preemption: after SIGTERM from a scheduler, or Ctrl-C, a run saves once more and ends within a grace period.
 
 The handler only records the signal. The run polls it (`CheckpointManager.should_save`), saves and leaves its loop. If
-that takes longer than the grace period, the process exits with the signal's status, even if the run is blocked. An
-uncommitted save leaves nothing visible.
+that takes longer than the grace period, the process exits with the signal's status, even if the run is blocked. A
+save that is not committed by then leaves nothing visible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 from datasvc.errors import ConfigError
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-# A terminal and a launcher may both deliver the same Ctrl-C.
+# A terminal and a launcher may both deliver the same Ctrl-C, so a second one within this time does not count.
 _SAME_CTRL_C_S: Final = 2.0
 
 _open: list[Preemption] = []
@@ -32,7 +32,7 @@ class Preemption:
     instances all record a signal. A forked child gets the previous handlers back.
 
     Args:
-        grace_s: seconds after the first signal after which the process is ended if it still runs.
+        grace_s: seconds from the first signal until the process is ended, if it still runs then.
 
     Attributes:
         received: number of the first signal received; None: none so far.
@@ -50,7 +50,7 @@ class Preemption:
         self._grace_s = grace_s
         self._received_s = 0.0
         self._pid, self._is_closed = os.getpid(), False
-        # The thread starts now: a handler must not start one, as it may have interrupted the start of another.
+        # Start the thread now: a signal handler must not start one, because it may interrupt the start of another.
         self._is_signalled, self._is_released = threading.Event(), threading.Event()
         threading.Thread(target=self._enforce_grace, name="datasvc-grace", daemon=True).start()
         _open.append(self)

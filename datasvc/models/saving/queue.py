@@ -65,7 +65,7 @@ class SaveQueue:
             )
 
     def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:
-        """Return number and error of the first unreported failure, and mark it as reported; None without one."""
+        """Return number and error of the first unreported failure, and mark it as reported; else None."""
         while self._failed:
             handle = self._failed.popleft()
             error = handle.take_unreported_error()
@@ -147,7 +147,7 @@ class SaveQueue:
             except BaseException as error:  # noqa: BLE001 - raised by `result`, `wait` or the next save
                 failure = error
             handle = task.handle
-            # The state takes much memory: no reference to it is left after `popleft` below.
+            # The state takes much memory. Drop this reference, so that `popleft` below drops the last one.
             del task
             with self._changed:
                 handle.settle(version, failure)

@@ -69,7 +69,8 @@ class GroupChannel(RankChannel):
 
     def exchange(self, message: Any) -> list[Any]:
         """See `RankChannel`."""
-        # Short messages, the usual case, are sent with their lengths in one collective. Longer ones need a second.
+        # A slot holds the length and the beginning of a message. Usually all messages fit, else a second collective
+        # sends them in full.
         raw = json.dumps(message).encode()
         slots = self._all_gather(
             len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
@@ -154,12 +155,12 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return RankChannel(), RankChannel()
     # With local synchronization, ranks outside of the group need not take part.
-    members: dict[str, Any] = (
+    group_settings: dict[str, Any] = (
         {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True} if group else {}
     )
     timeout = dt.timedelta(seconds=timeout_s)
     try:
-        main, background = (dist.new_group(backend="gloo", timeout=timeout, **members) for _ in range(2))
+        main, background = (dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(2))
     except RuntimeError as error:
         raise UnavailableError(f"the ranks could not connect for saving: {error}") from error
     return GroupChannel(main, timeout_s), GroupChannel(background, timeout_s)
@@ -177,7 +178,7 @@ def raise_on_all_ranks(
 
     Args:
         errors_by_rank: result of `describe_error` of each rank, the same on all ranks.
-        own_error: error of this rank.
+        own_error: error of this rank, the cause of the raised one.
 
     Raises:
         DatasvcError: a rank failed. The type is that of the rank's error, if that is a subclass of DatasvcError.
@@ -188,7 +189,7 @@ def raise_on_all_ranks(
     rank, error = failed[0]
     if len(errors_by_rank) == 1 and isinstance(own_error, DatasvcError):
         raise own_error
-    # Look up our own error classes only: a message must not choose any other class to be created.
+    # Look up our own error classes only: a message from another rank must not make this rank create any other class.
     kind = getattr(errors, error["type"], None)
     is_ours = isinstance(kind, type) and issubclass(kind, DatasvcError)
     message = error["message"] if is_ours else f"{error['type']}: {error['message']}"

@@ -67,7 +67,7 @@ def save(
     merged = [exact_version(repository, ref) for ref in merged]
     metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
-    # A state that is too large raises its error here, before tensors are stored, and not at the commit.
+    # The result is not used: a state that is too large must raise before tensors are stored, not at the commit.
     encode_state(skeleton)
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, progress=progress)

@@ -131,8 +131,8 @@ class SaveScheduler:
 
     Attributes:
         cost: training time that saving has taken so far.
-        overhead_s: cost of saving, in seconds, for which too little training time has passed so far: each second of
-            training reduces it by `max_stall` seconds. With `max_stall`, no save is due before it is 0.
+        overhead_s: cost of saving, in seconds, that training time has not offset yet: each second of training offsets
+            `max_stall` seconds of cost. With `max_stall`, no save is due before `overhead_s` is 0.
     """
 
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
@@ -143,10 +143,10 @@ class SaveScheduler:
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._was_saving = False
-        self._num_since_save = 0
+        self._num_undisturbed = 0
         self._slowed_s = self._copied_s = 0.0
         self.overhead_s = 0.0
-        self._paid_share = 1.0 if policy.max_stall is None else policy.max_stall
+        self._offset_share = 1.0 if policy.max_stall is None else policy.max_stall
         self.cost = SaveCost()
 
     def end_step(self, *, is_saving: bool) -> None:
@@ -159,20 +159,20 @@ class SaveScheduler:
         is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
         if not is_disturbed:
             self._undisturbed.append(step_s)
-            self._num_since_save += 1
+            self._num_undisturbed += 1
         elif self._undisturbed:
             usual_s = statistics.median(self._undisturbed)
             is_break = step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S)
             # In a break, only the known device copies count as caused by the save.
             self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
-        self.overhead_s = max(0.0, self.overhead_s - self._paid_share * step_s)
+        self.overhead_s = max(0.0, self.overhead_s - self._offset_share * step_s)
 
     def record_stall(self, stall_s: float) -> None:
         """Record that a save stopped the training for `stall_s` seconds, outside of any step."""
         self._last_end = self._last_save = self._now()
         self._add_cost(stall_s=stall_s, training_s=stall_s)
         self.overhead_s += stall_s
-        self._num_since_save, self._slowed_s, self._copied_s = 0, 0.0, 0.0
+        self._num_undisturbed, self._slowed_s, self._copied_s = 0, 0.0, 0.0
         # Count the next step as disturbed: the write may start and end within it.
         self._was_saving = True
 
@@ -195,8 +195,8 @@ class SaveScheduler:
     @property
     def _disturbed_s(self) -> float:
         """Seconds by which the last save has slowed the steps since its stall."""
-        # A negative sum means that steps were faster, by chance or for another reason: it must not offset the stall.
-        # Device copies make steps slower, so they are in `_slowed_s` unless that step was a break: the larger counts.
+        # A negative sum means that steps were faster, by chance or for another reason. It must not reduce the stall.
+        # Device copies make steps slower, so `_slowed_s` has them too, except in a break. The larger value counts.
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
@@ -216,7 +216,7 @@ class SaveScheduler:
 
     def _is_due(self, last_check: int, step: int, *, is_saving: bool) -> bool:
         policy = self._policy
-        # No save before enough training time has passed since the last one, nor while one is running.
+        # No save is due before training time has offset the cost of the last one, nor while one is running.
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
@@ -225,7 +225,7 @@ class SaveScheduler:
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
         # With `max_stall` alone: wait until enough undisturbed steps give a current step time.
-        return policy.max_stall is not None and self._num_since_save >= _MIN_MEASURED_STEPS
+        return policy.max_stall is not None and self._num_undisturbed >= _MIN_MEASURED_STEPS
 
     def _steps_to_next_check(self, last_check: int, step: int) -> int:
         longest_s = max(self._latest, default=0.0)

@@ -24,7 +24,7 @@ class SaveHandle:
         number: position among the saves of its queue, from 0; -1 before submission.
         stall_s: seconds for which the call stopped the training until the save was queued; a wait for the commit does
             not count. Once `done`, `device_s` is included.
-        device_s: seconds for which a device copied the state; None: not known yet, or the save failed earlier.
+        device_s: seconds for which a device copied the state; None: the copies have not ended, or they failed.
     """
 
     def __init__(self, step: int) -> None:
@@ -109,8 +109,8 @@ class SaveTask:
         handle: receives the version or the error, and the timings.
         metadata: metadata of the version.
         state: state to save; its tensors are the originals, which the training changes.
-        copies: copies of the tensors in `buffer`, or the error that prevented them. Such a save is queued too: the
-            other ranks have queued it, and it then fails on all of them.
+        copies: copies of the tensors in `buffer`, or the error that prevented them. A save with an error is queued
+            too, because the other ranks have queued it; it then fails on all ranks.
         buffer: buffer of this save.
         next_buffer: buffer of the save after this one.
         began_s: time of the call, by `time.perf_counter`.

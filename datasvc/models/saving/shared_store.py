@@ -1,7 +1,7 @@
 """Checks that all ranks store to one place, because `./repo`, for example, may be another folder on each node.
 
 One rank writes a marker, a small file with a random name and random content, and other ranks read it. The name is
-new, so no cache of a file system or driver can answer for it. The marker is removed at once; a marker that a killed
+new, so no cache of a file system or driver can have the file. The marker is removed at once; a marker that a killed
 process leaves is a temporary file, which `gc` removes.
 """
 
@@ -77,7 +77,7 @@ def check_same_store(channel: RankChannel, storage: Storage) -> None:
 
 
 def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
-    """Check and remove the markers that the other ranks have written; for saves where a coordinator collects them.
+    """Check and remove the markers of the other ranks, for a save whose coordinator has collected all markers.
 
     Args:
         storage: storage of this rank, the coordinator.

@@ -36,7 +36,7 @@ class HostCopies:
 
     tensors: Mapping[str, torch.Tensor]
     nbytes: int
-    _events: tuple[tuple[torch.device, Any, Any], ...]
+    _events: tuple[tuple[torch.device, Any, Any], ...]  # device, and the events before and after its copies
 
     def wait(self) -> float:
         """Wait for the device copies; return the seconds for which the busiest device was copying."""
@@ -52,7 +52,7 @@ class HostCopies:
 
 
 class HostBuffer:
-    """Host memory for one state at a time; grows to the largest state. Safe for threads."""
+    """Host memory for one state at a time; it grows to the size of the largest state. Safe for threads."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class HostBuffer:
             self._memory, self._is_pinned, self._pinned_for = None, False, None
 
     def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
-        # Also replace memory that is large enough if now, for the first time, a tensor is on a device: pin it then.
+        # Memory is pinned only at its allocation. So the first tensor on a CUDA device needs new memory in any case.
         if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
         self.release()
@@ -172,7 +172,8 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
-    # Wiped in a forked child, such as a worker of a loader. Otherwise the next save would copy each shared page.
+    # Wipe the memory in forked children, such as workers of a loader: otherwise they share its pages, and the kernel
+    # copies each page that the next save writes.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)

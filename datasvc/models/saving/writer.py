@@ -64,7 +64,7 @@ class VersionWriter:
         channel, state, part, version = self._channel, task.state, None, None
         # Set again after success only, so that every kind of failure leaves it False.
         trusts_base, self._trusts_base = self._trusts_base, False
-        # An error on this rank is sent to the others before it is raised: they would wait for this rank.
+        # An error on this rank is sent to the others before it is raised: otherwise they would wait for this rank.
         error: Exception | None = None
         try:
             state = _finish_copies(task)
@@ -72,7 +72,7 @@ class VersionWriter:
             error = failure
         rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
-            # After a failure store in full: if the base lacks objects, every save that builds on it would fail too.
+            # After a failure, store in full: if the base lacks objects, every difference to it would fail too.
             base = self._base(task.metadata) if self._codec == "delta" and trusts_base else ()
             part = store_part(
                 channel,
@@ -102,7 +102,7 @@ class VersionWriter:
         self._base_tensors = {}
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
-        # Determined in the save thread: when `save` was called, an earlier save may not have been committed yet.
+        # The save thread determines this: when `save` was called, an earlier save may not have been committed yet.
         return metadata.parent or (None if self.newest is None else str(self.newest))
 
     def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:

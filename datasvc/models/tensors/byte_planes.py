@@ -1,8 +1,8 @@
 """Splits words, or their differences to other words, into planes of bytes, and joins them again; for `codec`.
 
 Plane 0 has the lowest byte of every word, plane 1 the next one. All steps run on blocks that fit into the processor's
-caches. Arithmetic and casts of whole words use vector instructions, while copies of single bytes with a stride do
-not. For words of up to four bytes, arithmetic is therefore faster.
+caches. Words of up to four bytes are split and joined by arithmetic on whole words, because that uses vector
+instructions; copies of single bytes with a stride do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGNED: Final = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 128 << 10
 """Words per block: few enough for the caches, many enough that threads rarely compete for the interpreter lock."""
-_WIDEST_MULTIPLIED: Final = 4  # wider words are copied byte by byte
+_WIDEST_BY_ARITHMETIC: Final = 4  # wider words are copied byte by byte
 
 
 def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -> Bytes:
@@ -35,7 +35,7 @@ def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -
         base: earlier content of the same size.
 
     Returns:
-        `uint8[word, words]`, lowest bytes first.
+        `uint8[word, number of words]`, lowest bytes first.
     """
     words = content.view(_UNSIGNED[word])
     planes = np.empty((word, words.size), np.uint8)
@@ -45,7 +45,7 @@ def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -
         if encoding != "planes":
             assert base is not None, encoding
             block = _subtract(block, base.view(_UNSIGNED[word])[span], encoding)
-        if word > _WIDEST_MULTIPLIED:
+        if word > _WIDEST_BY_ARITHMETIC:
             planes[:, span] = block.view(np.uint8).reshape(-1, word).T
             continue
         for number, plane in enumerate(planes):
@@ -68,7 +68,7 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
     memory = {
         size: (np.empty(longest, _UNSIGNED[size]), np.empty(longest, _UNSIGNED[size // 2]))
         for size in (2, 4)
-        if size <= word <= _WIDEST_MULTIPLIED
+        if size <= word <= _WIDEST_BY_ARITHMETIC
     }
     differences, signs = np.empty((2, longest if encoding != "planes" else 0), words.dtype)
     for start in range(0, words.size, _BLOCK_WORDS):
@@ -91,7 +91,7 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
     word = len(planes)
     if word == 1:
         out[:] = planes[0]
-    elif word > _WIDEST_MULTIPLIED:
+    elif word > _WIDEST_BY_ARITHMETIC:
         single: Bytes = out.view(np.uint8).reshape(-1, word)
         for number, plane in enumerate(planes):
             single[:, number] = plane

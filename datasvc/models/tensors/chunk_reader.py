@@ -1,4 +1,4 @@
-"""Reads chunks: fetches and decodes the links of their chains, and verifies the result against the chunk's digest.
+"""Reads chunks: fetches and decodes the links of each chunk's chain, and verifies the result against its digest.
 
 Adjacent links of one object are read in one request. Objects are not verified at first, because the digest of the
 chunk covers the decoded bytes. If it does not match, the links are read again, from copies whose whole objects match
@@ -57,7 +57,7 @@ class NearSource(ChunkSource, Protocol):
 
     @property
     def is_near(self) -> bool:
-        """Whether objects are local: they are then read into reused memory, by few threads."""
+        """Whether objects are on this machine: a few threads then read them into reused memory."""
 
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
         """Fill `out` with bytes of an object from `offset`. Raises as `read_range`."""
@@ -106,7 +106,7 @@ class ChunkReader:
         except NotFoundError as error:
             raise NotFoundError(f"tensor {name!r} is missing: {error}") from error
         except CorruptDataError:
-            # Handled below, like a digest that does not match.
+            # The other copies are tried below, as they are for bytes that do not match the digest.
             pass
         else:
             if digest_of(out.data) == chunk.digest:
@@ -191,7 +191,7 @@ class ChunkReader:
 
 
 def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return the range to read for each link that is part of an object, by object, offset and length of the link."""
+    """Return the range to read for each link that is only part of its object; keys: object, offset, length."""
     num_links: dict[tuple[Digest, int, int], int] = {}
     for chunk in chunks:
         for link in chunk.chain:

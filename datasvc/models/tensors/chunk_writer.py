@@ -41,7 +41,7 @@ MAX_CHAIN_LENGTH: Final = 8
 _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
 # A difference makes the chain longer for every reader: it must save at least this share of the chunk.
-_SAVED_BY_DIFFERENCE: Final = 0.1
+_MIN_SAVED_BY_DIFFERENCE: Final = 0.1
 _PACK_BYTES: Final = 8 << 20
 _POINTERS_AT_ONCE: Final = 8
 
@@ -104,9 +104,10 @@ class ChunkWriter:
         self._decoders, self._progress = Decoders(), progress
         self._lock = threading.Lock()
         self._seen: set[Digest] = set()  # chunks that a thread stores or has stored
-        self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
+        self._chains: dict[Digest, tuple[ChainLink, ...]] = {}  # by chunk
         self._indexed: set[Digest] = set()  # chunks that get a pointer
         self._stored: set[Digest] = set()  # objects of this save
+        # Chunks that `finish` packs: for each the result of `_encode`.
         self._small: dict[Digest, tuple[tuple[ChainLink, ...], str, bytes]] = {}
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
@@ -146,7 +147,7 @@ class ChunkWriter:
         for pack in packs:
             self._write_pack(pack)
         self._batch.finish()
-        # After the batch: the index must never name an object that is not stored.
+        # Write pointers after the batch: the index must never name an object that is not stored.
         indexed = [(digest, chain) for digest, chain in self._chains.items() if digest in self._indexed]
         run_in_threads(lambda digest, chain: write_pointer(self._objects, digest, chain), indexed, _POINTERS_AT_ONCE)
         return self._chains
@@ -154,7 +155,7 @@ class ChunkWriter:
     def _find(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
         """Return the chain of an equal chunk that the base or any model has stored, None if it is not stored."""
         chain = self._base_chains.get(digest)
-        if chain is not None and self._is_present(chain):
+        if chain is not None and self._is_reusable(chain):
             return chain
         # Smaller chunks are packed: they have neither an object of their own nor a pointer.
         if size < OWN_OBJECT_BYTES:
@@ -167,7 +168,7 @@ class ChunkWriter:
     def _encode(
         self, block: TensorBlock, dtype: str, content: Bytes
     ) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
-        """Return the smallest encoding of a block: the links that it continues, the encoding's name, the bytes."""
+        """Return the smallest encoding of a block: the chain to which it is a difference, its name, and its bytes."""
         if self._codec == "none":
             return (), "raw", content.data
         word = planes.word_bytes(dtype)
@@ -178,7 +179,7 @@ class ChunkWriter:
             encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
             # A difference must be smaller than the planes by a margin, and must keep the chain cheap to restore.
             max_share = min(
-                min(trials["planes"].share, 1) - _SAVED_BY_DIFFERENCE,
+                min(trials["planes"].share, 1) - _MIN_SAVED_BY_DIFFERENCE,
                 _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST,
             )
             if trials[encoding].share <= max_share:
@@ -202,7 +203,7 @@ class ChunkWriter:
             # Too costly for a reader, however small the difference is.
             return None
         base_block = self._base_tensors.get(key)
-        if base_block is not None and self._is_present(chunk.chain):
+        if base_block is not None and self._is_reusable(chunk.chain):
             # Copy before hashing: during a background save the training may overwrite the buffer.
             content = bytes_of(base_block.tensor).copy()
             if digest_of(content.data) == chunk.digest:
@@ -214,8 +215,8 @@ class ChunkWriter:
             return None
         return chunk, bytes_of(base_chunk)
 
-    def _is_present(self, chain: Sequence[ChainLink]) -> bool:
-        """Return whether the objects of a chain of the base may be named again."""
+    def _is_reusable(self, chain: Sequence[ChainLink]) -> bool:
+        """Return whether this save may name the objects of a chain of the base again."""
         # A local base is checked, so that lost objects are stored again. A remote base is not: its version must exist
         # when the save begins, and `gc` keeps its objects for longer than a save takes.
         return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)

@@ -16,7 +16,8 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 CHUNK_BYTES: Final = 8 << 20
-# A regular tiling needs few comparisons per chunk. A table that needs more in all is rejected: it may be an attack.
+# A regular tiling needs few comparisons per chunk. A table that needs more than this in all is rejected as invalid,
+# because it may be an attack.
 _MAX_COMPARISONS: Final = 50_000_000
 
 
@@ -67,7 +68,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
-    """Return a box as an index into an array that begins at `origin` of the tensor; default: the tensor itself."""
+    """Return a box as an index into an array whose first element is at `origin` of the tensor, by default at 0."""
     begin = origin or (0,) * len(box[0])
     return tuple(slice(s - o, s - o + n) for s, n, o in zip(*box, begin, strict=True))
 
@@ -83,7 +84,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     ends = np.searchsorted(starts[:, along], stops[:, along], side="left")
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
-        return True
+        return True  # not known, but the caller then rejects the boxes
     # One vectorised comparison per box: with a hundred thousand boxes a loop over pairs would take minutes.
     for box, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:

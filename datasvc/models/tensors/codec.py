@@ -1,10 +1,10 @@
 """Chunk codec: the bytes of numbers are grouped into planes by significance, and each plane is compressed by zstd.
 
 It is lossless for any bits. Trained weights have similar exponents and noise in their low bits; between two
-checkpoints even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to the
-chunk before, compress well where the interleaved bytes do not (as in LightRW, ZipNN and Delta-DNN). There are two
-kinds of difference: XOR, and the difference of the bits as integers, whose sign is folded into the lowest bit so that
-small changes of either sign have upper planes of zeros.
+checkpoints even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to an
+earlier version of it, compress well where the interleaved bytes do not (as in LightRW, ZipNN and Delta-DNN). There
+are two kinds of difference: XOR, and the difference of the bits as integers, whose sign is folded into the lowest bit
+so that small changes of either sign have upper planes of zeros.
 
 Functions take and return arrays `uint8[size]` of whole little-endian words, and release the interpreter lock.
 """
@@ -38,7 +38,7 @@ _PLANE_SAMPLE_BYTES: Final = 32 << 10
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
-# Key of the memory for stored bytes; the memory for a plane has the number of the plane.
+# Key in `ChainDecoder._memory` of the memory for stored bytes; the key for a plane is the number of the plane.
 _STORED: Final = -1
 
 _of_thread = threading.local()
@@ -123,7 +123,7 @@ class ChainDecoder:
     """Decodes chains; reuses its memory between calls. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # Only truncated frames are decoded with a window. They are damaged and may claim one of any size: limit it.
+        # Only truncated frames need a window. They are damaged, and may claim a window of any size: limit it.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}
 

@@ -7,7 +7,8 @@ second copy, and every object that it names is checked before a table names it a
 
 Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
 chain with an object older than a day is not reused. A chunk that was stored as a difference is then stored once more,
-in full, where another model has its bytes. Raw chunks and planes need no second object: they give the same one again.
+in full, where another model has its bytes. Raw chunks and planes take no more space, because storing them again gives
+the same object.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def pointer_path(digest: Digest) -> str:
 
 
 def pointed_digest(path: str) -> Digest | None:
-    """Return the digest of the chunk whose pointer is at `path`, None if `path` is not that of a pointer."""
+    """Return the digest of the chunk whose pointer has this path, None if no pointer can have this path."""
     match = _PATH.fullmatch(path)
     return Digest(match[2]) if match else None
 
@@ -45,7 +46,7 @@ def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]
 
 
 def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return the chain of a stored chunk with this digest whose objects exist, or None. Raises UnavailableError."""
+    """Return a chain that decodes to this digest, None unless all its objects exist. Raises UnavailableError."""
     path = pointer_path(digest)
     try:
         pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))

@@ -18,6 +18,7 @@ _BLOCK_WORDS: Final = 64 << 10
 
 
 def _magnitude(word: type[np.unsignedinteger[Any]], least: int) -> tuple[type[np.unsignedinteger[Any]], Any, Any]:
+    """Return an entry of `_MAGNITUDES`; `least`: the smallest magnitude that is not finite."""
     return word, word(np.iinfo(word).max >> 1), word(least)
 
 
@@ -94,7 +95,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor converted to `dtype`; the tensor itself if it has this dtype.
 
     Raises:
-        ConfigError: finite numbers would become infinite; the message has the tensor and their count.
+        ConfigError: finite numbers would become infinite; the message names the tensor and says how many.
     """
     converted = tensor.to(dtype)
     if converted is tensor or not (tensor.dtype.is_floating_point and dtype.is_floating_point):

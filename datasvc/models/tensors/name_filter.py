@@ -82,7 +82,7 @@ def parse_name_map(texts: Iterable[str]) -> dict[str, str]:
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Return whether `name` is `prefix` or is below it, by whole segments. Every name is below ""."""
+    """Return whether `name` is `prefix`, or begins with it and a dot. Every name is below ""."""
     stem = prefix.rstrip(".")
     return not stem or name == stem or name.startswith(f"{stem}.")
 

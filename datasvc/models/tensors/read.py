@@ -52,7 +52,7 @@ class ChunkRead:
         (target, box), *others = self.targets
         if others or box[1] != self.chunk.shape or dtype_name(target) != self.record.dtype:
             return None
-        # Chunks are in row-major order, in the memory of the CPU.
+        # A chunk is decoded in row-major order into CPU memory, so only such a target can receive it directly.
         is_plain = target.device.type == "cpu" and target.is_contiguous()
         return target if is_plain and not (target.is_conj() or target.is_neg()) else None
 
@@ -85,11 +85,11 @@ def load_tensors(
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
     tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
-    # Large tensors first, so that none is left for a single thread at the end. Small ones keep their order, in which
-    # they were packed into objects.
-    in_order = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
+    # Large tensors first, so that none is left for a single thread at the end. Small ones keep their order, because
+    # they were packed into objects in this order.
+    ordered = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
     reads = []
-    for record in in_order:
+    for record in ordered:
         tensor = tensors[record.name]
         for chunk in record.chunks:
             # Most tensors are a single chunk, which needs no view.

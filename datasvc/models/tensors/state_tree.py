@@ -1,7 +1,8 @@
 """Converts a state tree, nested dicts, lists and tuples with tensors as leaves, to JSON and named tensors, and back.
 
 There is no pickle: reading runs no code. What JSON cannot represent is marked: `{"$tensor": NAME}`, `{"$tuple":
-[...]}`, `{"$dict": [[KEY, VALUE], ...]}` for keys that are not strings, `{"$float": "nan"}`, `{"$bytes": HEX}`.
+[...]}`, `{"$float": "nan"}`, `{"$bytes": HEX}`, and `{"$dict": [[KEY, VALUE], ...]}` for a dict with a key that is no
+string or begins with `$`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
 
 TENSOR_TABLE_FORMAT: Final = 2
-# Limits for a table that is read. A larger encoded chunk is invalid, so that a few bytes cannot claim all memory.
+# Limits for a table that is read. The limit for encoded chunks prevents that a few bytes claim all memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
 MAX_CHAIN: Final = 64
 # Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
@@ -278,7 +278,7 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     messages = pa.py_buffer(content)[_FIRST_MESSAGE:]
     if bytes(content[:_FIRST_MESSAGE]) != _MAGIC:
         raise ValueError("the file does not begin with Arrow's magic bytes")
-    # Read the stream inside of the Arrow file, and ignore its footer: a footer could refer to bytes not checked here.
+    # Read the stream inside of the Arrow file, not its footer: the footer could refer to bytes not checked here.
     reader = pa.ipc.open_stream(messages)
     table_format = int((reader.schema.metadata or {})[_METADATA_KEY])
     if table_format not in {1, 2}:
@@ -315,7 +315,7 @@ def _row(record: TensorRecord) -> dict[str, Any]:
 
 def _records(table: pa.Table) -> Iterator[TensorRecord]:
     """Yield the records of a table of format 2."""
-    # In small batches: as Python values, rows take ten times as much memory as the table.
+    # Convert small batches: rows that are Python values take ten times as much memory as the table.
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         for row in batch.to_pylist():
             chunks = []
@@ -328,7 +328,7 @@ def _records(table: pa.Table) -> Iterator[TensorRecord]:
 
 def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
     """Yield the records of a table of format 1: every tensor in one chunk, raw."""
-    # Format 1 has no object sizes: an object ends with its last tensor.
+    # Format 1 does not store the sizes of objects: an object ends where its last tensor ends.
     rows: list[dict[str, Any]] = table.to_pylist()
     sizes: dict[bytes, int] = {}
     for row in rows:

@@ -119,8 +119,8 @@ def store_chunks(
 ) -> StoredChunks:
     """Store blocks of tensors, as one rank of a sharded save does; large blocks are split into chunks.
 
-    For arguments and errors see `store_tensors`. `base_tensors` in memory may equal those of `base`: where their
-    digests match, the chunks of `base` are not read. The caller joins the chunks of all ranks with
+    For arguments and errors see `store_tensors`. `base_tensors` are blocks in memory that may equal those of `base`:
+    where their digests match, the chunks of `base` are not read. The caller joins the chunks of all ranks with
     `tensor_table.join_chunks`, because only the caller has the shapes of whole tensors. A block without elements
     gives no chunk.
     """
@@ -148,7 +148,7 @@ def store_chunks(
 
 
 def whole_blocks(tensors: Mapping[str, torch.Tensor]) -> list[TensorBlock]:
-    """Return one block for each tensor, which has all of its elements."""
+    """Return one block for each tensor; the block has all elements of its tensor."""
     return [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
 
 

@@ -1,6 +1,6 @@
 """Describes the code of a run, for the entry of its versions: the git revision and the local changes.
 
-It runs git with time limits and bounded output. A run without git, or outside of a checkout, is described as such.
+It runs git with limits of time and output. A run without git, or outside of a checkout, has no revision.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _git(folder: str, *arguments: str, most: int = 1 << 20) -> str | None:
 def _output(folder: str, *arguments: str, most: int) -> bytes | None:
     """Return the first `most` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
-    # Let git take no lock that another git process may need, ask no question, and write English.
+    # git then takes no lock that another git process may need, asks no question, and writes English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         with subprocess.Popen(  # noqa: S603
@@ -190,9 +190,9 @@ def _output(folder: str, *arguments: str, most: int) -> bytes | None:
             stderr=subprocess.DEVNULL,
             env=environment,
         ) as git:
-            watch = threading.Timer(_TIMEOUT_S, git.kill)
-            watch.daemon = True
-            watch.start()
+            killer = threading.Timer(_TIMEOUT_S, git.kill)
+            killer.daemon = True
+            killer.start()
             try:
                 assert git.stdout is not None
                 output = git.stdout.read(most)
@@ -202,6 +202,6 @@ def _output(folder: str, *arguments: str, most: int) -> bytes | None:
                     return output
                 return output if git.wait() == 0 else None
             finally:
-                watch.cancel()
+                killer.cancel()
     except OSError:
         return None

@@ -22,7 +22,7 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.objects.presence import check_present
 
 # Listing the versions reads all their entries, so the size of an entry must not grow with the model.
-_MAX_NONFINITE: Final = 100
+_MAX_LISTED_NONFINITE: Final = 100
 
 
 def commit(
@@ -108,14 +108,14 @@ def exact_version(repository: Repository, ref: str) -> str:
 def base_records(repository: Repository, name: str, parent: str | None = None) -> tuple[TensorRecord, ...]:
     """Return the records of the version to whose tensors the next version of `name` stores differences.
 
-    That is `parent`, else the newest version of the model. () if there is none or it is damaged: the next version is
-    then stored in full. Raises UnavailableError.
+    That version is `parent`, else the newest version of the model. If there is none or it is damaged, returns (), and
+    the next version is stored in full. Raises UnavailableError.
     """
     for ref in (parent, name):
         if ref is None:
             continue
         try:
-            # Do not `resolve` a name: for a new model that lists all models, for the message of its error.
+            # Do not `resolve` a name: for a new model, `resolve` lists all models, for the message of its error.
             version = repository.newest("models", ref) if ref == name else repository.resolve("models", ref)
             if version is not None:
                 entry = repository.entry(version).content
@@ -126,9 +126,9 @@ def base_records(repository: Repository, name: str, parent: str | None = None) -
 
 
 def _largest_counts(num_nonfinite: Mapping[str, int]) -> dict[str, int]:
-    """Return the largest counts, at most `_MAX_NONFINITE`, in descending order."""
+    """Return the `_MAX_LISTED_NONFINITE` largest counts, in descending order."""
     ranked = sorted(num_nonfinite.items(), key=lambda counted: (-counted[1], counted[0]))
-    return dict(ranked[:_MAX_NONFINITE])
+    return dict(ranked[:_MAX_LISTED_NONFINITE])
 
 
 def _json_number(value: float) -> float | str:

@@ -2,7 +2,7 @@
 
 The state of a loader has only the current position, which does not show what was consumed: a run that starts from the
 weights of another run may read the same data again. A data use therefore has spans: all positions that the run
-consumed since its weights were equal to its parent version. Spans start at the parent and not at the previous save,
+consumed since it started from the parent version's weights. Spans start at the parent and not at the previous save,
 so a save that fails, or is not committed before the next one is made, leaves no gap.
 """
 
@@ -67,7 +67,7 @@ class DataUse:
         state: state of the loader: order, epoch and position. Everything before the position was consumed.
         purpose: "training", or "evaluation" for data that the weights were not trained on.
         run: random identifier of the run that made this; None: unknown.
-        spans: what the run consumed since its weights were equal to the parent version, in order; () if this was not
+        spans: what the run consumed since it started from the parent version's weights, in order; () if this was not
             recorded.
     """
 
@@ -95,7 +95,7 @@ class DataUse:
 
     @classmethod
     def from_dict(cls, use: Mapping[str, Any]) -> DataUse:
-        """Return the use of a `to_dict` result, also of an earlier release. Raises CorruptDataError: another form."""
+        """Return the use of a `to_dict` result of any release. Raises CorruptDataError: `use` has another form."""
         try:
             spans = tuple(map(ReadSpan.from_dict, use.get("spans", ())))
             state = dict(use["state"])
@@ -136,14 +136,15 @@ class ConsumptionTracker:
 
     Make it when the loader is at the position where the run starts: after `load_state_dict` in a resumed run. Only
     the rank that saves needs one. If a process takes its weights from another process and not from a version, load
-    that process's `state_dict` too. Otherwise the tracker lacks what these weights consumed since their version.
+    the `state_dict` of that process's tracker too. Otherwise the data that was consumed between the parent version
+    and the hand-over is not recorded.
 
     Args:
         loader: loader of the training data; one batch of it, over all ranks, is one optimizer step.
         step: number of optimizer steps of the current weights.
 
     Raises:
-        ConfigError: `loader` does not report its position, as the loaders of datasvc do.
+        ConfigError: `loader` does not report its position; the loaders of datasvc do.
     """
 
     def __init__(self, loader: ReadLoader, *, step: int = 0) -> None:
@@ -170,7 +171,7 @@ class ConsumptionTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue what another process consumed, for a process that has taken over its weights.
 
-        The next version must have the parent that the other process's next version would have had.
+        Save the next version with the same parent as the other process would.
 
         Args:
             state: `state_dict` of the other process, from the same moment as the weights and the loader's state.

@@ -13,7 +13,7 @@ _BATCH: Final = 32
 
 
 class EntryReader:
-    """Reads the entries of models in a repository; each is kept as it was at its first read."""
+    """Reads the entries of models in a repository, and keeps each entry as it was at its first read."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
@@ -23,7 +23,7 @@ class EntryReader:
     def numbers(self, model: str) -> Collection[int]:
         """Return the numbers of all versions, ascending. Raises UnavailableError."""
         if model not in self._numbers:
-            # A dict, because callers test whether it contains many numbers.
+            # A dict keeps the order, and callers often test whether it contains a number.
             self._numbers[model] = dict.fromkeys(self._repository.versions("models", model).numbers())
         return self._numbers[model].keys()
 

@@ -1,4 +1,4 @@
-"""Lists the objects that the entry of a model version names: restore, verify, transfer and `gc` need them."""
+"""Lists the objects that the entry of a model version names, for restore, verify, transfer and `gc`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
-# Limits for objects that are read. The first allows as many chunks as a tensor table has.
+# Limits for objects that are read. The first allows as many chunks as a tensor table may have.
 MAX_SHARDING_BYTES: Final = 512 << 20
 MAX_CODE_BYTES: Final = 64 << 20
 

@@ -1,6 +1,6 @@
 """Describes the environment of a run, for the entry of its versions: interpreter, packages, CUDA and GPUs.
 
-Describing it does not use a GPU that the program does not use. The host name is left out unless it is requested.
+This does not start CUDA on a GPU that the program does not use. The host name is left out unless it is requested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Metadata of a model version: all arguments of a save except its state, validated before anything is stored."""
+"""Metadata of a model version: the arguments of a save that describe its state, checked before anything is stored."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class VersionMetadata:
 def check_step(step: Any) -> int:
     """Return `step` as an int. Raises ConfigError: it is not an integer from 0 to 2**63 - 1."""
     try:
-        # `operator.index` also accepts booleans, which are not a number of steps.
+        # `operator.index` also accepts a boolean, which is not a number of steps.
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
         number = -1

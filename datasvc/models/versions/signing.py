@@ -29,7 +29,7 @@ _PURPOSE = b"datasvc model version 1"
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature that was verified or just made; `key_id` is `PublicKey.id`, `location` that of the file."""
+    """A signature that was verified or just made; `key_id` is `PublicKey.id`; `location` is where its file is."""
 
     version: str
     key_id: str
@@ -79,7 +79,7 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
 
 
 def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: Sequence[PublicKey]) -> Signature:
-    """Return a valid signature of `entry`, the entry of `version`, by one of `keys`.
+    """Return a valid signature by one of `keys` of `entry`, which is the entry of `version`.
 
     Raises:
         CorruptDataError: no key has a valid signature; the message has the reason for each key.

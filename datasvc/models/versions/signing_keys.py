@@ -1,6 +1,6 @@
 """Ed25519 keys in PEM files, for signatures of model versions; `openssl genpkey -algorithm ed25519` writes them too.
 
-This needs the package `cryptography`, an optional dependency, which is therefore imported only where a key is used.
+This needs the package `cryptography`, which is imported only where a key is used, because it is optional.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def load_private_key(path: Path) -> PrivateKey:
 
     try:
         with path.open("rb") as file:
-            # Read the mode of the open file, not of the path: another file may be moved to the path now.
+            # Read the mode of the open file, not of the path: another file may have been moved to the path.
             mode = os.fstat(file.fileno()).st_mode
             key = load_pem_private_key(file.read(_MAX_BYTES), password=None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -140,7 +140,7 @@ def load_public_keys(paths: Iterable[Path]) -> tuple[PublicKey, ...]:
 
 
 def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, ...]:
-    """Return the keys of which one must have signed a version; () if none is configured.
+    """Return the trusted keys: one of them must have signed a version. () if none is configured.
 
     Args:
         paths: files of public keys; None: the files that `DATASVC_TRUSTED_KEYS` names, separated as in PATH.
@@ -171,7 +171,7 @@ def _load_public(path: Path) -> list[PublicKey]:
     except (OSError, ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError(f"cannot read public keys from {path}: {error}") from error
     keys = [_public_key(key, path) for key in loaded if isinstance(key, Ed25519PublicKey)]
-    # Do not skip other keys: versions that their owners have signed would be refused without a visible reason.
+    # Do not skip keys of other types: versions that they have signed would be refused without a visible reason.
     if not keys or len(keys) < len(loaded):
         raise ConfigError(f"{path} must contain Ed25519 public keys in PEM form and no other keys")
     return keys
