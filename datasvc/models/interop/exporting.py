@@ -144,7 +144,7 @@ def export_model(
     }
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
     skeleton = None
-    # The stored state tree fits only all tensors with their names; a selection becomes a flat dict.
+    # The stored state tree needs all tensors under their stored names. Selected or renamed ones become a flat dict.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     progress.begin(sum(record.nbytes for record in chosen.values()))

@@ -182,7 +182,7 @@ def arrange(
     """Return the selected tensors with their new names, and the skeleton of the state tree for them."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
-    # The tree of the source fits only all tensors with their names; a selection becomes a flat dict.
+    # The tree of the source needs all tensors under their names there. Selected or renamed ones become a flat dict.
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
     parent_key = prefix if foreign.skeleton is None else ""

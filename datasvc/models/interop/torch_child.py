@@ -52,7 +52,7 @@ _SCRIPT_MESSAGE: Final = "{} is a TorchScript program; save its tensors: torch.s
 
 
 class _PickleServer:
-    """Answers the requests of the parent. Keeps the tensors that were read last: their blocks are requested next."""
+    """Answers the requests of the parent. Keeps the tensors that were read last, to send their blocks next."""
 
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes

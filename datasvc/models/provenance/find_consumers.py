@@ -42,7 +42,7 @@ def find_consumers(
         repository: repository of the versions and of the data sets that they read.
         refs: `NAME` for all versions of a model, `NAME@VERSION` or `NAME@TAG` for one; () for all models.
         keys: keys of the samples. Give either this or `deleted_in`.
-        deleted_in: a data-set version. The samples that it deleted are searched, in every data set that uses a shard
+        deleted_in: a data-set version. Search for the samples that it deleted, in every data set that uses a shard
             which contained them.
         data: match the keys only in this data set or version. With `deleted_in`, match them in this data set as well,
             even if no shard is in common.
@@ -87,15 +87,15 @@ class _ConsumerSearch:
         self._versions_of: dict[ReadOrder, dict[str, None]] = {}
 
     def run(self) -> ConsumerReport:
-        readers = self._open_readers()
-        batches = self._find(readers)
+        by_order = self._positions_by_order()
+        batches = self._find(by_order)
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
         for name, batch in batches:
             own[name] |= _bits(batch.served.keys, len(self._keys))
         seen = self._inherit(own)
         is_present = np.zeros(len(self._keys), np.bool_)
-        for reader in readers.values():
-            is_present[reader.keys] = True
+        for positions in by_order.values():
+            is_present[positions.keys] = True
         return ConsumerReport(
             keys=self._keys,
             missing=np.flatnonzero(~is_present),
@@ -105,7 +105,7 @@ class _ConsumerSearch:
             seen=seen,
         )
 
-    def _find(self, readers: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
+    def _find(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
         """Return what each version consumed in its own training, ordered by version and training."""
         # Group by order and epoch, so that an epoch is computed once, even if many versions consumed a part of it.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
@@ -113,19 +113,19 @@ class _ConsumerSearch:
         for name, planned in self._planned.items():
             for consumed in planned.consumed:
                 order = consumed.segment.order
-                for part in self._parts(name, consumed, readers[order]) if order in readers else []:
+                for part in self._parts(name, consumed, by_order[order]) if order in by_order else []:
                     by_epoch.setdefault((order, part.epoch), []).append((number, name, consumed, part))
                     number += 1
         numbered: list[tuple[int, str, UseBatch]] = []
         for (order, epoch), parts in by_epoch.items():
-            served = readers[order].find(epoch)
+            served = by_order[order].find(epoch)
             for number, name, consumed, part in parts:
                 within = served[find_in(part, served.positions)]
                 if len(within.keys):
                     numbered.append((number, name, UseBatch(consumed, part, within)))
         return [(name, batch) for _, name, batch in sorted(numbered, key=lambda item: item[0])]
 
-    def _open_readers(self) -> dict[ReadOrder, KeyPositions]:
+    def _positions_by_order(self) -> dict[ReadOrder, KeyPositions]:
         """Return key positions for each order that may contain the samples; note a gap for unreadable orders."""
         # Equal orders may have different names for their splits, and a query applies if one of the names matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
@@ -142,7 +142,7 @@ class _ConsumerSearch:
         usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
         places = self._find_places({lookup for order in usable for split in lookups[order] for lookup in split})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
-        readers = {}
+        by_order = {}
         for order in usable:
             by_source = {
                 source: KeyPlaces.join([places[lookup] for lookup in split])
@@ -152,8 +152,8 @@ class _ConsumerSearch:
                 if place.num_lost:
                     lost = f"{order.names[source]}, of which {place.num_lost} shards are not in this repository"
                     self._add_gap(order, f"it read {lost}")
-            readers[order] = KeyPositions(order, tables, by_source)
-        return readers
+            by_order[order] = KeyPositions(order, tables, by_source)
+        return by_order
 
     def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
         # Whether a deletion concerns an order is known only from its shard tables, which are not read yet.
@@ -163,7 +163,7 @@ class _ConsumerSearch:
         )
 
     def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
-        """Return the lookups for each split of an order; note a gap for each split that cannot be judged."""
+        """Return the lookups for each split of an order; if it is unknown whether it has samples, note a gap."""
         lookups: list[list[_Lookup]] = [[] for _ in order.tables]
         for number, query in enumerate(self._queries):
             splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)
@@ -218,9 +218,9 @@ class _ConsumerSearch:
         for version in self._versions_of[order]:
             self._gaps[version].append(gap)
 
-    def _parts(self, name: str, consumed: Consumed, reader: KeyPositions) -> list[EpochPart]:
+    def _parts(self, name: str, consumed: Consumed, positions: KeyPositions) -> list[EpochPart]:
         try:
-            parts = list(parts_of(consumed.segment, reader.num_samples))
+            parts = list(parts_of(consumed.segment, positions.num_samples))
         except ConfigError as error:
             self._gaps[name].append(f"its record of reading {consumed.use.dataset} is not valid: {error}")
             return []

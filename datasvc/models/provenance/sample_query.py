@@ -69,11 +69,11 @@ class SampleQuery:
             return table in self.tables
         if self.deletion is not None and self.data is None:
             return False
-        return any(_is_of(name, self.data, self.split) for name in names)
+        return any(_is_split_of(name, self.data, self.split) for name in names)
 
     def is_of_deletion_dataset(self, names: Iterable[str]) -> bool:
         """Return whether the names of a split belong to the data set that the samples were deleted from."""
-        return self.deletion is not None and any(_is_of(name, self.deletion.name, self.split) for name in names)
+        return self.deletion is not None and any(_is_split_of(name, self.deletion.name, self.split) for name in names)
 
 
 def query_keys(
@@ -115,12 +115,12 @@ def query_deleted(
     for name, changes in splits.items():
         if split in {None, name} and len(changes.deleted):
             # Use all earlier versions and not only the parent, because in each the samples may be in other shards.
-            before = {
+            earlier_tables = {
                 by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
             }
             shards = frozenset(
                 shard.digest
-                for table in read_tables(repository.objects, before).values()
+                for table in read_tables(repository.objects, earlier_tables).values()
                 if table is not None
                 for shard in table.shards()
             )
@@ -168,6 +168,6 @@ def split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:
         raise CorruptDataError(f"the entry of {version} has no valid list of splits: {error!r}") from error
 
 
-def _is_of(name: str, data: str | None, split: str | None) -> bool:
+def _is_split_of(name: str, data: str | None, split: str | None) -> bool:
     version, _, split_name = name.rpartition("/")
     return split in {None, split_name} and data in {None, version, version.partition("@")[0]}

@@ -36,7 +36,7 @@ class ModelVersion:
 
     @property
     def tensors(self) -> Digest:
-        """Digest of the tensor table. It is equal for two versions if and only if all their tensors are equal."""
+        """Digest of the tensor table. Versions with the same table have equal tensors; the converse may not hold."""
         return parse_digest(self.entry["tensors"])
 
     @property

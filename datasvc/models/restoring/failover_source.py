@@ -81,7 +81,7 @@ class FailoverSource:
         self._mark_all_bad(digest, failed, None)
 
     def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
-        # Called after a good copy was found, because a comparison with it shows which bytes of the others are wrong.
+        # Copies are marked only after the search for a good one: a comparison with it shows their wrong bytes.
         while failed:
             number, content = failed.pop()
             error = CorruptDataError(

@@ -108,7 +108,7 @@ def plan_load(
     Args:
         expected: tensors of the model.
         found: tensors of the checkpoint, by names of the model.
-        tied: for each model name that shares memory with an earlier name: that name. A checkpoint needs only one.
+        tied: for model tensors that share memory: the first name, by each later name. A checkpoint needs only one.
         cast: whether dtypes may differ.
         are_equal: whether two tensors of the checkpoint have equal values; called for tied names.
     """

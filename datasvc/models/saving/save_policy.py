@@ -21,6 +21,7 @@ from datasvc.errors import ConfigError
 
 CHECK_EVERY_S: Final = 1.0
 """Approximate seconds between two checks of clocks and signals in a job of several ranks: a check is a collective."""
+# Undisturbed steps that give the usual step time, and how many of them a save needs with `max_stall` alone.
 _MEASURED_STEPS: Final = 64
 _MIN_MEASURED_STEPS: Final = 8
 _LATEST_STEPS: Final = 4
@@ -143,7 +144,7 @@ class SaveScheduler:
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)
         self._was_saving = False
-        self._num_undisturbed = 0
+        self._num_undisturbed = 0  # steps since the last save, without those during its write
         self._slowed_s = self._copied_s = 0.0
         self.overhead_s = 0.0
         self._offset_share = 1.0 if policy.max_stall is None else policy.max_stall
@@ -231,7 +232,7 @@ class SaveScheduler:
         longest_s = max(self._latest, default=0.0)
         if not longest_s:
             return 1
-        # A signal waits for the next check, so one slow step shortens the interval at once; fast ones only double it.
+        # A signal waits for the next check: one slow step shortens the interval at once, fast steps only double it.
         steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - last_check))
         every = self._policy.every_steps
         return steps if every is None else min(steps, every - step % every)

@@ -81,7 +81,7 @@ class HostBuffer:
         offsets, nbytes = plan_offsets(tensors)
         copies: dict[str, torch.Tensor] = {}
         by_offset: dict[int, torch.Tensor] = {}
-        began: dict[torch.device, Any] = {}
+        start_events: dict[torch.device, Any] = {}
         with self._lock, torch.no_grad():
             first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
             self._grow(nbytes, pinned_for=first_cuda)
@@ -91,9 +91,9 @@ class HostBuffer:
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     continue
                 if offset not in by_offset:
-                    by_offset[offset] = self._fill(offset, tensor.detach(), began)
+                    by_offset[offset] = self._fill(offset, tensor.detach(), start_events)
                 copies[name] = by_offset[offset]
-        events = tuple((device, event, _record_event(device)) for device, event in began.items())
+        events = tuple((device, event, _record_event(device)) for device, event in start_events.items())
         return HostCopies(copies, nbytes, events)
 
     def reserve_like(self, other: HostBuffer) -> None:
@@ -124,16 +124,16 @@ class HostBuffer:
         self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
         self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
-    def _fill(self, offset: int, tensor: torch.Tensor, began: dict[torch.device, Any]) -> torch.Tensor:
-        """Copy a tensor into the memory; add the start event of the first copy from a device to `began`."""
+    def _fill(self, offset: int, tensor: torch.Tensor, start_events: dict[torch.device, Any]) -> torch.Tensor:
+        """Copy a tensor into the memory; add the start event of the first copy from a device to `start_events`."""
         import torch
 
         assert self._memory is not None
         target = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
         copied = target.view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda:
-            if tensor.device not in began:
-                began[tensor.device] = _record_event(tensor.device)
+            if tensor.device not in start_events:
+                start_events[tensor.device] = _record_event(tensor.device)
             # The tensor may belong to another stream: its memory must not be reused there before the copy has run.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
             # Conjugate and negate on the device: `copy_` would do it on the host, before the bytes have arrived.

@@ -35,9 +35,9 @@ OWN_OBJECT_BYTES: Final = 64 << 10
 MAX_CHAIN_LENGTH: Final = 8
 """Largest number of links of a chunk; a chunk that would need more is stored in full."""
 
-# Cost of restoring a chunk, relative to its size in memory: the bytes that are read, plus for each encoded link the
-# time in which half a chunk is read. For weights the limit allows a full chunk and one difference; with more
-# differences a restore took four times as long as one of raw bytes.
+# Largest cost of restoring a chunk. The unit is the time to read its raw bytes: reading costs the share of the bytes
+# that is stored, and each encoded link costs half a unit more. For weights the limit allows a full chunk and one
+# difference; with more differences a restore took four times as long as one of raw bytes.
 _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
 # A difference makes the chain longer for every reader: it must save at least this share of the chunk.

@@ -101,10 +101,10 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if converted is tensor or not (tensor.dtype.is_floating_point and dtype.is_floating_point):
         return converted
     # Count NaN too: an eight-bit dtype without infinities has NaN for numbers that are too large.
-    num = int((_isfinite(tensor) & ~_isfinite(converted)).sum())
-    if num:
+    num_overflowed = int((_isfinite(tensor) & ~_isfinite(converted)).sum())
+    if num_overflowed:
         raise ConfigError(
-            f"{num} of {tensor.numel()} numbers of tensor {name!r} are too large for "
+            f"{num_overflowed} of {tensor.numel()} numbers of tensor {name!r} are too large for "
             f"{str(dtype).removeprefix('torch.')}; use a dtype with a larger range, such as bfloat16 or float32"
         )
     return converted

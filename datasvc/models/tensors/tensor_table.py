@@ -22,7 +22,7 @@ from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
 
 TENSOR_TABLE_FORMAT: Final = 2
-# Limits for a table that is read. The limit for encoded chunks prevents that a few bytes claim all memory.
+# Limits for a table that is read. Encoded chunks have a limit so that a few stored bytes cannot claim all memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
 MAX_CHAIN: Final = 64
 # Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each

@@ -70,7 +70,7 @@ def store_tensors(
     chunk_bytes: int = CHUNK_BYTES,
     progress: Progress = NO_PROGRESS,
 ) -> StoredState:
-    """Store every tensor. Equal chunks are stored once over all versions of all models.
+    """Store every tensor. Equal chunks of any versions of any models are stored only once.
 
     Args:
         objects: objects of the repository.

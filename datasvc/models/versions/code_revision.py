@@ -84,14 +84,14 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
     revision = _git(where, "rev-parse", "--verify", "HEAD")
     if revision is None:
         return CodeRevision(None, dirty=False)
-    status = (_git(where, "status", "--porcelain=v1", "-z", most=_MAX_NAME_BYTES) or "").split("\0")[:-1]
+    status = (_git(where, "status", "--porcelain=v1", "-z", max_bytes=_MAX_NAME_BYTES) or "").split("\0")[:-1]
     untracked = [line[3:] for line in status if line.startswith("?? ")]
     # A submodule at another commit is a local change; untracked files in a submodule are not.
     tracked_only = ("--untracked-files=no", "--ignore-submodules=untracked")
     return CodeRevision(
         revision,
         # Any output means a change, so one byte of it is enough.
-        dirty=bool(_git(where, "status", "--porcelain", *tracked_only, most=1)),
+        dirty=bool(_git(where, "status", "--porcelain", *tracked_only, max_bytes=1)),
         remote=_remote(where),
         untracked=tuple(untracked[:_MAX_NAMES]),
         num_untracked=len(untracked),
@@ -119,10 +119,10 @@ def _capture(folder: str) -> tuple[CodeRevision, bytes]:
     code = describe_code(Path(folder))
     if not code.dirty:
         return code, b""
-    patch = _output(folder, *_DIFF, "--binary", "HEAD", most=MAX_DIFF_BYTES + 1)
+    patch = _output(folder, *_DIFF, "--binary", "HEAD", max_bytes=MAX_DIFF_BYTES + 1)
     if patch is not None and len(patch) <= MAX_DIFF_BYTES:
         return replace(code, diff_kind="patch"), patch
-    stat = _output(folder, *_DIFF, "--stat=200", "HEAD", most=MAX_DIFF_BYTES) or b""
+    stat = _output(folder, *_DIFF, "--stat=200", "HEAD", max_bytes=MAX_DIFF_BYTES) or b""
     return replace(code, diff_kind="stat"), stat
 
 
@@ -163,7 +163,9 @@ def _submodules(folder: str) -> dict[str, str]:
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or not Path(top, ".gitmodules").is_file():
         return {}
-    lines = (_output(top, "submodule", "status", most=_MAX_NAME_BYTES) or b"").decode(errors="replace").splitlines()
+    lines = (
+        (_output(top, "submodule", "status", max_bytes=_MAX_NAME_BYTES) or b"").decode(errors="replace").splitlines()
+    )
     submodules = {}
     for line in lines[:_MAX_NAMES]:
         mark, (commit, _, remainder) = line[:1], line[1:].partition(" ")
@@ -172,13 +174,13 @@ def _submodules(folder: str) -> dict[str, str]:
     return submodules
 
 
-def _git(folder: str, *arguments: str, most: int = 1 << 20) -> str | None:
-    output = _output(folder, *arguments, most=most)
+def _git(folder: str, *arguments: str, max_bytes: int = 1 << 20) -> str | None:
+    output = _output(folder, *arguments, max_bytes=max_bytes)
     return None if output is None else output.decode(errors="replace").strip("\n")
 
 
-def _output(folder: str, *arguments: str, most: int) -> bytes | None:
-    """Return the first `most` bytes of git's output; None if git fails, times out or is not installed."""
+def _output(folder: str, *arguments: str, max_bytes: int) -> bytes | None:
+    """Return the first `max_bytes` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
     # git then takes no lock that another git process may need, asks no question, and writes English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
@@ -195,7 +197,7 @@ def _output(folder: str, *arguments: str, most: int) -> bytes | None:
             killer.start()
             try:
                 assert git.stdout is not None
-                output = git.stdout.read(most)
+                output = git.stdout.read(max_bytes)
                 if git.stdout.read(1):
                     # The rest is not needed, and git would wait until it is read.
                     git.kill()

@@ -50,7 +50,7 @@ class ReadSpan:
         try:
             start, stop = (_cursor(*span[name]) for name in ("start", "stop"))
             step, global_batch, tail = (span.get(name) for name in ("step", "global_batch", "tail"))
-            if start > stop or not (_is_count(step, 0) and _is_count(global_batch, 1)):
+            if start > stop or not (_is_count_or_none(step, 0) and _is_count_or_none(global_batch, 1)):
                 raise ValueError(f"from {start} to {stop}, step {step!r}, batches of {global_batch!r}")  # noqa: TRY301
             return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail))
         except (KeyError, TypeError, ValueError) as error:
@@ -235,11 +235,11 @@ def cursor_of(state: Mapping[str, Any]) -> Cursor:
 
 
 def _cursor(epoch: object, position: object) -> Cursor:
-    if not (_is_count(epoch, 0) and _is_count(position, 0)) or epoch is None or position is None:
+    if not (_is_count_or_none(epoch, 0) and _is_count_or_none(position, 0)) or epoch is None or position is None:
         raise ValueError(f"epoch {epoch!r} and position {position!r} are not integers from 0 on")
     return cast("Cursor", (epoch, position))
 
 
-def _is_count(value: object, least: int) -> bool:
+def _is_count_or_none(value: object, least: int) -> bool:
     """Return whether a value is None or an integer of at least `least`."""
     return value is None or (type(value) is int and value >= least)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from datasvc.repository import Entry, Repository
 
-# The versions of a run are each other's parents: after one entry, the next read is usually of its predecessor.
+# Entries to read at once. In a run each version is the parent of the next, so the predecessor is usually read next.
 _BATCH: Final = 32
 
 
