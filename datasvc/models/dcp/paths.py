@@ -40,14 +40,14 @@ def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
         for depth, key in enumerate(path):
             if id(part) not in children:
                 children[id(part)] = _children(part, path[:depth])
-            part = _step(children[id(part)], key, path)
+            part = _child_at(children[id(part)], key, path)
 
 
 def find(skeleton: Any, path: Path) -> Any:
     """Return the part of a state's skeleton at `path`. Raises CorruptDataError: the path does not exist."""
     part = skeleton
     for depth, key in enumerate(path):
-        part = _step(_children(part, path[:depth]), key, path)
+        part = _child_at(_children(part, path[:depth]), key, path)
     return part
 
 
@@ -73,7 +73,7 @@ def _children(part: Any, path: Path) -> Any:
         raise CorruptDataError(f"the state is damaged at {_dotted(path)}: {error!r}") from error
 
 
-def _step(children: Any, key: Any, path: Path) -> Any:
+def _child_at(children: Any, key: Any, path: Path) -> Any:
     if not isinstance(children, dict | list):
         raise CorruptDataError(f"the state has nothing at {_dotted(path)}: the path leads through a value")
     try:

@@ -142,9 +142,9 @@ def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
         entry.get("created"),
         version.step,
         str(entry.get("message") or ""),
-        _mapping(entry.get("code")),
-        _mapping(entry.get("environment")),
-        _mapping(entry.get("origin")),
+        _mapping_or_empty(entry.get("code")),
+        _mapping_or_empty(entry.get("environment")),
+        _mapping_or_empty(entry.get("origin")),
         consumed,
         evaluated,
         planned.gaps,
@@ -196,7 +196,7 @@ def _read_dataset(repository: Repository, name: str) -> DataOrigin:
         # The log does not record which version the tag or the name meant when the data was read.
         raise ConfigError("a data set without a version number is ambiguous")
     entry = repository.versions("datasets", reference.name).read(reference.version).content
-    change = _mapping(entry.get("change"))
+    change = _mapping_or_empty(entry.get("change"))
     merged = change.get("versions", ()) if change.get("kind") == "merge" else ()
     parents = [*([entry["parent"]] if entry.get("parent") else []), *merged]
     split_tables(entry, name)  # raises CorruptDataError if the splits are not valid
@@ -205,13 +205,13 @@ def _read_dataset(repository: Repository, name: str) -> DataOrigin:
         tuple(dict.fromkeys(map(str, parents))),
         entry.get("created"),
         str(entry.get("message") or ""),
-        _mapping(entry.get("source")),
+        _mapping_or_empty(entry.get("source")),
         change,
         entry["splits"],
     )
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping_or_empty(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 

@@ -142,7 +142,7 @@ def _has_own_steps(ancestry: Ancestry, version: Version) -> bool:
 
 
 def _by_run_order(uses: Sequence[DataUse]) -> dict[_RunOrder, DataUse]:
-    """Return uses by (run, order); each is also under (None, order), to find it by its order alone."""
+    """Return valid uses by (run, order), and also by (None, order), to find a use by its order alone."""
     by_run: dict[_RunOrder, DataUse] = {}
     for use in uses:
         order = _order_of(use)

@@ -164,14 +164,14 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
     """
     ours, theirs = ({record.name: record for record in table} for table in (a, b))
     common = [(ours[name], theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
-    same_type = [(x, y) for x, y in common if (x.dtype, x.shape) == (y.dtype, y.shape)]
-    changed = tuple(x.name for x, y in same_type if x.content != y.content)
+    same_spec = [(x, y) for x, y in common if (x.dtype, x.shape) == (y.dtype, y.shape)]
+    changed = tuple(x.name for x, y in same_spec if x.content != y.content)
     return TensorsDifference(
         added=tuple(record for record in b if record.name not in ours),
         removed=tuple(record for record in a if record.name not in theirs),
         retyped=tuple((x, y) for x, y in common if (x.dtype, x.shape) != (y.dtype, y.shape)),
         changed=changed,
-        num_equal=len(same_type) - len(changed),
+        num_equal=len(same_spec) - len(changed),
     )
 
 

@@ -376,7 +376,7 @@ class CheckpointManager:
         buffer, next_buffer = self._buffers
         copies: HostCopies | Exception
         try:
-            # Fewer saves than buffers are running after this, so none of them writes this buffer to the store.
+            # After this wait, fewer saves are running than there are buffers, so none of them stores this buffer.
             self._queue.wait_for_slot()
             self._buffers.rotate()
             try:

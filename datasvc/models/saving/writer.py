@@ -62,7 +62,7 @@ class VersionWriter:
             UnknownOutcomeError: rank 0 was lost during the commit.
         """
         channel, state, part, version = self._channel, task.state, None, None
-        # Set again after success only, so that every kind of failure leaves it False.
+        # `_trusts_base` becomes True again only after success, so that every kind of failure leaves it False.
         trusts_base, self._trusts_base = self._trusts_base, False
         # An error on this rank is sent to the others before it is raised: otherwise they would wait for this rank.
         error: Exception | None = None

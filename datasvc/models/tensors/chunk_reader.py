@@ -149,7 +149,7 @@ class ChunkReader:
         if span is None:
             return self._source.read_range(link.object, link.offset, link.length)
         with span.lock:
-            # The first user reads the range. The last one drops it, so that only few ranges are in memory.
+            # The first link reads the range, and the last one drops it, so that only few ranges are in memory.
             if span.content is None:
                 length = span.stop - span.offset
                 span.content = memoryview(self._source.read_range(span.object, span.offset, length))
