@@ -19,7 +19,7 @@ def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None)
     combined = table.combine_chunks()
     with pa.ipc.new_file(sink, combined.schema) as file:
         for batch in combined.to_batches():
-            # The batch gets the metadata, because Arrow stores that of a schema twice: in header and footer.
+            # The batch gets the metadata, because Arrow stores a schema's metadata twice, in header and footer.
             file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
 

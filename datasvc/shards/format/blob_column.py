@@ -48,7 +48,7 @@ class BlobColumn:
             self._nulls.append(len(offsets) - 1)
             offsets.append(offsets[-1])
             return 0
-        # Identity, not equality: only the very result of `reserve` is in place already.
+        # Identity, not equality, because only the very result of `reserve` is in place already.
         if blob is not self._reserved:
             view = np.frombuffer(blob, np.uint8)
             self.reserve(len(view))[:] = view.data
@@ -63,7 +63,7 @@ class BlobColumn:
         offsets = pa.py_buffer(np.array(self._offsets, offset_dtype(data_type)))
         content = pa.py_buffer(self._buffer[: self._offsets[-1]])
         array = pa.Array.from_buffers(data_type, count, [_validity(count, self._nulls), offsets, content])
-        # The buffer is used again for the next batch: the caller writes this one before the next `append`.
+        # The next batch overwrites the buffer, so the caller must write this batch before the next `append`.
         self._offsets, self._nulls, self._reserved = [0], [], None
         return array
 

@@ -4,8 +4,8 @@ There are two digests. Neither depends on the key, on the order of columns, on n
 measured from an image (`width`, `height`):
 
 - *sample*: over the values of all columns. Equal digests mean equal samples.
-- *payload*: over the blobs alone, so equal images with different labels have the same one. Without blobs, it is the
-  sample digest.
+- *payload*: over the blobs alone, so equal images with different labels have the same one. For a
+  sample without blobs, it is the sample digest.
 
 Both are 128-bit xxHash3, which is four times faster than the BLAKE3 of object names. It detects accidental changes
 as reliably, but an attacker can construct collisions.
@@ -113,7 +113,7 @@ def encode_value(value: Any) -> bytes | None:
     if isinstance(value, str):
         return b"s" + value.encode()
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return b"\2" + digest_blob(value)
+        return b"\2" + digest_blob(value)  # the same mark as in `_digest_parts`
     if isinstance(value, Mapping):
         return b"{" + _join({str(name): encode_value(item) for name, item in value.items()})
     if isinstance(value, Iterable):

@@ -15,11 +15,11 @@ from xxhash import xxh3_128
 from datasvc.shards.format.layout import BatchLayout, ByteRange, ShardLayout
 from datasvc.shards.format.schema import is_blob
 
-# "ARROW1" and padding, before the schema.
+# Length of "ARROW1" and its padding, which precede the schema.
 _MAGIC_BYTES: Final = 8
 # A frame (see `layout`) of more than 1/32 of its message is not kept, so that the sample index stays small.
 _FRAME_SHARE: Final = 32
-# Smaller chunks are collected and written together: a record batch has a dozen, most of them of a few bytes.
+# Smaller chunks are written together, because a record batch has a dozen chunks, most of them of a few bytes.
 _SMALL_BYTES: Final = 4096
 
 Chunk: TypeAlias = pa.Buffer | bytes
@@ -77,7 +77,7 @@ def describe_batch(
 ) -> BatchLayout:
     """Return the layout of a record batch from the chunks that Arrow wrote for it, whose memory is unchanged.
 
-    `offset` is where the message starts in the file. `blobs` has the buffer of each blob column; None for no bytes.
+    `offset` is where the message starts in the file. `blobs` has the buffer of each blob column, None if it is empty.
     """
     # Arrow writes a column's buffer without a copy, so a chunk with the same address and size is that buffer.
     blob_memory = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
@@ -92,7 +92,7 @@ def describe_batch(
             frame.append(chunk)
         length += len(chunk)
     message = ByteRange(offset, length)
-    # A frame is useful only with the position of every blob buffer, and if it is small.
+    # A frame is useful only if it is small and the position of every blob buffer is known.
     if set(blob_ranges) == set(blob_memory) - {None} and sum(map(len, frame)) * _FRAME_SHARE <= length:
         spans = tuple(ByteRange(0, 0) if memory is None else blob_ranges[memory] for memory in blob_memory)
         return BatchLayout(message, num_samples, frame=b"".join(map(memoryview, frame)), blobs=spans)

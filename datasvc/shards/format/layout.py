@@ -1,8 +1,8 @@
 """Layout of a shard's file: the positions of its record batches, for reading samples before the shard is complete.
 
-The sample index contains the layout. Of most record batches, the layout has the *frame*: the encapsulated IPC message
-without the bytes of its blobs. A reader then fetches single blobs, and verifies them by the payload digests of the
-sample index. If the frame is a large part of the message, as for text, the layout has a digest of the whole
+The sample index contains the layout. For most record batches, the layout has the *frame*: the encapsulated IPC
+message without the bytes of its blobs. A reader then fetches single blobs, and verifies them by the payload digests
+of the sample index. If the frame is a large part of the message, as for text, the layout has a digest of the whole
 message instead.
 """
 
@@ -47,7 +47,7 @@ class BatchLayout:
         num_samples: number of samples.
         digest: 128-bit xxHash3 of the message; None if there is a frame.
         frame: the message without the bytes of `blobs`; None if there is a digest.
-        blobs: with a frame, range within the message of the bytes of each blob column, in the schema's order.
+        blobs: with a frame, the range of each blob column's bytes within the message, in the schema's order.
     """
 
     message: ByteRange
@@ -108,7 +108,7 @@ class ShardLayout:
 
 
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:
-    # One of them is needed to verify the bytes of the batch, and a writer never stores both.
+    # A frame or a digest is needed to verify the bytes of the batch, and a writer never stores both.
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
     message = ByteRange(row["offset"], row["length"])

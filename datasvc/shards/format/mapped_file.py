@@ -1,4 +1,4 @@
-"""Local files that are mapped into memory, and can also be read by position, without an access to mapped pages."""
+"""Local files that are mapped into memory, and can also be read by position without touching mapped pages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MappedFile:
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
             # Python's mmap, because Arrow's memory map takes ten times as long to create.
-            self.mapping = _with_descriptors(lambda: mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), path)
+            self.mapping = _with_raised_limit(lambda: mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), path)
         except ValueError as error:
             raise CorruptDataError(f"{path} is not an Arrow IPC file: it is empty") from error
         self._start = _address_of(np.frombuffer(self.mapping, np.uint8))
@@ -82,14 +82,14 @@ class MappedFile:
 
 def _open(path: Path | str) -> int:
     try:
-        return _with_descriptors(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+        return _with_raised_limit(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist") from error
     except OSError as error:
         raise UnavailableError(f"{path} cannot be opened: {error}; check the disk and its permissions") from error
 
 
-def _with_descriptors(open_file: Callable[[], Opened], path: Path | str) -> Opened:
+def _with_raised_limit(open_file: Callable[[], Opened], path: Path | str) -> Opened:
     """Call `open_file`; at the limit of open files, raise the limit to its maximum and call it again."""
     try:
         return open_file()

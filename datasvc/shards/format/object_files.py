@@ -1,6 +1,6 @@
 """Stored objects as files for Arrow's own readers: local ones are mapped, remote ones are read by byte range.
 
-SQL queries use these files, because they read only some columns of a shard.
+SQL queries use these files, because a query reads only some columns of a shard.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ObjectFiles:
             size_bytes = self._storage.size(path)
             if size_bytes is None:
                 raise NotFoundError(f"shard {location} is missing; restore it from another copy")
-            # The only check that needs no read of the complete object.
+            # The size is all that can be checked without reading the complete object.
             if size_bytes != expected:
                 raise CorruptDataError(
                     f"shard {location} is corrupt: it has {size_bytes} bytes, expected {expected}; "

@@ -139,7 +139,7 @@ PartialBatch = FramedBatch | WholeBatch
 def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:
     """Return the fewest runs of samples that cover `rows` and contain no gap of more than `gap_bytes`.
 
-    `starts` and `stops` are the bounds of each sample's bytes, `int64[num_samples]`. `rows` are ascending, distinct.
+    `starts` and `stops` are the bounds of each sample's bytes, `int64[num_samples]`. `rows` ascend and are distinct.
     """
     if not len(rows):
         return []
@@ -151,7 +151,7 @@ def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int)
 def reserve_memory(size_bytes: int) -> mmap.mmap:
     """Return anonymous memory of which only the pages that are written to take space."""
     memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Otherwise, the kernel may allocate a huge page of 2 MiB for a sample of 100 KiB.
+    # Without this advice, the kernel may allocate a huge page of 2 MiB for a sample of 100 KiB.
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
 

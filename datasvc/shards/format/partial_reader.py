@@ -25,7 +25,7 @@ from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialB
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 
-# Samples that are closer are read together: a connection transfers this much in a third of a request's latency.
+# Samples closer than this are read together, as a connection transfers it in a third of a request's latency.
 GAP_BYTES: Final = 256 << 10
 
 
@@ -61,9 +61,9 @@ class PartialRead:
 class PartialShard(Shard):
     """A shard of which only some samples are readable yet; these are read as from a complete shard.
 
-    `has` tells whether samples are readable. `fetch` makes them readable. So does a caller that reads the ranges of
-    `plan` itself and passes them to `add`. For samples that are not readable, `blobs`, `is_valid` and `sample` raise
-    IndexError, and `column` and `values` have arbitrary content. Threads may add and read concurrently.
+    `has` tells whether samples are readable. `fetch` makes them readable. Instead, a caller may read the ranges of
+    `plan` itself and pass their bytes to `add`. For samples that are not readable, `blobs`, `is_valid` and `sample`
+    raise IndexError, and `column` and `values` have arbitrary content. Threads may add and read concurrently.
 
     Args:
         info: digest and size of the shard.
@@ -100,7 +100,7 @@ class PartialShard(Shard):
         self._is_readable = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
 
     def has(self, rows: Integers) -> bool:
-        """Return whether all of `rows` can be read."""
+        """Return whether all of `rows` are readable."""
         return bool(self._is_readable[rows].all())
 
     def plan(self, rows: Integers, *, gap_bytes: int = GAP_BYTES) -> list[PartialRead]:
@@ -139,7 +139,7 @@ class PartialShard(Shard):
             self._is_readable[first + read.start : first + read.stop] = True
 
     def fetch(self, objects: RangedObjects, rows: Integers, *, pool: Executor | None = None) -> int:
-        """Read those of `rows` that are not readable yet.
+        """Read those of `rows` that are not readable yet, and make them readable.
 
         Args:
             objects: source of the shard's bytes.

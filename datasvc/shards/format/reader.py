@@ -22,12 +22,12 @@ from datasvc.shards.format.digests import joined_bytes, value_offsets
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
 from datasvc.shards.format.schema import check_shard_format, is_blob
 
-BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]
+BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # see `blob_part`
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
 class Shard:
-    """A shard open for reading. Its bytes are not verified here: `open_shard` and the cache do that before.
+    """A shard open for reading. Its bytes are not verified here: `open_shard` and the cache verify them before.
 
     Args:
         schema: columns of the shard.
@@ -108,7 +108,7 @@ class Shard:
         if column not in self._blob_parts:
             return [_NO_BYTES] * len(rows)
         parts = self._blob_parts[column]
-        if len(parts) == 1:  # no search for the batch of each row
+        if len(parts) == 1:  # then the batch of each row need not be searched
             content, starts, stops = parts[0]
             return [
                 content[start:stop] for start, stop in zip(starts[rows].tolist(), stops[rows].tolist(), strict=True)
@@ -166,7 +166,7 @@ class Shard:
         return parts
 
     def _detached(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        # These small arrays are used for every batch, so they are copied: views would keep their pages mapped.
+        # These small arrays are used for every read, so they are copied. Views would keep their pages mapped.
         return array if self._file is None else array.copy()
 
     def _release_pages(self) -> None:

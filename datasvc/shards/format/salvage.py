@@ -33,7 +33,7 @@ def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
     identities: set[SampleIdentity] = set()
     for batch in _readable_batches(content):
         try:
-            # Validated first, because Arrow would follow a corrupt offset out of its buffer.
+            # Validated first, because Arrow would otherwise follow a corrupt offset out of its buffer.
             batch.validate(full=True)
             identities.update(sample_identities(batch))
         except _PARSE_ERRORS:

@@ -1,6 +1,6 @@
 """The shard table of a split: one row per shard. It is stored as an object, so its digest identifies the samples.
 
-The table has no field per sample, and a row takes a few hundred bytes. So a split of a billion samples opens in
+The table stores nothing per sample, and a row takes a few hundred bytes. So a split of a billion samples opens in
 seconds.
 """
 
@@ -93,7 +93,7 @@ class ShardTable:
             pa.table(columns, schema=_COLUMNS),
             sample_schema,
             tuple(classes),
-            # Arbitrary integers are not counted, because metadata must not grow with the data.
+            # Labels that are arbitrary integers are not counted, because the table must not grow with the samples.
             label_counts if len(label_counts) <= MAX_CLASSES else {},
             _total(shard.image_kinds for shard in statistics),
         )

@@ -22,7 +22,7 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, i
 
 # So small that one batch is read quickly by byte range; so large that the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
-# Upper bound for record batches of tiny samples.
+# Upper bound on the samples of a record batch; tiny samples reach it first.
 BATCH_SAMPLES = 1 << 16
 # Initial buffer sizes: `_BLOB_BYTES` for the blobs of a full record batch, `_TEXT_BYTES` for keys and other texts.
 _BLOB_BYTES = BATCH_BYTES + (BATCH_BYTES >> 2)
@@ -108,7 +108,7 @@ class ShardWriter:
         return self._batch_bytes >= BATCH_BYTES or self._batch_samples >= BATCH_SAMPLES
 
     def end_batch(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Write a record batch with the samples whose blobs were appended since the last one.
+        """Write a record batch with the samples whose blobs were appended since the last record batch.
 
         Args:
             values: values of these samples by column, for all columns without blobs.
@@ -146,7 +146,7 @@ class ShardWriter:
             raise ConfigError(f"the samples have the columns {sorted(names)}; expected {sorted(self._schema.names)}")
         self._flush()
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
-        # Average size of a sample's other columns, which count too because lists may be larger than any blob.
+        # Average size of a sample's other columns. They count too, because lists may be larger than any blob.
         other_bytes = values.nbytes // max(1, values.num_rows)
         start = size_bytes = 0
         for row in range(values.num_rows):

@@ -1,9 +1,9 @@
 """EXIF orientation of an encoded image: the rotation or flip that makes it upright, read from the file's bytes.
 
-Shards store width and height of the upright image, crops are chosen in it, and DALI cuts them from it. So all of them
-must read the tag as DALI does: from the last EXIF block of a JPEG, the `eXIf` chunk of a PNG at any position, or the
-`EXIF` chunk of a WebP. XMP and the text chunks of old PNGs, which Pillow would use too, are ignored. The image is not
-decoded.
+Shards store width and height of the upright image, crops are chosen in it, and DALI cuts them from it. So the
+tag must be read as DALI reads it: from the last EXIF block of a JPEG, the `eXIf` chunk of a PNG at any position, or
+the `EXIF` chunk of a WebP. XMP and the text chunks of old PNGs, which Pillow would use too, are ignored. The
+image is not decoded.
 
 Source of the values: EXIF 2.32 (CIPA DC-008-2019), 4.6.4 A, tag 0x0112.
 """
@@ -51,7 +51,7 @@ def read_orientation(content: bytes | memoryview, kind: str) -> int:
 
 
 def parse_orientation(tiff: memoryview) -> int | None:
-    """Return the orientation in the TIFF data of an EXIF block, 1 if it has none; None if their header is invalid."""
+    """Return the orientation in an EXIF block's TIFF data, 1 if it has none; None if the TIFF header is invalid."""
     start = bytes(tiff[:2])
     if start not in (b"II", b"MM"):
         return None

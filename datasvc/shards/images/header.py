@@ -30,7 +30,7 @@ _MAX_SEGMENTS = 64
 _IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2, _APP14}
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
-# Formats that Pillow may try. Others are unsafe for untrusted bytes: the one for EPS, for example, starts a program.
+# Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
 
@@ -219,7 +219,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
 
 
 def _scan_offset(raw: bytes) -> int:
-    """Return the offset of a JPEG's scan data, after its headers: thumbnails in them have end markers too."""
+    """Return the offset of a JPEG's scan data, past its headers, because thumbnails in them have end markers."""
     offset = 2
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:
         offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")

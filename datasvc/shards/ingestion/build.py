@@ -1,7 +1,7 @@
-"""Build of one unit of an ingest: what workers receive, what they return, and how they store shards.
+"""Parts for building one unit of an ingest: what workers receive, what they return, and how they store shards.
 
-A shard is synced or uploaded in the background while the next one is built. It is recorded in the journal afterwards,
-so that an interrupted ingest continues after the last recorded shard.
+A full shard is synced or uploaded in the background while the next one is built. Once stored, it is recorded in the
+journal, so that an interrupted ingest continues after the last recorded shard.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class UnitResult:
 
 
 class ShardOutput:
-    """A shard being built, with the contents of its sample index."""
+    """A shard being built, and what its sample index will contain: keys, sample digests and payload digests."""
 
     def __init__(self, repository: Repository, schema: pa.Schema) -> None:
         self._objects = repository.objects

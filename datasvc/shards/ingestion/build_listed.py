@@ -1,4 +1,4 @@
-"""Build of a unit of a listed source, which is one shard: read, check and digest each file, and append it.
+"""Builds one ingest unit of a listed source, which is one shard: reads, checks and digests each file, and appends it.
 
 A local file is read directly into the writer's buffer, so that it is not copied unless it is encoded again. Remote
 files are read ahead into memory of their own, up to a bounded number of bytes, and then copied to the buffer.
@@ -29,7 +29,7 @@ from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
 
 _MAX_READS_AHEAD: Final = 16
 _MAX_BYTES_AHEAD: Final = 32 << 20
-_REPORT_BYTES: Final = 4 << 20  # step of the progress
+_REPORT_BYTES: Final = 4 << 20  # progress is reported after this many bytes
 _STANDARD_COLUMNS: Final = frozenset({KEY, IMAGE, LABEL})
 
 Content = bytes | memoryview
@@ -80,11 +80,11 @@ class _ImageAppender:
         self._decode = work.options.decode_check
         self._reencoding = work.options.reencoding if work.options.reencoding.is_enabled else None
         self._has_label = LABEL in work.source.schema.names
-        self._extra = {
+        self._value_numbers = {
             name: number
             for number, name in enumerate(name for name in work.source.schema.names if name not in _STANDARD_COLUMNS)
         }
-        self._blob_sources = _blob_sources(work.schema, self._extra)
+        self._blob_sources = _blob_sources(work.schema, self._value_numbers)
         self._files: list[ImageFile] = []
         self._headers: list[ImageHeader] = []
         self._digests: list[bytes] = []
@@ -134,20 +134,22 @@ class _ImageAppender:
         values: dict[str, list[Any]] = {KEY: [file.key for file in files]}
         if self._has_label:
             values[LABEL] = [file.label for file in files]
-        return values | {name: [file.values[number] for file in files] for name, number in self._extra.items()}
+        return values | {
+            name: [file.values[number] for file in files] for name, number in self._value_numbers.items()
+        }
 
     def _blobs(self, file: ImageFile, content: Content) -> tuple[Content | None, ...]:
         assert self._blob_sources is not None
         return tuple(content if number is None else file.values[number] for number in self._blob_sources)
 
 
-def _blob_sources(schema: pa.Schema, extra: Mapping[str, int]) -> tuple[int | None, ...] | None:
+def _blob_sources(schema: pa.Schema, value_numbers: Mapping[str, int]) -> tuple[int | None, ...] | None:
     """Return the source of each blob column: a position in `ImageFile.values`, or None for the image.
 
     Return None instead of a tuple if the image is the only blob column.
     """
     columns = [field.name for field in schema if is_blob(field.type)]
-    return None if columns == [IMAGE] else tuple(extra.get(name) for name in columns)
+    return None if columns == [IMAGE] else tuple(value_numbers.get(name) for name in columns)
 
 
 def _read_files(
@@ -163,7 +165,7 @@ def _read_files(
         pending: deque[tuple[ImageFile, Future[bytes]]] = deque()
         ahead_bytes = 0
         for file in files:
-            # Both limits bound memory. A file that is larger than the limit is read alone.
+            # Both limits bound memory. A file that is larger than `_MAX_BYTES_AHEAD` is read alone.
             while pending and (len(pending) >= _MAX_READS_AHEAD or ahead_bytes + file.size_bytes > _MAX_BYTES_AHEAD):
                 ahead_bytes -= pending[0][0].size_bytes
                 yield _wait_for_read(*pending.popleft())

@@ -1,4 +1,4 @@
-"""Build of a unit of a streamed source: read its parts concurrently, check, permute and write the samples.
+"""Builds one ingest unit from a streamed source: reads its parts in turn; checks, permutes and writes the samples.
 
 Up to `PARTS_AT_ONCE` parts are open. A few samples of each open part are taken in turn, so that parts sorted by class
 are mixed. With `keep_order` or `limit`, parts are read one after another. Samples are collected until a shard is
@@ -31,8 +31,8 @@ from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 # Number of turns, over all open parts, that fill one shard.
 _TURNS_PER_SHARD: Final = 256
 
-Turn = tuple[CheckedBatch, Integers]
-"""A batch, and the rows that are taken from it."""
+BatchRows = tuple[CheckedBatch, Integers]
+"""A batch, and the rows that one turn takes from it."""
 
 
 def build_streamed(
@@ -61,8 +61,8 @@ def build_streamed(
     return result
 
 
-def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress) -> Iterator[Turn]:
-    """Yield samples of the unit's parts in turn, as checked batches and the rows that this turn takes from them."""
+def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress) -> Iterator[BatchRows]:
+    """Take samples from the unit's parts in turn; yield for each turn a checked batch and the rows taken from it."""
     # A limit selects the first samples of the source, so its parts are read one after the other.
     in_order = work.options.keep_order or work.options.limit is not None
     turn_bytes = None if in_order else work.options.shard_bytes // _TURNS_PER_SHARD
@@ -103,7 +103,7 @@ def _read_part(
     limit: _SampleLimit,
     bad: list[BadSample],
     progress: Progress,
-) -> Iterator[Turn]:
+) -> Iterator[BatchRows]:
     """Yield the samples of one part in turns of about `turn_bytes`; None: one turn for each batch of the source."""
     assert isinstance(work.source, StreamedSource)
     for item in work.source.read(part):
@@ -115,7 +115,7 @@ def _read_part(
             continue
         progress.advance(kept.nbytes, num_samples=kept.num_rows)
         batch = check_batch(work, kept, part.split, bad)
-        # Frees the source's batch: between turns, memory holds the checked samples only.
+        # Release the source's batch, so that only the checked samples stay in memory between turns.
         del item, kept
         start, stop = 0, batch.num_samples
         while start < batch.num_samples:
@@ -155,7 +155,7 @@ class _ShardBuilder:
     finisher: ShardFinisher
     earlier: EarlierShards
     _ordinal: int = 0
-    _collected: list[Turn] = field(default_factory=list)
+    _collected: list[BatchRows] = field(default_factory=list)
     _size_bytes: int = 0
 
     def add(self, batch: CheckedBatch, rows: Integers) -> None:
@@ -189,12 +189,13 @@ class _ShardBuilder:
         ordered = _OrderedSamples(collected, order)
         output.writer.append_columns(*ordered.columns(self.work.schema))
         output.keys = ordered.pick_array([batch.keys for batch, _ in collected])
-        output.samples = ordered.pick_array([batch.digests[0] for batch, _ in collected])
-        output.payloads = ordered.pick_array([batch.digests[1] for batch, _ in collected])
+        digests = [batch.digests for batch, _ in collected]
+        output.samples = ordered.pick_array([samples for samples, _ in digests])
+        output.payloads = ordered.pick_array([payloads for _, payloads in digests])
         output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
         self.finisher.add(self.split, ordinal, output)
-        # Otherwise the allocator would keep this memory, in addition to the memory of the next shard.
-        del ordered, collected
+        # Without this, the allocator would keep this shard's memory while the next shard takes memory of its own.
+        del ordered, collected, digests
         pa.default_memory_pool().release_unused()
 
 
@@ -206,15 +207,15 @@ class _OrderedSamples:
         order: `int64[n]`, for each place of the new order, the position among the collected samples.
     """
 
-    def __init__(self, collected: list[Turn], order: Integers) -> None:
+    def __init__(self, collected: list[BatchRows], order: Integers) -> None:
         self._collected = collected
         self._order = order
-        numbers = np.repeat(np.arange(len(collected)), [len(rows) for _, rows in collected])
-        self._batches = numbers[order].data
+        batch_numbers = np.repeat(np.arange(len(collected)), [len(rows) for _, rows in collected])
+        self._batches = batch_numbers[order].data
         self._rows = np.concatenate([rows for _, rows in collected])[order].data
 
     def columns(self, schema: pa.Schema) -> tuple[dict[str, Iterator[Any]], pa.RecordBatch]:
-        """Return blobs and texts (`is_gathered`) as lazy views by column, and all other columns as a record batch."""
+        """Return blobs and texts (`is_gathered`) as a lazy iterator per column, and the others as a record batch."""
         gathered = {field.name: self._views(field.name) for field in schema if is_gathered(field.type)}
         others = [field.name for field in schema if field.name not in gathered]
         if not others:
@@ -227,7 +228,7 @@ class _OrderedSamples:
         return [values[batch][row] for batch, row in zip(self._batches, self._rows, strict=True)]
 
     def pick_array(self, values: list[pa.Array]) -> pa.Array:
-        """Return the same as `pick` for Arrow arrays, as one array."""
+        """Like `pick`, but the values of each batch are an Arrow array, and so is the result."""
         arrays = [array.take(pa.array(rows)) for array, (_, rows) in zip(values, self._collected, strict=True)]
         return pa.concat_arrays(arrays).take(pa.array(self._order))
 

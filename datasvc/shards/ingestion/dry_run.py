@@ -1,4 +1,4 @@
-"""Dry run of an ingest: predict its result from the listing of the source and its first samples, up to 32 MiB."""
+"""Dry run of an ingest: predict its result from the source's listing and the first 32 MiB of its samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DryRun:
 
     Attributes:
         kind: format of the source.
-        num_samples: number of samples by split; None if it is not listed and no part was read to its end.
+        num_samples: number of samples by split; None if the source does not tell it and no part was read to its end.
         is_estimate: whether the numbers of samples and shards are extrapolated from the parts that were read.
         size_bytes: bytes of the source.
         num_shards: number of shards of all splits.
@@ -84,10 +84,10 @@ def dry_run_ingest(
     append: bool = False,
     workers: int | None = 1,
 ) -> DryRun:
-    """Return the predicted result of `ingest` with the same arguments; nothing is created. Raise as `ingest`.
+    """Return the predicted result of `ingest` with the same arguments; nothing is created.
 
-    The first samples are read and checked as by `ingest`, but listed images are not encoded again. Without `append`
-    the repository is not read: it may be None.
+    The first samples are read and checked as by `ingest`, but listed images are not encoded again. Without `append`,
+    the repository is not read and may be None. Raise what `ingest` raises.
     """
     opened = open_any_source(source, source_options)
     _, held_out = choose_val_fractions(repository, name, opened, val_fraction, append=append)
@@ -118,7 +118,7 @@ def dry_run_ingest(
 
 
 def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int | None) -> dict[str, int | None]:
-    """Return the number of samples by split. Samples held out of streamed sources count for "train"."""
+    """Return the number of samples by split. Samples held out of a streamed source still count as "train"."""
     counts: dict[str, int | None] = {}
     for unit in units:
         part_counts = [part.num_samples for part in unit.parts]
@@ -127,7 +127,7 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
         elif probe.complete_source_bytes:
             count = round(unit.size_bytes * probe.complete_samples / probe.complete_source_bytes)
         else:
-            counts[unit.split] = None  # not listed, and no part was read to its end
+            counts[unit.split] = None  # the source does not tell it, and no part was read to its end
             continue
         before = counts.get(unit.split, 0)
         counts[unit.split] = None if before is None else before + count
@@ -142,7 +142,7 @@ def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
         for file in files:
             content = reader.read(file.path)
             probe.read_bytes += len(content)
-            digest_blob(content)  # only to measure how long it takes
+            digest_blob(content)  # only so that its time counts in the measured rate
             try:
                 read_header(content, decode=options.decode_check)
             except BadSampleError as error:
@@ -163,7 +163,7 @@ def _read_parts(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
                 bad.append(batch)
                 continue
             checked = check_batch(work, batch, part.split, bad)
-            _ = checked.digests  # only to measure how long it takes
+            _ = checked.digests  # only so that its time counts in the measured rate
             samples += checked.num_samples
             stored_bytes += int(checked.sizes_bytes.sum())
             if probe.read_bytes + stored_bytes >= _READ_BYTES:

@@ -1,7 +1,7 @@
 """Search for samples of a split that repeat the key or the content of an earlier one; only sample indexes are read.
 
-Memory holds an 8-byte hash of each sample of a split, and the arrays that sort the hashes: about 26 bytes per sample
-at the peak. Only samples with equal hashes are compared by value.
+Memory holds an 8-byte hash of each sample of a split, and the arrays needed to sort the hashes: about 26 bytes per
+sample at the peak. Only samples with equal hashes are compared by value.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SplitDuplicates:
         same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():
             by_keys = find_duplicates(objects, table, "key") if by_key else []
-            # A sample that repeats a key is bad already; it is not reported twice.
+            # A sample that repeats a key is reported as bad already, so it is not reported twice.
             rows = {(sample.shard, sample.row) for sample in by_keys}
             by_payloads = find_duplicates(objects, table, "payload", without=rows)
             if by_keys:
@@ -102,7 +102,7 @@ def find_duplicates(
     """Return every sample of a split that repeats an earlier one, in table order, ignoring those in `without`.
 
     `table` must have no deletions, and a sample index for each shard. `without` has pairs of shard number and row.
-    For payloads, see `digests`.
+    With `by` "payload", samples are compared by their payload digest, see `digests`.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
@@ -125,7 +125,7 @@ def find_duplicates(
 def _compare(
     objects: Objects, table: ShardTable, by: DuplicateKind, shards: Integers, rows: Integers
 ) -> list[DuplicateSample]:
-    """Return the duplicates among candidates, which are in table order. Candidates are compared by value."""
+    """Return the duplicates among the candidates, which are in table order and are compared by value."""
     first: dict[str | bytes, str] = {}
     duplicates: list[DuplicateSample] = []
     affected = np.unique(shards).tolist()
@@ -153,7 +153,7 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
 
 
 def _colliding(hashes: Integers) -> Integers:
-    """Return the positions whose hash occurs more than once, ascending: `int64[n]`."""
+    """Return the positions of the hashes that occur more than once, ascending: `int64[n]`."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     same = ordered[1:] == ordered[:-1]

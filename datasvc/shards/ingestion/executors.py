@@ -42,7 +42,7 @@ def build_unit(
     """Build and store the shards of one unit, in the current process, which has opened `repository`.
 
     Raises:
-        DatasvcError: as `build_listed` and `build_streamed`.
+        DatasvcError: what `build_listed` or `build_streamed` raises.
     """
     if unit.files:
         return build_listed(work, unit, repository, progress)
@@ -69,8 +69,8 @@ def run_units(
         earlier: by number of the unit, shards that an interrupted run stored.
         engine: "local" or "ray".
         workers: number of units to build at once.
-        progress: counts what is built, in this process.
-        cleanup: when it is closed, it waits for the worker processes, which exit in the background.
+        progress: counts in this process what all workers have built.
+        cleanup: closing it waits for the worker processes, which exit in the background.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -117,7 +117,7 @@ def _run_processes(
                 pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
             if not pending:
                 return
-            # The time-out serves only to update the progress bar.
+            # The time-out serves only to update the progress in time.
             done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
             counters.pass_on(progress)
             for future in done:
@@ -161,7 +161,7 @@ class _Counters:
 
 
 class _WorkerProgress(Progress):
-    """Adds to three counts of an array, from position `start`: bytes, samples and shards."""
+    """Adds to three counts in an array, at position `start` and after it: bytes, samples and shards."""
 
     def __init__(self, counts: Any, start: int) -> None:
         self.counts, self._start = counts, start
@@ -171,19 +171,19 @@ class _WorkerProgress(Progress):
             self.counts[place] += number
 
 
-_in_worker: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]] | None = None
+_worker_state: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]] | None = None
 
 
 def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int, IngestUnit]) -> None:
-    global _in_worker  # noqa: PLW0603 - the pool's initializer can pass state to tasks only through a global
+    global _worker_state  # noqa: PLW0603 - the pool's initializer can pass state to tasks only through a global
     end_with_parent()
     keep_lean()
-    _in_worker = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
+    _worker_state = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
 
 
 def _build_in_worker(unit: IngestUnit | int, earlier: EarlierShards) -> UnitResult:
-    assert _in_worker is not None
-    work, repository, progress, inherited = _in_worker
+    assert _worker_state is not None
+    work, repository, progress, inherited = _worker_state
     return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, progress)
 
 
@@ -227,6 +227,6 @@ def _run_ray(
 
 
 def _build_on_ray(work: IngestWork, unit: IngestUnit, earlier: EarlierShards) -> tuple[UnitResult, list[int]]:
-    done = _WorkerProgress([0, 0, 0], 0)
-    result = build_unit(work, unit, Repository.open(work.repository_url), earlier, done)
-    return result, done.counts
+    worker_progress = _WorkerProgress([0, 0, 0], 0)
+    result = build_unit(work, unit, Repository.open(work.repository_url), earlier, worker_progress)
+    return result, worker_progress.counts

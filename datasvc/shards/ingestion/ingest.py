@@ -131,18 +131,19 @@ def ingest(
         duplicates: for samples with the same content as an earlier one of their split: "keep" and report them, "drop"
             them, or "fail".
         max_side: longest side in pixels; larger images are scaled down and encoded again.
-        quality: quality of images that are encoded again, 1 to 100; without `max_side`, all JPEG and WebP images are.
+        quality: quality of images that are encoded again, 1 to 100; without `max_side`, all JPEG and
+            WebP images are encoded again.
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key, so that a sample keeps
-            its split when data is added. None: the fraction of the data set for an append, else 0.
-        limit: read only this many samples of each split, the first ones of the source; bad ones count. None: all.
+            its split when data is added. None: for an append, the fraction of the data set; else 0.
+        limit: read only this many samples of each split, the first ones of the source; bad ones count too. None: all.
         seed: seed of the permutation that assigns samples to shards.
         append: add the samples to those of the newest version.
         on_common: with `append`, rule for keys that the newest version has in any split; see `combine.append_table`,
             `combine.keep_splits`.
         on_split_overlap: rule for samples that two splits of the version share, by key or by equal blobs.
         engine: "local" for processes on this machine, "ray" for a Ray cluster.
-        workers: number of processes that build shards; 1 for this process only, None for one per core.
+        workers: number of processes that build shards; 1: only this process builds; None: one per core.
         message: text stored with the version.
         progress: counts the bytes, samples and shards.
 
@@ -269,7 +270,7 @@ def _make_plan(
     # The work is sent to every worker without the listing, because the units contain it.
     bare_source = source.without_files() if isinstance(source, ListedSource) else source
     work = IngestWork(repository.url, plan_id, fingerprint, attempt, bare_source, schema, options, classes, labels)
-    # An iterable is a different one in each run, so another fingerprint does not mean that the source changed.
+    # Each run gets a new iterable, so another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(repository, work, units, journal, has_changed)
 
@@ -316,7 +317,7 @@ def _build(
 
 
 def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[str, int], BuiltShard]]]:
-    """Return finished units, and stored shards of unfinished ones, without those that the repository lacks now."""
+    """Return finished units, and stored shards of unfinished units, without shards that the repository lacks now."""
     done: list[UnitResult] = []
     earlier: dict[int, dict[tuple[str, int], BuiltShard]] = {}
     for name, content in sorted(plan.journal.read_all().items()):
@@ -329,7 +330,7 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
             if _is_stored(plan.repository.objects, shard):
                 unit = int(name[:8])  # see `ShardFinisher`: the name starts with the number of the unit
                 earlier.setdefault(unit, {})[shard.split, shard.ordinal] = shard
-    # The journal keeps the records of single shards after their unit is finished; they are not needed then.
+    # The journal keeps the records of single shards after their unit is finished, but the unit's record is enough.
     for result in done:
         earlier.pop(result.number, None)
     return done, earlier
@@ -363,8 +364,8 @@ def choose_val_fractions(
 ) -> tuple[float, float]:
     """Return the fraction of "train" that a data set holds out as "val", and the fraction to hold out of `source`.
 
-    The first is `given`, or that of the data set appended to. The second is the same; or 0 if none was given and the
-    source has "val" or has no "train".
+    The first is `given`; if that is None, the fraction of the data set appended to, else 0. The second is the same,
+    but it is 0 if `given` is None and the source has "val" or has no "train".
 
     Raises:
         ConfigError: `given` differs from the fraction of the data set appended to.
@@ -415,19 +416,19 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
     """Return the description of the source for the log entry, without credentials."""
-    # Only what differs from the defaults, so that the entry shows what the user chose.
+    # The entry has only options that differ from the defaults, so that it shows what the user chose.
     given = {
         name: redact_url(value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
         if value != getattr(SourceOptions(), name)
     }
-    built = dataclasses.asdict(plan.work.options)
-    reencoding = built.pop("reencoding")
+    build_options = dataclasses.asdict(plan.work.options)
+    reencoding = build_options.pop("reencoding")
     source = plan.work.source
     return {
         "kind": source.kind,
         "url": redact_url(source.url),
-        "options": {**built, **reencoding, **choices, **given},
+        "options": {**build_options, **reencoding, **choices, **given},
     }
 
 

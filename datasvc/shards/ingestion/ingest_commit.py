@@ -72,7 +72,7 @@ class IngestCommit:
 
     def run(self) -> Entry:
         """Return the committed version. Raise as `ingest`."""
-        # The comparison of splits takes long. It is done before the log is read, because another writer that commits
+        # Compare the splits before the log is read, because the comparison takes long, and a commit of another writer
         # after that read forces a retry.
         if not (self.append and self._log.head()):
             _ = self._settled_new_version
@@ -82,7 +82,7 @@ class IngestCommit:
             return already.entry
 
     def _build(self, head: int) -> dict[str, Any]:
-        # Checked at every call, because an identical ingest may have committed since the last one.
+        # Checked at every call, because an identical ingest may have committed since the last call.
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
@@ -95,7 +95,7 @@ class IngestCommit:
 
     @cached_property
     def _settled_new_version(self) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
-        """Result of `settle_overlaps` for this source alone. Cached, because other commits cannot change it."""
+        """Result of `settle_overlaps` for this source alone. It is cached, because other commits cannot change it."""
         return settle_overlaps(
             self.repository.objects, self.tables, self.on_overlap, keys_are_places=self.keys_are_places
         )
@@ -142,7 +142,7 @@ class IngestCommit:
         }
 
     def _find_committed(self) -> Entry | None:
-        """Return the version that this ingest committed before an interruption, or an identical one concurrently."""
+        """Return the version that this ingest committed before an interruption, or that an identical one did."""
         for number in self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]:
             entry = self._log.read(number)
             if entry.content.get("ingest") == self.metadata["ingest"]:
@@ -153,7 +153,7 @@ class IngestCommit:
 def _count_kept(old: ShardTable, new: ShardTable) -> int:
     """Return the number of samples of a split that its next version has too, counted by shard."""
     partners = find_partners(old, new)
-    # An append only deletes samples of existing shards, so both versions have the smaller count of each shard.
+    # An append only deletes samples of existing shards, so the smaller count of a shard is the number that is kept.
     before, after = old.samples_per_shard[list(partners)], new.samples_per_shard[list(partners.values())]
     return int(np.minimum(before, after).sum())
 

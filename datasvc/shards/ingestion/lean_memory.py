@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-_MMAP_THRESHOLD: Final = -3  # glibc's malloc.h
-_BATCH_BYTES: Final = 256 << 10
+_MMAP_THRESHOLD_OPTION: Final = -3  # number of the option of `mallopt`, from glibc's malloc.h
+_THRESHOLD_BYTES: Final = 256 << 10
 _lock = threading.Lock()
 _num_inside = 0
 _previous_pool: pa.MemoryPool | None = None
@@ -46,8 +46,8 @@ def keep_lean() -> None:
     """Make a process that only builds shards return freed memory to the operating system at once."""
     # Arrow allocates from the system: glibc maps each allocation above a threshold separately, and unmaps it when it
     # is freed. By default, glibc raises the threshold after the first free and then caches such memory in blocks that
-    # fit no later batch. This takes a quarter more memory in the end, so the threshold is fixed here.
+    # fit no later batch, which takes a quarter more memory in the end. So the threshold is fixed here.
     pa.set_memory_pool(pa.system_memory_pool())
     set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:  # only glibc has this option; other C libraries do not need it
-        set_option(_MMAP_THRESHOLD, _BATCH_BYTES)
+        set_option(_MMAP_THRESHOLD_OPTION, _THRESHOLD_BYTES)

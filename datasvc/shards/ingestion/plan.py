@@ -27,7 +27,7 @@ from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 SHARD_BYTES: Final = 64 << 20
 PARTS_AT_ONCE: Final = 8
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of random keys; those of the access order are smaller numbers
-# Several shards per unit, because its last one is smaller; several units per split, so that workers share the split.
+# Several shards per unit, because the last shard is smaller; several units per split, so that workers share it.
 _SHARDS_PER_UNIT, _UNITS_PER_SPLIT = 4, 8
 
 
@@ -42,7 +42,7 @@ class BuildOptions:
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         seed: seed of that permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key.
-        limit: read only this many samples of each split, the first ones of the source; bad ones count. None: all.
+        limit: read only this many samples of each split, the first ones of the source; bad ones count too. None: all.
 
     Raises:
         ConfigError: a value is out of range.
@@ -96,7 +96,7 @@ def plan_units(source: Source, options: BuildOptions) -> list[IngestUnit]:
         ConfigError: samples are to be held out, but the source already has "val" or has no "train".
     """
     shard_bytes, seed, keep_order = options.shard_bytes, options.seed, options.keep_order
-    # The first samples of a source are known only if its parts are read in order, so one unit has all of them.
+    # The first samples of a source are known only if its parts are read in order, so one unit has all parts.
     together = options.limit is not None
     planned: list[IngestUnit] = []
     if isinstance(source, ListedSource):
@@ -140,7 +140,7 @@ def group_parts(
     A unit has at least `unit_bytes`, except for the last one. With `together`, one unit has all parts in their order.
     """
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
-    # A unit with `PARTS_AT_ONCE` parts mixes samples best; but few parts are divided, to employ more workers.
+    # A unit with `PARTS_AT_ONCE` parts mixes samples best. Few parts make smaller units, so that more workers help.
     min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
     groups: list[list[SourcePart]] = []
     size_bytes = 0

@@ -1,4 +1,4 @@
-"""Samples that were left out of an ingest: when they prevent the commit, and the list stored with the version."""
+"""Bad samples of an ingest: whether they prevent the commit, and the list of them that is stored with the version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_bad(
         repeated: stored samples that repeat a key.
         tables: shard tables of the stored samples by split.
         source: the source, for messages.
-        fails: whether any bad sample prevents the commit; if not, only a split without any good sample prevents it.
+        fails: whether any bad sample prevents the commit; if False, only a split without any good sample prevents it.
 
     Raises:
         NotFoundError: the source has no samples, not even bad ones.

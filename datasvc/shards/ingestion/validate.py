@@ -20,7 +20,7 @@ from datasvc.shards.images.header import ImageHeader, read_header, reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.sources.common.source import BadSample
 
-# Estimate for types without a fixed width.
+# Assumed size of a value whose type has no fixed width.
 _DEFAULT_VALUE_BYTES = 8
 
 
@@ -62,7 +62,7 @@ class CheckedBatch:
 
     @cached_property
     def digests(self) -> tuple[pa.Array, pa.Array]:
-        """Sample and payload digest of each sample, see `format/digests.py`: `fixed_size_binary(16)[num_samples]`."""
+        """Sample digests and payload digests, see `format/digests.py`: `fixed_size_binary(16)[num_samples]`."""
         samples, payloads = digest_batch(self.columns)
         return pa.array(samples, pa.binary(DIGEST_BYTES)), pa.array(payloads, pa.binary(DIGEST_BYTES))
 
@@ -83,7 +83,7 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
             sizes = [(header.width, header.height) if header else (0, 0) for header in headers]
             columns[WIDTH], columns[HEIGHT] = (pa.array(side, pa.int32()) for side in zip(*sizes, strict=True))
             kinds = [header.kind if header else "" for header in headers]
-    # A label of another type is an ordinary column.
+    # A column `label` of another type is treated as an ordinary column.
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):
         columns[LABEL] = _relabel(work, columns[LABEL], reasons)
     kept = pa.RecordBatch.from_arrays([columns[field.name] for field in work.schema], schema=work.schema)
@@ -96,25 +96,25 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
 
 
 def value_bytes(column: pa.Array) -> Integers:
-    """Return the approximate size of each value of a column in bytes: `int64[n]`. They depend on the values alone."""
-    kind = column.type
-    if is_gathered(kind):
+    """Return the approximate size of each value of a column in bytes: `int64[n]`. It depends on the value alone."""
+    data_type = column.type
+    if is_gathered(data_type):
         return np.diff(value_offsets(column)).astype(np.int64)
-    if pa.types.is_map(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        is_map = pa.types.is_map(kind)
+    if pa.types.is_map(data_type) or pa.types.is_list(data_type) or pa.types.is_large_list(data_type):
+        is_map = pa.types.is_map(data_type)
         items = value_bytes(column.keys) + value_bytes(column.items) if is_map else value_bytes(column.values)
         stops = np.concatenate([[0], np.cumsum(items)])
         return np.asarray(np.diff(stops[value_offsets(column)]), np.int64)
-    if pa.types.is_fixed_size_list(kind):
-        # With null lists, `flatten` leaves out their values and the rows cannot be told apart: sizes are estimated.
-        if column.null_count or not len(column) or not kind.list_size:
-            return np.full(len(column), kind.list_size * _DEFAULT_VALUE_BYTES)
+    if pa.types.is_fixed_size_list(data_type):
+        # `flatten` leaves out the values of null lists, so that rows cannot be told apart; then sizes are estimated.
+        if column.null_count or not len(column) or not data_type.list_size:
+            return np.full(len(column), data_type.list_size * _DEFAULT_VALUE_BYTES)
         return np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
-    if pa.types.is_struct(kind):
-        fields = [value_bytes(column.field(number)) for number in range(kind.num_fields)]
+    if pa.types.is_struct(data_type):
+        fields = [value_bytes(column.field(number)) for number in range(data_type.num_fields)]
         return sum(fields, np.zeros(len(column), np.int64))
     try:
-        width_bytes = max(1, kind.bit_width // 8)
+        width_bytes = max(1, data_type.bit_width // 8)
     except ValueError:
         width_bytes = _DEFAULT_VALUE_BYTES
     return np.full(len(column), width_bytes, np.int64)

@@ -26,8 +26,8 @@ class Preview:
     Attributes:
         split: name of its split.
         key: its key.
-        class_name: class name of its label; None without one.
-        values: values by column, without `key` and blobs.
+        class_name: class name of its label; None if the label has none.
+        values: values by column, without `key` and blobs; a null blob is shown here as None.
         blob_bytes: size of each blob by column.
         images: encoded images by column, in column order.
     """

@@ -53,7 +53,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
     files = ObjectFiles(repository.storage, sizes)
     samples = {name: LiveSamples.of(split, files) for name, split in dataset.items()}
-    # A query may end before its scans, for instance by LIMIT; scans must not read while the interpreter exits.
+    # A query may end before its scans, for instance by LIMIT; open scans are closed, or they would read at exit.
     with ExitStack() as scans, connected() as connection:
         for live_samples in samples.values():
             scans.callback(live_samples.close)
@@ -77,7 +77,7 @@ def _register(
     for split in dataset.values():
         _check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)
         connection.register(split.name, samples[split.name])
-    # A split that has the name of such a view takes precedence.
+    # A split with the name of the table or view below takes precedence over it.
     if CLASSES not in names:
         connection.register(CLASSES, _class_table(dataset))
     if ALL_SPLITS not in names:

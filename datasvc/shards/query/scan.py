@@ -158,7 +158,7 @@ def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: s
         try:
             names = pa.ipc.open_file(file).schema.names
             fields = [position for position, name in enumerate(names) if name in schema.names]
-            # The keys are read if the shard has no column of the scan: its samples must still be counted.
+            # The keys are read if the shard has no column of the scan, because its samples must still be counted.
             fields = fields or [names.index(KEY)]
             options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
             reader = pa.ipc.open_file(file, options=options)
@@ -199,7 +199,7 @@ def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> lis
 
 
 def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.Schema) -> bool:
-    """Return whether an expression refers to a column: Arrow then rejects it for the other columns alone."""
+    """Return whether an expression refers to a column: if it does, Arrow rejects it for the other columns alone."""
     if expression is None:
         return False
     others = pa.schema([field for field in schema if field.name != column])

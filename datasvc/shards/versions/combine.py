@@ -126,7 +126,7 @@ def append_table(
 
     Args:
         objects: objects of the repository that stores both.
-        head: the existing split; its samples are null in columns that only `new` has, and the reverse.
+        head: the existing split. In a column that only one side has, the samples of the other side become null.
         new: the added split; its labels are renumbered to the class names of the result.
         classes: class names of the result, which start with those of `head`; None for `combine_classes` of both.
         on_common: rule for keys that both sides have.
@@ -224,8 +224,8 @@ def _relabel_shard(
     if LABEL not in shard.schema.names:
         return info, table.index(number)
     batches = [relabel_batch(batch, labels) for batch in shard.batches]
-    # No label of this shard changes, so the stored shard is used.
-    if all(one.column(LABEL).equals(other.column(LABEL)) for one, other in zip(batches, shard.batches, strict=True)):
+    # If no label of this shard changes, the stored shard is used.
+    if all(new.column(LABEL).equals(old.column(LABEL)) for new, old in zip(batches, shard.batches, strict=True)):
         return info, table.index(number)
     return _write_shard(objects, shard, batches)
 
@@ -251,7 +251,7 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
 def _resolve_common(
     objects: Objects, head: ShardTable, new: ShardTable, on_common: OnCommon
 ) -> tuple[ShardTable, ShardTable]:
-    """Return both sides after each common key was deleted from one of them."""
+    """Return both sides after each common key was deleted from one side, as `on_common` says."""
     common = find_common_keys(objects, head, new)
     if not len(common):
         return head, new

@@ -25,7 +25,7 @@ class DeleteReport:
     """The result of `delete`.
 
     Attributes:
-        version: the committed version; if there was nothing to delete, the newest version, which stays the newest.
+        version: the committed version; if there was nothing to delete, the newest version, which is unchanged.
         deleted: number of deleted samples by split; empty if nothing was committed.
         missing: requested keys that no split has, sorted.
     """
@@ -91,7 +91,7 @@ def delete(
 
 
 class _NothingToDeleteError(Exception):
-    """Ends `Log.append` without a commit."""
+    """Ends `Log.append` without a commit: no sample is selected."""
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ class _DeleteBuild:
 
     def _check_missing(self, missing: frozenset[str]) -> None:
         """Record the keys that do not exist, and raise NotFoundError unless they are ignored."""
-        # Only the first call checks: a key that is missing later was deleted by another writer, as requested here.
+        # Only the first call checks: a key that a later call misses was deleted by another writer, as wanted.
         if self._attempts > 1:
             return
         self.missing = sorted(missing)

@@ -64,7 +64,7 @@ class Deletions:
 
     @classmethod
     def build(cls, flags: Mapping[int, Flags]) -> Deletions:
-        """Return the deletions of `flags`: by shard, in any order, `bool[stored samples]`, True where deleted."""
+        """Return the deletions of `flags`: `bool[stored samples]` by shard, in any order; True where deleted."""
         affected = sorted(shard for shard, deleted in flags.items() if deleted.any())
         samples = [len(flags[shard]) for shard in affected]
         bitmaps = [np.packbits(flags[shard], bitorder="little").tobytes() for shard in affected]
@@ -158,38 +158,38 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
     before = load_deletions(objects, table)
     flags = {int(shard): before.flags(int(shard)) for shard in before.shards}
     stored = table.stored_per_shard
-    labels: Counter[int] = Counter()
+    deleted_labels: Counter[int] = Counter()
     num_new = 0
     for shard, chosen in sorted(rows.items()):
         deleted = flags.setdefault(shard, np.zeros(int(stored[shard]), np.bool_))
         new = np.unique(chosen[~deleted[chosen]])
         if len(new) and table.label_counts:
-            labels.update(_labels(objects, table, shard, new))
+            deleted_labels.update(_labels(objects, table, shard, new))
         deleted[new] = True
         num_new += len(new)
     if not num_new:
         return table
-    counts = {label: count - labels[label] for label, count in table.label_counts.items()}
+    counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
     counted = replace(table, label_counts={label: count for label, count in counts.items() if count})
     return with_deletions(objects, counted, flags)
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with all samples deleted except the live samples `rows`. Otherwise as `delete_samples`."""
+    """Return the table with all samples deleted except the live samples `rows`; in all else like `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
-    labels: Counter[int] = Counter()
+    kept_labels: Counter[int] = Counter()
     for shard, chosen in rows.items():
         flags[shard][chosen] = False
         if table.label_counts:
-            labels.update(_labels(objects, table, shard, chosen))
-    return with_deletions(objects, replace(table, label_counts=dict(sorted(labels.items()))), flags)
+            kept_labels.update(_labels(objects, table, shard, chosen))
+    return with_deletions(objects, replace(table, label_counts=dict(sorted(kept_labels.items()))), flags)
 
 
 def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flags]) -> ShardTable:
-    """Return `table` with exactly the given samples deleted, without the shards that have no live samples then.
+    """Return `table` with exactly the given samples deleted, without the shards that then have no live samples.
 
-    `flags` has `bool[stored samples]` by shard, True where deleted. The label counts of `table` must be those of the
-    result already.
+    `flags` has `bool[stored samples]` by shard, True where deleted. The label counts of `table` must already be
+    those of the result.
     """
     deleted = np.zeros(table.num_shards, np.int64)
     for shard, shard_flags in flags.items():

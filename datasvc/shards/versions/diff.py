@@ -70,7 +70,7 @@ class SplitDifference:
         unchanged: number of samples that are equal in both.
         columns_added: types of the columns that only the second has.
         columns_removed: types of the columns that only the first has.
-        columns_retyped: types in the first and in the second, of the columns whose types differ.
+        columns_retyped: for each column whose types differ, its type in the first and in the second.
         classes_added: class names that only the second has, sorted.
         classes_removed: class names that only the first has, sorted.
     """
@@ -155,7 +155,7 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
 def _unshared(
     objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
 ) -> tuple[SplitKeys, SplitKeys, int]:
-    """Return the samples of `a` and of `b` that are not live in a shard of both, and the number of those that are."""
+    """Return the samples of each side that are not live in a shard of both, and the number of those that are."""
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples, so that equal shards no longer mean equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
@@ -195,7 +195,7 @@ def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
     partners = {}
     for number, digest in enumerate(a.rows.column("digest").to_pylist()):
         if numbers_in_b.get(digest):
-            # A shard may occur several times in a table: each occurrence is matched once.
+            # A shard may occur several times in a table, so each occurrence is matched once.
             partners[number] = numbers_in_b[digest].pop(0)
     return partners
 

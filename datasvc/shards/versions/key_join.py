@@ -1,6 +1,6 @@
 """Join of two splits on their sample keys, with a comparison of the matched samples.
 
-Append, merge and diff use it. `matching` does the join; the samples are compared by their digests.
+Append, merge and diff use this join. `matching` finds the pairs; their samples are compared by their digests.
 """
 
 from __future__ import annotations

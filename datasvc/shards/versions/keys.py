@@ -44,8 +44,8 @@ class SplitKeys:
         objects: objects of the repository.
         table: shard table of the split.
         shards: numbers of the shards, ascending; None for all.
-        labels: new number of each label, with which sample digests are computed; stored labels are not changed. None:
-            all labels keep their numbers.
+        labels: new number of each label, to compute sample digests with; stored labels are not changed. None: all
+            labels keep their numbers.
         without: by shard, live rows to leave out, ascending.
     """
 
@@ -136,7 +136,7 @@ class SampleRows:
 
 
 def take_keys(keys: pa.Array | pa.ChunkedArray, rows: Integers) -> pa.Array:
-    """Return the keys, or digests, at `rows`, which are ascending and distinct."""
+    """Return the keys (or digests) at `rows`, which are ascending and distinct."""
     array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-    # As many distinct rows as there are keys are all rows, so no copy is needed.
+    # If there are as many rows as keys, these are all rows, because they are distinct. Then no copy is needed.
     return array if len(rows) == len(array) else array.take(pa.array(rows))

@@ -58,7 +58,7 @@ def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]
 
 
 def map_labels(labels: pa.Array, mapping: Mapping[int, int]) -> pa.Array:
-    """Return labels mapped to other indexes, of the same type. Null and negative labels, which have no class, stay.
+    """Return the labels mapped to other indexes. Null and negative labels, which have no class, stay unchanged.
 
     Raises:
         ConfigError: a label is not in the mapping.
@@ -88,7 +88,7 @@ def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: s
     """Raise ConfigError if a label without a name is too large for the class names that it is combined with.
 
     Args:
-        label_counts: number of samples by label, where the labels have no names.
+        label_counts: number of samples by label, for labels without names.
         names: the class names that the labels are combined with.
         what: subject of the message, such as "the added data".
     """

@@ -79,19 +79,19 @@ def match_values(a: Side, b: Side) -> Matches:
     small, large = (a, b) if a.num_samples <= b.num_samples else (b, a)
     candidates = _read_hits(large, _all_hashes(small))
     confirmed = _read_hits(small, np.unique(candidates.column("hash").to_numpy()))
-    first, second = (confirmed, candidates) if small is a else (candidates, confirmed)
-    del candidates, confirmed  # releases each table as soon as the columns needed from it were copied
-    # A value may occur more than once on either side: `index_in` returns its first position in `first`.
-    positions = pc.index_in(second.column("value"), value_set=first.column("value"))
-    first = first.select(["shard", "row", "attached"]).take(positions.drop_null())
+    hits_a, hits_b = (confirmed, candidates) if small is a else (candidates, confirmed)
+    del candidates, confirmed  # so that each batch is released as soon as the needed columns were copied
+    # A value may occur more than once on either side: `index_in` returns its first position in `hits_a`.
+    positions = pc.index_in(hits_b.column("value"), value_set=hits_a.column("value"))
+    hits_a = hits_a.select(["shard", "row", "attached"]).take(positions.drop_null())
     if positions.null_count:
-        second = second.filter(positions.is_valid())
+        hits_b = hits_b.filter(positions.is_valid())
     return Matches(
-        second.column("value"),
-        _sample_rows(first),
-        _sample_rows(second),
-        first.column("attached"),
-        second.column("attached"),
+        hits_b.column("value"),
+        _sample_rows(hits_a),
+        _sample_rows(hits_b),
+        hits_a.column("attached"),
+        hits_b.column("attached"),
     )
 
 
@@ -111,7 +111,7 @@ def _all_hashes(side: Side) -> Integers:
     for shard_values in side.read():
         start, stop = stop, stop + len(shard_values.rows)
         hashes[start:stop] = hash_values(shard_values.values)
-    # `num_samples` is an upper bound, so the end of the array may be unused.
+    # `num_samples` may be only an upper bound; then the end of the array is unused.
     hashes = hashes[:stop]
     hashes.sort()
     return hashes

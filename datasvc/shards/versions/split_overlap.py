@@ -29,8 +29,8 @@ from datasvc.shards.versions.keys import SampleRows, SplitKeys, take_keys
 from datasvc.shards.versions.matching import ShardValues, Side, match_values
 
 OnSplitOverlap = Literal["fail", "drop", "keep"]
-"""Rule for samples that two splits share: raise ConflictError; leave them out of the split used for training; or keep
-them and record their number in the version."""
+"""Rule for samples that two splits share. "fail" raises ConflictError. "drop" leaves them out of the split used for
+training. "keep" keeps them and records their number in the version."""
 
 OverlapKind = Literal["key", "payload"]
 KINDS: Final[tuple[OverlapKind, ...]] = ("key", "payload")
@@ -86,7 +86,7 @@ class SharedSamples:
         return SharedSamples(self.keys.take(numbers), self.other_keys.take(numbers), self.places[chosen])
 
     def first(self, count: int) -> SharedSamples:
-        """Return the first `count`, or all if there are fewer."""
+        """Return the first `count` samples, or all if there are fewer."""
         return self.take(np.arange(min(count, len(self))))
 
 
@@ -96,8 +96,8 @@ class Overlap:
 
     Attributes:
         kind: "key": equal keys; "payload": equal blobs, see `digests`.
-        split: the split that "drop" removes them from: "train" if it is one of the two, else "val", else the first
-            by name.
+        split: the split that "drop" removes them from: "train" if it is one of the two, else "val" if it is, else the
+            first by name.
         other: the split that keeps them.
         samples: the shared samples of `split`, in the order of its table.
     """
@@ -207,7 +207,7 @@ def settle_overlaps(
                 )
         # The dropped samples are not shared any more.
         counts.subtract(count_overlaps(overlaps))
-    return result, dict(+counts), overlaps
+    return result, dict(+counts), overlaps  # `+` leaves out kinds with a count of 0
 
 
 def count_overlaps(overlaps: Iterable[Overlap]) -> Counter[str]:
@@ -243,7 +243,7 @@ def _find_shared(
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield the samples of `table` that `other` has too, if any. Each is a table and some shards (None: all)."""
+    """Yield the samples of `table` that `other` has too, if any. Each is a table and shards of it (None: all)."""
     if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
         return
     side = _key_side if kind == "key" else _payload_side

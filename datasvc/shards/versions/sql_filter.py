@@ -37,7 +37,9 @@ class Condition:
 
     def __init__(self, expression: str, schema: pa.Schema) -> None:
         self._expression = expression
-        self._filter = f"({expression}\n)"  # the closing bracket on a new line: the expression may end in a comment
+        self._filter = (
+            f"({expression}\n)"  # a new line before the bracket, because the expression may end in a comment
+        )
         self._columns = schema.names
         if len({name.lower() for name in schema.names}) != len(schema.names):
             raise ConfigError(
@@ -58,7 +60,7 @@ class Condition:
             )
 
     def find(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
-        """Yield the live samples that satisfy the condition, as shard and ascending stored rows.
+        """Yield the live samples that satisfy the condition, by shard: its number, and the stored rows, ascending.
 
         Raises:
             ConfigError: the evaluation fails for a sample, for instance a cast of text that is not a number.

@@ -46,7 +46,7 @@ class DatasetProblem:
     """One object that does not match the version that refers to it.
 
     Attributes:
-        kind: what is wrong; "contradictory": the object matches its digest, but not the object that refers to it.
+        kind: what is wrong. "contradictory": the object matches its digest, but not the object that refers to it.
         role: the type of the object.
         split: name of the split that refers to it.
         digest: digest of the object.
@@ -219,10 +219,12 @@ class _SplitCheck:
     def _check_size(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         size_bytes = self._objects.size(shard.digest)
         if size_bytes is None:
-            return self._problem("missing", number, f"nothing is at {self._objects.location(shard.digest)}", index)
+            return self._shard_problem(
+                "missing", number, f"nothing is at {self._objects.location(shard.digest)}", index
+            )
         if size_bytes != shard.size_bytes:
             kind: Kind = "truncated" if size_bytes < shard.size_bytes else "changed"
-            return self._problem(kind, number, f"{size_bytes} bytes, expected {shard.size_bytes}", index)
+            return self._shard_problem(kind, number, f"{size_bytes} bytes, expected {shard.size_bytes}", index)
         return None
 
     def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
@@ -233,7 +235,7 @@ class _SplitCheck:
         try:
             content = _read(self._objects, shard)
         except NotFoundError as error:  # deleted after `_check_size` found it
-            return self._problem("missing", number, str(error), index)
+            return self._shard_problem("missing", number, str(error), index)
         if problem is None and digest_of(memoryview(content)) == shard.digest:
             return self._compare(number, content, index)
         kind = problem.kind if problem else "changed"
@@ -241,7 +243,7 @@ class _SplitCheck:
         rows = None if index is None else missing_rows(index, readable_identities(content))
         if rows is not None and not len(rows):
             detail += ", but every sample in it is intact"
-        return self._problem(kind, number, detail, index, rows)
+        return self._shard_problem(kind, number, detail, index, rows)
 
     def _compare(self, number: int, content: pa.Buffer, index: SampleIndex | None) -> DatasetProblem | None:
         """Compare the samples of a shard that matches its digest with the sample index and the shard table."""
@@ -250,20 +252,20 @@ class _SplitCheck:
             batches = (reader.get_batch(batch) for batch in range(reader.num_record_batches))
             identities = [identity for batch in batches for identity in sample_identities(batch)]
         except (pa.ArrowException, KeyError) as error:
-            return self._problem("contradictory", number, f"it is not a shard: {error}", index)
+            return self._shard_problem("contradictory", number, f"it is not a shard: {error}", index)
         if len(identities) != self._stored[number]:
             detail = f"it holds {len(identities)} samples, the shard table lists {self._stored[number]}"
-            return self._problem("contradictory", number, detail, index)
+            return self._shard_problem("contradictory", number, detail, index)
         rows = missing_rows(index, identities) if index is not None else np.empty(0, np.int64)
         if len(rows):
             detail = "its samples do not match its sample index"
-            return self._problem("contradictory", number, detail, index, rows)
+            return self._shard_problem("contradictory", number, detail, index, rows)
         return None
 
-    def _problem(
+    def _shard_problem(
         self, kind: Kind, number: int, detail: str, index: SampleIndex | None, rows: Integers | None = None
     ) -> DatasetProblem:
-        """Describe a bad shard. `rows` are the stored rows that are affected; None stands for all rows."""
+        """Describe a bad shard. `rows` are the affected stored rows; None stands for all rows."""
         affected = np.zeros(self._stored[number], np.bool_)
         affected[slice(None) if rows is None else rows] = True
         if number in self._deletions.shards:

@@ -52,7 +52,7 @@ def describe_tables(
 def read_val_fraction(repository: Repository, version: Resolved) -> float:
     """Return the fraction of `train` that a data set holds out as `val`.
 
-    An entry of an old format does not record the fraction. Then that of the ingest it descends from applies.
+    An entry of an old format does not record the fraction. Then the fraction of its original ingest is returned.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
@@ -61,7 +61,7 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         content = repository.entry(version).content
         if VAL_FRACTION in content:
             return float(content[VAL_FRACTION])
-        # An entry copied from another repository names the versions that it was merged from there, not here.
+        # An entry copied from another repository lists merged versions by their names in the other repository.
         merged = content.get("change", {}).get("versions", []) if content.get("origin") is None else []
         ancestor = content.get("parent") or (merged[0] if merged else None)
         if ancestor is None:
@@ -74,7 +74,8 @@ def changed_entry(
 ) -> dict[str, Any]:
     """Store the `changed` splits; return the log entry of a version that has them instead of those of `dataset`.
 
-    The changed splits have no new samples. For the other arguments, see `derived_entry`; raise as `describe_tables`.
+    The changed splits have no new samples. For `change` and `message`, see `derived_entry`. Raises what
+    `describe_tables` raises.
     """
     before = [dataset[split].table for split in changed]
     content = dataset.entry.content
@@ -104,7 +105,7 @@ def derived_entry(
         splits: result of `describe_tables`.
         change: kind of the change and its details.
         message: text given by the user.
-        parent: the version of the same data set that it continues; None for no such version.
+        parent: the version of the same data set that it continues; None if it continues none.
         source: the versions it was made from, as text.
         **more: further fields.
     """
