@@ -163,11 +163,11 @@ def _encode_column(column: pa.Array) -> list[bytes | None]:
     return [encode_value(value) for value in values]
 
 
-def _payload(blobs: Sequence[bytes], sample: bytes) -> bytes:
-    if not blobs:
-        return sample
+def _payload(blob_digests: Sequence[bytes], sample_digest: bytes) -> bytes:
+    if not blob_digests:
+        return sample_digest
     # With one blob, its digest serves as the payload digest, without a second hash.
-    return blobs[0] if len(blobs) == 1 else xxh3_128_digest(b"".join(blobs))
+    return blob_digests[0] if len(blob_digests) == 1 else xxh3_128_digest(b"".join(blob_digests))
 
 
 def _join(values: Mapping[str, bytes | None]) -> bytes:

@@ -75,7 +75,7 @@ class IpcWriter:
 def describe_batch(
     chunks: Sequence[Chunk], offset: int, blobs: Sequence[pa.Buffer | None], num_samples: int
 ) -> BatchLayout:
-    """Return the layout of a record batch from the chunks that Arrow wrote for it, whose memory is unchanged.
+    """Return the layout of a record batch from the chunks that Arrow wrote for it; their memory must be unchanged.
 
     `offset` is where the message starts in the file. `blobs` has the buffer of each blob column, None if it is empty.
     """

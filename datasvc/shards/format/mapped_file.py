@@ -43,7 +43,7 @@ class MappedFile:
             self.mapping = _with_raised_limit(lambda: mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), path)
         except ValueError as error:
             raise CorruptDataError(f"{path} is not an Arrow IPC file: it is empty") from error
-        self._start = _address_of(np.frombuffer(self.mapping, np.uint8))
+        self._start_address = _address_of(np.frombuffer(self.mapping, np.uint8))
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
         """Read the bytes of a view of the mapping from the file into a buffer.
@@ -61,7 +61,7 @@ class MappedFile:
         """
         assert len(view) == len(buffer), (len(view), len(buffer))
         assert view.flags.c_contiguous
-        offset = _address_of(view) - self._start
+        offset = _address_of(view) - self._start_address
         if not 0 <= offset <= len(self.mapping) - len(view):
             return view
         num_read = 0

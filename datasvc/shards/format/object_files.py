@@ -59,7 +59,7 @@ class ObjectFiles:
                 return pa.memory_map(str(local))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return a range of an object's bytes. Raise as `Storage.read_range`."""
+        """Return a range of an object's bytes. Raise what `Storage.read_range` raises."""
         with self._recording_failure():
             return self._storage.read_range(path, offset, length)
 

@@ -151,7 +151,7 @@ class PartialShard(Shard):
 
         Raises:
             NotFoundError: the shard does not exist.
-            CorruptDataError: the shard is too short; or as `add`.
+            CorruptDataError: the shard is too short; or see `add`.
             UnavailableError: the store did not answer.
         """
 

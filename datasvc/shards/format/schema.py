@@ -47,7 +47,7 @@ def stored_schema(source: pa.Schema) -> pa.Schema:
     Metadata of the source with the prefix `datasvc.`, such as a tokenizer's digest, is kept.
 
     Raises:
-        ConfigError: as `shard_schema`.
+        ConfigError: see `shard_schema`.
     """
     fields: list[pa.Field] = []
     for field in source:

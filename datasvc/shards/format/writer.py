@@ -111,7 +111,7 @@ class ShardWriter:
         """Write a record batch with the samples whose blobs were appended since the last record batch.
 
         Args:
-            values: values of these samples by column, for all columns without blobs.
+            values: values of these samples by column, for all columns that are not blobs.
 
         Raises:
             ConfigError: the values of a column do not have the type in the schema.

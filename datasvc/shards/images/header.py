@@ -151,7 +151,7 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
     stop = len(raw)
     if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
         return None
-    offset, size, is_rotated = 2, None, False
+    offset, size, is_swapped = 2, None, False
     components, has_rgb_mark = 0, False
     for _ in range(_MAX_SEGMENTS):
         if offset + 10 > stop:
@@ -162,7 +162,7 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         if marker == _START_OF_SCAN:
             if components == 3 and has_rgb_mark:
                 return None
-            return ImageHeader("JPEG", *(size[::-1] if is_rotated else size)) if size is not None else None
+            return ImageHeader("JPEG", *(size[::-1] if is_swapped else size)) if size is not None else None
         if length < 2:
             return None
         if marker in _PLAIN_FRAMES:
@@ -177,7 +177,7 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
                 orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
                 if orientation is None:
                     return None
-                is_rotated = swaps_sides(orientation)
+                is_swapped = swaps_sides(orientation)
         elif marker == _APP2:
             if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
                 return None  # MPO: several pictures in one file

@@ -155,7 +155,7 @@ def _blob_sources(schema: pa.Schema, value_numbers: Mapping[str, int]) -> tuple[
 def _read_files(
     url: str, files: Sequence[ImageFile], allocate: AllocateBuffer
 ) -> Iterator[tuple[ImageFile, Content]]:
-    """Yield every file with its content, in order. Each content is valid until the next one is requested."""
+    """Yield every file with its content, in order. Each content is valid until the next file is requested."""
     reader = FileReader(url)
     if reader.is_local:
         for file in files:

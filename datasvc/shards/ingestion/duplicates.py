@@ -57,7 +57,7 @@ class SplitDuplicates:
 
     @classmethod
     def find(cls, objects: Objects, tables: Mapping[str, ShardTable], *, by_key: bool) -> SplitDuplicates:
-        """Find the duplicates of each split. Search by key only if `by_key` is set. Raise as `find_duplicates`."""
+        """Find the duplicates of each split. By key only if `by_key` is set. Raise what `find_duplicates` raises."""
         same_key: dict[str, list[DuplicateSample]] = {}
         same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():

@@ -154,7 +154,7 @@ def ingest(
         BadSampleError: samples are bad and `on_bad` is "fail", or there are duplicates and `duplicates` is "fail";
             the message has their number and the first ones.
         SourceChangedError: a file changed after it was listed.
-        ConflictError, UnknownOutcomeError, UnavailableError: as `Log.append`, `combine.append_table`,
+        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`,
             `split_overlap.settle_overlaps`.
     """
     check_name(name, "data set")
@@ -235,7 +235,7 @@ def ingest(
 
 
 def open_any_source(source: AnySource, options: SourceOptions | None = None) -> Source:
-    """Return an opened source for any `source` that `ingest` accepts. Raise as `open_source`."""
+    """Return an opened source for any `source` that `ingest` accepts. Raise what `open_source` raises."""
     if isinstance(source, Source):
         return source
     if isinstance(source, (str, os.PathLike)):

@@ -71,7 +71,7 @@ class IngestCommit:
         self.metadata["ingest"] = f"{self.attempt}-{digest_of(options.encode())[:16]}"
 
     def run(self) -> Entry:
-        """Return the committed version. Raise as `ingest`."""
+        """Return the committed version. Raise what `ingest` raises."""
         # Compare the splits before the log is read, because the comparison takes long, and a commit of another writer
         # after that read forces a retry.
         if not (self.append and self._log.head()):

@@ -49,7 +49,7 @@ def check_bad(
     listed = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(all_bad)]
     raise BadSampleError(
         f"{len(all_bad)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: "
-        f"{_first(listed)}. Repair or remove them, or leave them out with --on-bad skip, which needs a good "
+        f"{_join_first(listed)}. Repair or remove them, or leave them out with --on-bad skip, which needs a good "
         "sample in each split"
     )
 
@@ -64,7 +64,7 @@ def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source
     if listed:
         raise BadSampleError(
             f"{len(listed)} samples of {redact_url(source.url)} are duplicates, nothing was committed: "
-            f"{_first(listed)}. Remove them, or use --duplicates drop or keep"
+            f"{_join_first(listed)}. Remove them, or use --duplicates drop or keep"
         )
 
 
@@ -81,6 +81,6 @@ def _ordered(bad: Sequence[BadSample]) -> list[BadSample]:
     return sorted(bad, key=lambda sample: (sample.split, sample.key, sample.reason))
 
 
-def _first(texts: Sequence[str]) -> str:
+def _join_first(texts: Sequence[str]) -> str:
     more = f"; and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
     return "; ".join(texts[:_MAX_LISTED]) + more

@@ -45,7 +45,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
 
     Raises:
         ConfigError: DuckDB rejects the query; the message has its reason.
-        NotFoundError, CorruptDataError, UnavailableError: a shard cannot be read; or as `open_dataset`.
+        NotFoundError, CorruptDataError, UnavailableError: a shard cannot be read; or see `open_dataset`.
     """
     import duckdb
 

@@ -153,7 +153,7 @@ def _read_live(
 
 
 def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: str) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of a shard with those columns of `schema` that it has. Raise as `ObjectFiles.open`."""
+    """Yield a shard's record batches with its columns that are in `schema`. Raise what `ObjectFiles.open` raises."""
     with files.open(digest) as file:
         try:
             names = pa.ipc.open_file(file).schema.names

@@ -49,9 +49,9 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
         message: text stored with the version.
 
     Raises:
-        ConfigError: as `name_tables`.
-        ConflictError: `ref` is not the newest version; or as `Log.append`.
-        NotFoundError, CorruptDataError, UnknownOutcomeError, UnavailableError: as `Log.append`, `open_dataset`.
+        ConfigError: see `name_tables`.
+        ConflictError: `ref` is not the newest version; or see `Log.append`.
+        NotFoundError, CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `open_dataset`.
     """
     base = repository.resolve("datasets", ref)
 

@@ -47,8 +47,8 @@ def append_splits(
     differently: then each of them keeps its numbers.
 
     Raises:
-        ConfigError: a split that `head` lacks has labels but `head` has none, or the reverse; or as `append_table`.
-        ConflictError, CorruptDataError, NotFoundError, UnavailableError: as `append_table`.
+        ConfigError: a split that `head` lacks has labels but `head` has none, or the reverse; or see `append_table`.
+        ConflictError, CorruptDataError, NotFoundError, UnavailableError: see `append_table`.
     """
     _check_labelled(head, new)
     # None if the splits of `head` number their classes differently: then each split keeps its own numbers.
@@ -96,7 +96,7 @@ def keep_splits(
     """Return `new` without the keys that `head` has in another split, so that a key stays in its split.
 
     `on_common` applies to these keys in the same way as to keys that both sides have in one split. With "replace",
-    the new sample moves to the split of `head` that has the key. Raise as `append_table`.
+    the new sample moves to the split of `head` that has the key. Raise what `append_table` raises.
     """
     result = dict(new)
     for split, other in ((split, other) for split in new for other in head if other != split):

@@ -126,13 +126,13 @@ class Split:
 
         Raises:
             IndexError: `number` is out of range; negative numbers count from the end.
-            CorruptDataError, NotFoundError, UnavailableError: as `OriginShards.open_shard`.
+            CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
         """
-        position = number + len(self) if number < 0 else number
-        if not 0 <= position < len(self):
+        live_number = number + len(self) if number < 0 else number
+        if not 0 <= live_number < len(self):
             raise IndexError(f"sample {number} is outside 0..{len(self) - 1} of {self.dataset}/{self.name}")
-        shard = int(np.searchsorted(self._stops, position, side="right"))
-        row = position - (int(self._stops[shard - 1]) if shard else 0)
+        shard = int(np.searchsorted(self._stops, live_number, side="right"))
+        row = live_number - (int(self._stops[shard - 1]) if shard else 0)
         (stored_row,) = self.stored_rows(shard, np.array([row])).tolist()
         sample = self._open_shard(shard).sample(stored_row)
         return {name: sample.get(name) for name in self.table.sample_schema.names}
@@ -147,14 +147,14 @@ class Split:
         return ShardTable.decode(objects.read(self.digest), objects.location(self.digest))
 
     def stored_rows(self, shard: int, rows: Integers) -> Integers:
-        """Return the row numbers that the given live samples have in their shard's file.
+        """Return the row numbers of live samples in their shard's file, which has the deleted samples too.
 
         Args:
             shard: number of the shard in the table.
-            rows: `int64[n]`, positions among the live samples of the shard, as the access order counts them.
+            rows: `int64[n]`, row numbers among the live samples of the shard, as the access order counts them.
 
         Returns:
-            `int64[n]`, positions among all samples of the file; `rows` itself where the shard has no deletions.
+            `int64[n]`, row numbers among all samples of the file; `rows` itself if the shard has no deletions.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the deletions cannot be read.
@@ -164,7 +164,7 @@ class Split:
 
     @cached_property
     def deletions(self) -> Deletions:
-        """The deleted samples. Raises as `load_deletions`."""
+        """The deleted samples. Raises what `load_deletions` raises."""
         return load_deletions(self.repository.objects, self.table)
 
     @property
@@ -237,7 +237,7 @@ def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
     """Return the version that `ref` currently resolves to.
 
     Raises:
-        ConfigError, NotFoundError, UnavailableError: as `Repository.resolve`.
+        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
         CorruptDataError: the log entry of the version is corrupt.
     """
     resolved = repository.resolve("datasets", ref)

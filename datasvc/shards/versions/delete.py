@@ -67,8 +67,8 @@ def delete(
         ConfigError: both or neither of `keys` and `where` are given; the expression is invalid; all samples of a
             split would be deleted.
         NotFoundError: there is no such version or split; or keys do not exist (the message lists up to ten).
-        ConflictError: `ref` is not the newest version; or as `Log.append`.
-        CorruptDataError, UnknownOutcomeError, UnavailableError: as `Log.append`, `Objects.read`.
+        ConflictError: `ref` is not the newest version; or see `Log.append`.
+        CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
     if (keys is None) == (where is None):
         raise ConfigError(

@@ -129,7 +129,7 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
     Raises:
         CorruptDataError: the object is corrupt, or does not match the shard table.
         ConfigError: the object has a newer format than this datasvc reads.
-        NotFoundError, UnavailableError: as `Objects.read`.
+        NotFoundError, UnavailableError: see `Objects.read`.
     """
     if table.deletions is None:
         return Deletions.build({})

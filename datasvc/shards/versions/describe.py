@@ -19,7 +19,7 @@ def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
 
 
 def describe_split(split: Split) -> dict[str, Any]:
-    """Return statistics, columns and class histogram of a split as JSON values. Raise as `Split.table`."""
+    """Return statistics, columns and class histogram of a split as JSON values. Raise what `Split.table` raises."""
     table = split.table
     num_stored = int(table.stored_per_shard.sum())
     return {

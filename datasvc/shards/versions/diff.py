@@ -109,7 +109,7 @@ def diff(repository: Repository, a: str, b: str) -> Difference:
     """Return the changes from version `a` to version `b`, which may belong to different data sets.
 
     Raises:
-        ConfigError, NotFoundError: as `Repository.resolve`.
+        ConfigError, NotFoundError: see `Repository.resolve`.
         CorruptDataError, UnavailableError: a shard table, sample index or deletions object cannot be read.
     """
     first, second = (repository.resolve("datasets", ref) for ref in (a, b))
@@ -128,7 +128,7 @@ def diff(repository: Repository, a: str, b: str) -> Difference:
 
 
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
-    """Return the changes from split `a` to split `b`; None stands for an empty split. Raise as `diff`."""
+    """Return the changes from split `a` to split `b`; None stands for an empty split. Raise what `diff` raises."""
     a, b = _or_empty(a, b), _or_empty(b, a)
     # A class may have different numbers on the two sides, so the labels of `b` get the numbers that `a` uses.
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))

@@ -40,7 +40,7 @@ class CommonKeys:
 
 
 def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:
-    """Return the keys that occur among the live samples of both splits. Raise as `match_keys`."""
+    """Return the keys that occur among the live samples of both splits. Raise what `match_keys` raises."""
     return match_keys(SplitKeys(objects, a), SplitKeys(objects, b))
 
 
@@ -54,7 +54,7 @@ def match_keys(a: SplitKeys, b: SplitKeys) -> CommonKeys:
     # Without matches, the attached arrays have the type null, which cannot be compared.
     if not len(matches):
         return CommonKeys(matches.values, matches.a, matches.b, np.empty(0, np.bool_))
-    equal = pc.equal(matches.attached_a, matches.attached_b).to_numpy(zero_copy_only=False)
+    equal = pc.equal(matches.attached_a, matches.attached_b).to_numpy(zero_copy_only=False)  # sample digests
     return CommonKeys(matches.values, matches.a, matches.b, equal)
 
 

@@ -1,4 +1,4 @@
-"""Keys, digests and positions of a split's live samples, read from the sample indexes, shard by shard."""
+"""Keys, digests and places of a split's live samples, read from the sample indexes, shard by shard."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SplitKeys:
         return (self.read(shard) for shard in self.shards.tolist())
 
     def read(self, shard: int) -> ShardKeys:
-        """Return the live samples of one shard. Raise as `__iter__`."""
+        """Return the live samples of one shard. Raise what `__iter__` raises."""
         rows = self.live_rows(shard)
         digest = self.table.index(shard)
         if digest is None:
@@ -111,7 +111,7 @@ class SplitKeys:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Positions of samples in a split: shard number and stored row of each sample, both `int64[n]`."""
+    """Places of samples in a split: shard number and stored row of each sample, both `int64[n]`."""
 
     shards: Integers
     rows: Integers
@@ -124,7 +124,7 @@ class SampleRows:
 
     @classmethod
     def concatenate(cls, parts: Sequence[SampleRows]) -> SampleRows:
-        """Return the positions of all parts; there must be at least one part."""
+        """Return the places of all parts; there must be at least one part."""
         return cls(np.concatenate([part.shards for part in parts]), np.concatenate([part.rows for part in parts]))
 
     def by_shard(self) -> dict[int, Integers]:

@@ -83,8 +83,8 @@ def merge(
             `combine.append_table`.
         NotFoundError: there is no such version.
         ConflictError: several versions have a key, and `on_common` does not resolve it; splits share samples, see
-            `split_overlap.settle_overlaps`; or as `Log.append`.
-        CorruptDataError, UnknownOutcomeError, UnavailableError: as `Log.append`, `Objects.read`.
+            `split_overlap.settle_overlaps`; or see `Log.append`.
+        CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
     check_name(name, "data set")
     if on_common not in _RULES:

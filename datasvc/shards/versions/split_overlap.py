@@ -1,7 +1,7 @@
 """Samples that two splits of a version share, by key or by content, such as validation data among the training data.
 
-An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports them. Sample indexes
-are read, no images. For the memory that a comparison needs, see `matching`.
+An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports such samples. Only
+sample indexes are read, no images. For the memory that a comparison needs, see `matching`.
 """
 
 from __future__ import annotations
