@@ -1,7 +1,7 @@
 """Reads one rank's samples in the access order, as batches of zero-copy views of shards, for the loaders to decode.
 
 A shard is opened for the first batch that needs it, and released after the last batch that needs it is handed
-over. So a loader never holds more shards of a cache than the window of its order.
+over. So a loader never holds more shards of a cache than the window of its order contains.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SampleBatch(NamedTuple):
         positions: `int64[n]`, positions of this rank's samples.
         mask: `bool[n]`, False for padding samples.
         shards: `int64[n]`, index of each sample's shard in the shard table of its split.
-        rows: `int64[n]`, row of each sample in its shard, counting deleted samples.
+        rows: `int64[n]`, row of each sample in its shard's file, in which deleted samples still have rows.
         blobs: views of the encoded images, `uint8[size]` each; a view keeps the memory map of its shard alive. Empty
             if no blob column was requested.
         columns: further columns of fixed width by name, `dtype[n]`.
@@ -58,12 +58,12 @@ class SampleBatch(NamedTuple):
     sources: Integers
 
     @property
-    def pads(self) -> bool:
+    def has_padding(self) -> bool:
         """Whether the global batch contains padding samples; this rank's part may have none."""
         return self.step.stop > self.step.num_samples
 
     @property
-    def holders(self) -> list[Shard]:
+    def sample_shards(self) -> list[Shard]:
         """The shard of each sample, in the order of `positions`."""
         by_index = {index: part.shard for part in self.parts for index in part.indices.tolist()}
         return [by_index[index] for index in range(len(self.positions))]
@@ -90,8 +90,8 @@ class SampleBatches:
         columns: further columns of fixed width to read.
 
     Raises:
-        ConfigError: a split lacks one of the columns, or has it with another type than the first split. While a batch
-            is read: a column is null for one of its samples.
+        ConfigError: a split lacks one of the columns, or has it with another type than the first split; `stream`
+            reads a sample for which a column is null.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class SampleBatches:
     def describe(self, batch: SampleBatch, index: int) -> str:
         """Return the name of one sample for messages: split, shard and key."""
         reader = self._readers[int(batch.sources[index])]
-        return reader.describe(int(batch.shards[index]), int(batch.rows[index]), batch.holders[index])
+        return reader.describe(int(batch.shards[index]), int(batch.rows[index]), batch.sample_shards[index])
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
         step, positions, mask, locations, by_split = located
-        # References come first: a shard that is opened without a reference stays open until `close`.
-        self._use_shards(epoch, located)
+        # Add references before opening: a shard that is opened without a reference stays open until `close`.
+        self._reference_shards(epoch, located)
         blobs: list[Any] = [] if self._blob is None else [None] * len(positions)
         columns = {name: np.empty(len(positions), kind) for name, kind in self._types.items()}
         parts: list[ShardPart] = []
@@ -177,21 +177,22 @@ class SampleBatches:
             epoch, step, positions, mask, locations.shards, locations.rows, blobs, columns, parts, locations.sources
         )
 
-    def _use_shards(self, epoch: int, located: LocatedStep) -> None:
+    def _reference_shards(self, epoch: int, located: LocatedStep) -> None:
         """Add references to all shards that the batch needs, so that they stay open until the batch is retired."""
         start = Cursor(epoch, located.step.start)
         before = self._locator.cursors(start)
         after = self._locator.cursors(Cursor(epoch, located.step.next_position))
-        pads = located.step.stop > located.step.num_samples
+        has_padding = located.step.stop > located.step.num_samples
         locations = located.locations
         for number, reader in self._readers.items():
             first, last = before[number], after[number]
-            reader.use(first, last)
-            # `use` covers neither padding nor epochs of a small split that begin and end in this batch.
-            if pads or last.epoch > first.epoch + 1:
+            reader.reference_range(first, last)
+            # `reference_range` skips padding samples, and a small split's epochs that begin and end inside this
+            # batch, so their shards get references separately.
+            if has_padding or last.epoch > first.epoch + 1:
                 is_inside = (locations.epochs > first.epoch) & (locations.epochs < last.epoch)
-                is_kept = (locations.sources == number) & (is_inside | ~located.mask)
-                reader.keep(np.unique(locations.shards[is_kept]).tolist(), start)
+                is_skipped = (locations.sources == number) & (is_inside | ~located.mask)
+                reader.reference_shards(np.unique(locations.shards[is_skipped]).tolist(), start)
 
 
 class _SplitLocator:
@@ -213,7 +214,7 @@ class _SplitLocator:
 class _MixtureLocator:
     """A `SampleLocator` of a mixture: assigns positions to splits, each with an order and epochs of its own."""
 
-    # 1 even if the splits' orders have lanes: consecutive positions of the mixture have no fixed relation to them.
+    # Always 1, even if the splits' orders have lanes: the mixture's positions have no fixed relation to these lanes.
     lanes = 1
 
     def __init__(self, order: MixOrder, readers: Mapping[int, SplitReader]) -> None:

@@ -1,4 +1,4 @@
-"""Reuses the memory of a batch after its last reference is gone: allocating memory takes longer than filling it.
+"""Reuses the memory of a batch after its last reference is gone, because allocating takes longer than filling.
 
 The decoders of images and tokens take the memory of their batches from a ring.
 """

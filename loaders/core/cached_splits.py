@@ -1,4 +1,4 @@
-"""Shard stores that read a loader's splits through the node's cache; its budget must hold the windows of all splits.
+"""Shard stores that read a loader's splits through the node's cache, which must have room for all splits' windows.
 
 Loaders with `cache=` use them. If the budget is too small, creating the loader fails, before anything is fetched.
 """

@@ -42,7 +42,7 @@ from datasvc.order import Tail
 
 @dataclass(frozen=True)
 class _WritePosition:
-    """Write position in a file: its number of records; the last record of served samples, which grows; its index."""
+    """Number of records in a file, and the last record of served samples, which can still grow, with its index."""
 
     num_records: int = 0
     growing: LedgerRecord | None = None
@@ -53,7 +53,7 @@ class Ledger:
     """Writes one rank's part of a ledger.
 
     Args:
-        folder: folder of the ledger, created at the first write. All ranks of a job and all its restarts use one.
+        folder: folder of the ledger, created at the first write. All ranks and restarts of a job use the same.
         order: the loader's state without epoch and position.
         source: name of the data, such as "digits@1/train".
         num_samples: samples of an epoch.
@@ -172,7 +172,7 @@ class Ledger:
 
     def _open(self) -> None:
         try:
-            # Only at the first batch, so that a loader that hands over none leaves no file.
+            # The file is created at the first batch, so that a loader that hands over no batch leaves no file.
             if self._path is None:
                 self._path, self._header_bytes = create_ledger_file(self.folder, self._header())
             if self._file is None:
@@ -192,7 +192,10 @@ class Ledger:
         )
 
     def _check_folder(self) -> None:
-        """Raise ConfigError if the ledger is of other data; only the audit compares ranks that start together."""
+        """Raise ConfigError if the last file of the ledger is of other data or another order.
+
+        Ranks that start together find no file of each other here; `datasvc audit` compares them.
+        """
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"ledger is {self.folder}, which is a file; expected a folder, existing or new")
         files = list_files(self.folder) if self.folder.exists() else []

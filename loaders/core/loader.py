@@ -39,7 +39,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class BatchDecoder(Protocol[B_co]):
-    """Converts sample batches to the loader's batches: several at a time, returned in the order of their arrival."""
+    """Converts sample batches to the loader's batches, several at a time; `take` returns them in the order fed."""
 
     def feed(self, batch: SampleBatch) -> None:
         """Start decoding a batch, which may be empty; its views stay valid until `take` has returned it."""
@@ -71,10 +71,10 @@ class Loader(ABC, Generic[B]):
         ranks: data-parallel rank of this process, or a `torch.distributed` device mesh of one axis, such as
             `mesh["data"]`. Tensor- and pipeline-parallel peers give the same rank and get the same batches. Default:
             rank 0 of 1.
-        tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad" (masked); default
-            "drop" in training, "pad" otherwise. With "short" and several ranks, a rank may get an empty last batch.
+        tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad" (masked);
+            default "drop" in training, "pad" otherwise. With "short", some ranks may get an empty last batch.
         prefetch: batches in progress while the caller trains; 0: each batch is made in the call that returns it.
-        ledger: folder that records the batches handed over, for `datasvc audit`; one for all ranks and restarts.
+        ledger: folder that records the batches handed over, for `datasvc audit`; the same for all ranks and restarts.
 
     Raises:
         ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
@@ -327,7 +327,7 @@ class Loader(ABC, Generic[B]):
 def choose_order(
     order: OrderConfig | None, *, seed: int | None, shuffle: Shuffle | Literal["auto"], training: bool
 ) -> OrderConfig:
-    """Return the parameters of the access order from the arguments of a loader, see `Loader`.
+    """Return the parameters of a loader's access order; for the arguments see `Loader`.
 
     Raises:
         ConfigError: `order` is given together with `seed` or `shuffle`; a value is out of range.

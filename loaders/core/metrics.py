@@ -42,15 +42,15 @@ class LoaderCollector(Collector):
         # All steps, also those before `restart_report`, because a counter of Prometheus must not decrease.
         totals = {name: loader.profiler.totals(whole=True) for name, loader in self._loaders.items()}
         reports = {name: loader.report() for name, loader in self._loaders.items()}
-        for metric, text, value in _COUNTERS:
+        for metric, text, count_of in _COUNTERS:
             counter = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])
             for name, sums in totals.items():
-                counter.add_metric([name], value(sums))
+                counter.add_metric([name], count_of(sums))
             yield counter
-        for metric, text, number in _GAUGES:
+        for metric, text, value_of in _GAUGES:
             gauge = GaugeMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])
             for name, report in reports.items():
-                gauge.add_metric([name], number(report))
+                gauge.add_metric([name], value_of(report))
             yield gauge
         yield _stages("blocked_seconds", "Waited by the consumer, by stage", totals, lambda sums: sums.blocked_s)
         yield _stages("beside_seconds", "Worked by other threads, by stage", totals, lambda sums: sums.beside_s)

@@ -21,10 +21,11 @@ _BLOCK: Final = 4096
 class Mixture:
     """A weighted mixture of splits, which a loader accepts in place of a split.
 
-    A weight is a fraction of the samples served, independent of the splits' sizes. Blocks are counted across all
-    epochs of the mixture: of the n * block samples in the first n blocks, each split serves its fraction, with an
-    error of less than one sample. Each split is read to its end in its own access order, and then again in the order
-    of its next epoch. So every pass over a split serves each of its samples once, wherever the mixture's epochs end.
+    A weight is a fraction of the samples served, independent of the splits' sizes. The positions of all epochs are
+    divided into blocks of `block` positions. In the first n blocks, for any n, each split serves its fraction of the
+    samples, with an error of less than one sample. Each split is read to its end in its own access order, and then
+    again in the order of its next epoch. So every pass over a split serves each of its samples once, wherever the
+    mixture's epochs end.
 
     An epoch of the mixture has `epoch_samples` samples. Its end does not end a pass over a split: the next epoch
     continues the pass. Samples that a loader drops at the end of an epoch (`tail="drop"`) are missing in the pass. No
@@ -34,8 +35,8 @@ class Mixture:
         parts: splits and their weights, as pairs or a mapping. Only ratios matter: 7, 2, 1 equals 0.7, 0.2, 0.1. A
             float counts as the decimal number that is written: 0.1 is exactly 1/10. A weight of 0 leaves a split out.
         epoch_samples: samples of an epoch; default: the number of samples in all splits with a weight above 0.
-        block: number of positions that are mixed together. If it equals the global batch, and `epoch_samples` a
-            multiple of it, every global batch has the exact fractions.
+        block: number of positions that are mixed together. If it equals the global batch and `epoch_samples` is a
+            multiple of it, the fractions are exact in every global batch.
 
     Raises:
         ConfigError: there are no splits; a split occurs twice; a weight is negative or not finite, or gives less than
@@ -141,7 +142,7 @@ def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderCon
 
 
 def clock_steps(samples: Split | Mixture) -> list[int | None]:
-    """Return, for each split, the mean bytes read from one of its samples to the next; None without a mixture.
+    """Return, for each split, the mean bytes that the mixture reads from one of its samples to the next, or None.
 
     The cache needs them to compare shards of different splits by the time until their next use.
     """

@@ -21,18 +21,18 @@ class OpenShards:
         self._store = store
         self._uses: Counter[int] = Counter()
         self._open: dict[int, Shard] = {}
-        self._keepers: list[WholeEpochUses] = []
+        self._observers: list[WholeEpochUses] = []
 
-    def keep_all(self, keeper: WholeEpochUses) -> None:
-        """Report all open shards to `keeper`, and each shard that is opened before `stop_keeping`."""
-        self._keepers.append(keeper)
+    def add_observer(self, observer: WholeEpochUses) -> None:
+        """Report all open shards to `observer`, and each shard that is opened until `remove_observer`."""
+        self._observers.append(observer)
         for shard in self._open:
-            keeper.opened(shard)
+            observer.opened(shard)
 
-    def stop_keeping(self, keeper: WholeEpochUses) -> None:
-        """Undo `keep_all`; do nothing if it was not called."""
-        if keeper in self._keepers:
-            self._keepers.remove(keeper)
+    def remove_observer(self, observer: WholeEpochUses) -> None:
+        """Undo `add_observer`; do nothing if it was not called."""
+        if observer in self._observers:
+            self._observers.remove(observer)
 
     def use(self, shard: int) -> None:
         """Add a reference to a shard, which need not be open yet."""
@@ -49,8 +49,8 @@ class OpenShards:
         """Return the complete shard; wait until it is available."""
         if shard not in self._open:
             self._open[shard] = self._store.open_shard(self._table.shard(shard))
-            for keeper in self._keepers:
-                keeper.opened(shard)
+            for observer in self._observers:
+                observer.opened(shard)
         return self._open[shard]
 
     def get_all(self, rows_by_shard: Mapping[int, Integers]) -> dict[int, Shard]:
@@ -74,7 +74,7 @@ class OpenShards:
     def close(self) -> None:
         """Release all shards, and drop all references."""
         self._uses.clear()
-        self._keepers.clear()
+        self._observers.clear()
         for shard in list(self._open):
             self._release(shard)
 
@@ -95,7 +95,7 @@ class WholeEpochUses:
         self._shards = shards
         self._num_samples = num_samples
         self._used: list[int] = []
-        shards.keep_all(self)
+        shards.add_observer(self)
 
     def opened(self, shard: int) -> None:
         """Add a reference to a shard that is open."""
@@ -103,7 +103,7 @@ class WholeEpochUses:
         self._shards.use(shard)
 
     def advance(self, stop: int) -> None:
-        """See `OrderedUses.advance`."""
+        """See `OrderedUses.advance`; does nothing, because `opened` adds the references."""
 
     def retire(self, position: int) -> None:
         """See `OrderedUses.retire`."""
@@ -112,7 +112,7 @@ class WholeEpochUses:
 
     def close(self) -> None:
         """Drop all references."""
-        self._shards.stop_keeping(self)
+        self._shards.remove_observer(self)
         while self._used:
             self._shards.drop(self._used.pop())
 

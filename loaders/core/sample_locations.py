@@ -72,10 +72,10 @@ def locate_epoch(
     locator: SampleLocator, epoch: int, position: int, *, batch_size: int, rank: int, world_size: int, tail: Tail
 ) -> Iterator[LocatedStep]:
     """Yield one rank's part of each step from `position` to the end of the epoch."""
-    num_at_once = max(1, _SAMPLES_PER_CALL // batch_size)
+    steps_per_call = max(1, _SAMPLES_PER_CALL // batch_size)
     while True:
         steps: list[Step] = []
-        while len(steps) < num_at_once:
+        while len(steps) < steps_per_call:
             step = plan_step(position, locator.num_samples, batch_size * world_size, tail)
             if step is None:
                 break

@@ -17,7 +17,8 @@ class SingleThreadGuard:
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        # Reentrant, because an interrupt just after the acquisition may leave the lock held by this thread for good.
+        # Reentrant, because an interrupt just after the acquisition may leave the lock held by this thread for good;
+        # this thread can then still enter.
         self._in_use = threading.RLock()
 
     @property

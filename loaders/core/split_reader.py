@@ -72,7 +72,7 @@ class SplitReader:
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
         self._uses: dict[int, OrderedUses | WholeEpochUses] = {}
-        self._kept: deque[tuple[Cursor, int]] = deque()  # (batch, shard) for shards outside of the order's windows
+        self._kept: deque[tuple[Cursor, int]] = deque()  # (batch, shard) from `reference_shards`
 
     def locate(self, epoch: int, positions: Integers) -> tuple[Integers, Integers]:
         """Return shard and row of each position of an epoch; rows do not count deleted samples."""
@@ -82,18 +82,18 @@ class SplitReader:
         """Report the cursor of the split's order to the store."""
         self._store.advance(cursor.epoch, cursor.position)
 
-    def use(self, before: Cursor, after: Cursor) -> None:
+    def reference_range(self, before: Cursor, after: Cursor) -> None:
         """Add references to the shards of a global batch that moves the split's order from `before` to `after`.
 
-        Epochs that begin and end inside the batch are not covered; see `keep`.
+        It skips epochs that begin and end inside the batch; see `reference_shards`.
         """
         if before == after:
             return
-        self._use(before.epoch, before.position, after.position if after.epoch == before.epoch else None)
+        self._reference(before.epoch, before.position, after.position if after.epoch == before.epoch else None)
         if after.epoch > before.epoch and after.position:
-            self._use(after.epoch, 0, after.position)
+            self._reference(after.epoch, 0, after.position)
 
-    def keep(self, shards: Iterable[int], batch: Cursor) -> None:
+    def reference_shards(self, shards: Iterable[int], batch: Cursor) -> None:
         """Add references to shards until the batch that starts at `batch` is retired, independent of the order."""
         for shard in shards:
             self._shards.use(shard)
@@ -180,7 +180,8 @@ class SplitReader:
             self._orders[epoch] = AccessOrder(self._counts, self._config, epoch)
         return self._orders[epoch]
 
-    def _use(self, epoch: int, start: int, stop: int | None) -> None:
+    def _reference(self, epoch: int, start: int, stop: int | None) -> None:
+        """Add references for the positions of an epoch from `start` to `stop`; None: to the end of the epoch."""
         if epoch not in self._uses:
             order = self._order(epoch)
             self._uses[epoch] = (

@@ -1,4 +1,4 @@
-"""State of a loader as JSON values: an `OrderState` for a single split; this module defines the one for a mixture.
+"""State of a loader as JSON values: an `OrderState` for a single split; this module defines that of a mixture.
 
 Loading a state of other samples or another order is an error, because its position would stand for other samples.
 """
@@ -37,7 +37,7 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
         ConfigError: `state` is no loader state, or has a later format.
         StateMismatchError: the state belongs to other samples, weights or another order; the message has both.
     """
-    # Another backend is no mismatch: `ImageLoader` restores it, or logs a warning.
+    # A state with another decoding backend is accepted: `ImageLoader` uses that backend, or logs a warning.
     state = {name: value for name, value in state.items() if name != DECODE}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)

@@ -63,7 +63,7 @@ class ImageDecoder:
 
     def feed(self, batch: SampleBatch) -> None:
         """See `BatchDecoder`."""
-        read = partial(_read, batch.blobs, batch.holders)
+        read = partial(_read, batch.blobs, batch.sample_shards)
         self._backend.feed(batch.blobs, self._plan.windows(batch), self._plan.edit(batch), read)
         self._in_progress.append(batch)
 
@@ -119,6 +119,6 @@ class ImageDecoder:
         return torch.from_numpy(values) if self._device is None else place(values, self._device)
 
 
-def _read(blobs: Sequence[Bytes], holders: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
+def _read(blobs: Sequence[Bytes], shards: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
     """Return the bytes of one image of a batch, read into `buffer` if its shard is a file; see `Read`."""
-    return holders[index].read(blobs[index], buffer)
+    return shards[index].read(blobs[index], buffer)

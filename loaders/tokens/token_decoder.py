@@ -164,7 +164,7 @@ class TokenDecoder:
                 length[part.indices] = self._given_lengths(batch, part, length)
             if blocks.format.may_be_negative:
                 self._check_sign(batch, part, tokens, length)
-        if batch.pads:
+        if batch.has_padding:
             length[~batch.mask] = 0
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)

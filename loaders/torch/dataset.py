@@ -14,7 +14,7 @@ import torch.utils.data
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders.torch.images import Decode, black_image, decode_image
-from datasvc.loaders.torch.randomness import PlacedTransform
+from datasvc.loaders.torch.randomness import SeededTransform
 from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
 from datasvc.loaders.torch.served import ServedIndex
 from datasvc.shards import Split
@@ -25,10 +25,10 @@ _logger = logging.getLogger(__name__)
 
 
 class Dataset(torch.utils.data.Dataset[Any]):
-    """A split as `torch.utils.data.Dataset`: `dataset[5]` is a dict of columns, or the result of `transform` for it.
+    """A split as `torch.utils.data.Dataset`: `dataset[5]` is a sample, a dict of columns, or `transform(sample)`.
 
-    Its pickle contains the addresses of split and cache. Every process opens shards and cache itself at its
-    first read, so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the
+    Its pickle has the locations of split and cache, but no open file. Every process opens shards and cache itself at
+    its first read, so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the
     child: give its folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the `DataLoader`.
 
     With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position): `transform` gets
@@ -41,10 +41,11 @@ class Dataset(torch.utils.data.Dataset[Any]):
         columns: names of the columns of a sample; None: all columns of the split.
         decode: type of the column `image`: "pil" or "numpy" (`uint8[height, width, 3]`), both upright and RGB; None:
             the encoded bytes.
-        transform: function of a sample's dict, whose result is served. It must be picklable for spawned workers.
+        transform: function that gets a sample's dict and returns what is served. Spawned workers must be able to
+            unpickle it.
         cache: cache of the node, or its folder; None: read a local repository in place, and a remote one into memory.
-        on_bad: treatment of images that do not decode: "raise" an error, or "mask": a black image, a log entry, and
-            False in `sample["mask"]`, which all samples then have.
+        on_bad: treatment of images that do not decode: "raise" an error, or "mask": serve a black image and log a
+            warning. With "mask", all samples have a field `mask`, which is False for these images.
 
     Raises:
         ConfigError: an argument is out of range; a column is missing; the split has a column `mask` of its own.
@@ -69,7 +70,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         self.split = split
         self.columns = check_columns(split, columns)
         self._decode = decode
-        self._transform = None if transform is None else PlacedTransform(transform)
+        self._transform = None if transform is None else SeededTransform(transform)
         self._address = None if cache is None else CacheAddress.of(cache)
         self._on_bad = on_bad
         self._process = os.getpid()
@@ -93,7 +94,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
 
         Raises:
             IndexError: `index` is out of range.
-            TypeError: `index` is no integer.
+            TypeError: `index` is not an integer.
             BadSampleError: the image does not decode; the message names the sample.
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
@@ -132,7 +133,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
             number = operator.index(index)
         except TypeError as error:
             raise TypeError(
-                f"the index of a sample is {index!r}; expected an integer: use a sampler for several samples"
+                f"the index of a sample is {index!r}; expected an integer: one index reads one sample"
             ) from error
         sample = number + len(self.split) if number < 0 else number
         if not 0 <= sample < len(self.split):
@@ -146,10 +147,10 @@ class Dataset(torch.utils.data.Dataset[Any]):
         decoded = True
         if self._decode is not None and sample.get(IMAGE) is not None:
             sample[IMAGE], decoded = self._decoded(raw, number)
-        counts = None if served is None else served.counts
-        if self._on_bad == "mask" or counts is not None:
+        is_real = None if served is None else served.counts  # False for padding; None if the order does not pad
+        if self._on_bad == "mask" or is_real is not None:
             self._check_mask()
-            sample[MASK] = decoded and counts is not False
+            sample[MASK] = decoded and is_real is not False
         return sample if self._transform is None else self._transform(sample, served)
 
     def _decoded(self, raw: dict[str, Any], number: int) -> tuple[Any, bool]:
@@ -165,6 +166,6 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def _check_mask(self) -> None:
         if MASK in self.columns:
             raise ConfigError(
-                f"{self.split!r} has a column {MASK!r} of its own, and on_bad='mask' and tail='pad' add one; give "
-                "columns= without it, or use neither of the two"
+                f"{self.split!r} has a column {MASK!r} of its own, but on_bad='mask' or tail='pad' adds one; leave "
+                "it out of columns=, or use neither option"
             )

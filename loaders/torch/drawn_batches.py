@@ -15,12 +15,13 @@ class DrawnBatches(Iterator[list[int]]):
     """One rank's batches of an epoch from a position on, or one worker's part of them.
 
     torch's loaders take batches from their workers in turn, beginning with worker 0. So worker w of W draws the steps
-    w, w + W, ... from the loader's start, and the loader's batches are independent of the number of workers.
+    w, w + W, ..., counted from the loader's start, and the loader's batches do not depend on the number of workers.
 
     Args:
         order: the rank's part of the access order.
         epoch: epoch to draw from.
         position: position at which the loader starts.
+        worker: index of this worker.
         num_workers: number of workers; 0: one process draws all steps.
     """
 

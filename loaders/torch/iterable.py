@@ -20,7 +20,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     The loader's `batch_size` must be that of `batches`; then its batches and their sequence are independent of the
     number of workers. A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the
-    end of the epoch, also in workers and in persistent ones. `ResumableDataLoader` and torchdata's
+    end of the epoch, also in workers that persist. `ResumableDataLoader` and torchdata's
     `StatefulDataLoader` track the samples served. torch's own loader does not: call `set_epoch` before each epoch.
 
     Args:
@@ -67,7 +67,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._start.is_shared():  # type: ignore[no-untyped-call]  # plain pickle copied it
+        if not self._start.is_shared():  # type: ignore[no-untyped-call]  # a plain pickle has copied it
             self._start.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
@@ -86,7 +86,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
 
 class ServedSamples(Iterator[Any]):
-    """Iterator over single samples, which reads a batch at a time; it has a state only between batches."""
+    """Iterator over single samples, which reads a batch at a time; `state_dict` works only between batches."""
 
     def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
         self._dataset = dataset

@@ -19,7 +19,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
 
     The first `for` starts at the cursor that the data set or sampler has when the loader is created. After that only
     the state of the loader counts, so load states into the loader. The loader moves the cursor of its sampler or data
-    set, so do not give one of them to two loaders.
+    set, so two loaders must not share a sampler or an `IterableDataset`.
 
     A new `for` continues after the last batch that was handed over, in the same epoch or at the start of the next
     one. The state counts batches handed over; it is independent of prefetched batches and of the number of workers.
@@ -35,7 +35,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         timeout: seconds to wait for a batch of a worker; 0: no limit.
         worker_init_fn: called in each worker with its number.
         multiprocessing_context: how workers are started, such as "spawn"; None: the default of the platform.
-        generator: generator of the seeds of the workers.
+        generator: torch generator that draws the seeds of the workers.
         prefetch_factor: batches that each worker prepares ahead; None: torch's default.
         persistent_workers: keep the workers from epoch to epoch.
 

@@ -21,11 +21,11 @@ from datasvc.keyed_random import Keys, derive_keys
 from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
-_GLOBAL_GENERATORS = 48  # purpose of the keys, unlike that of any other keys, so that draws are independent
-_BOUND: Final = 1 << 63
+_GLOBAL_GENERATORS = 48  # purpose of the keys; no other keys have this purpose, so that draws are independent
+_BOUND: Final = 1 << 63  # seeds are below it
 
 
-class PlacedTransform:
+class SeededTransform:
     """Calls a user's transform with random numbers that depend on the sample's position.
 
     The transform gets a `numpy.random.Generator` if it has a parameter `generator`.

@@ -1,4 +1,4 @@
-"""Sample numbers that one rank gets at each step: a pure function, so every process computes the same."""
+"""Computes which samples one rank gets at each step, by a pure function, so every process computes the same ones."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RankOrder:
         return OrderState(self.split.digest, epoch, position, self.config).to_dict()
 
     def parse_state(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return epoch and position of a state, see `order_state`.
+        """Return epoch and position of a state; it may be any state that `order_state` accepts.
 
         Raises:
             ConfigError: `state` is no loader state, or has a later format.
@@ -89,5 +89,6 @@ class RankOrder:
         return self._epoch_order
 
     def _first_numbers(self) -> Integers:
+        """Return the number of the first sample of each shard."""
         counts = self.split.table.samples_per_shard
         return np.cumsum(counts) - counts

@@ -21,7 +21,8 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
 
-# A mapped shard uses two file descriptors; a process often has 1024. Other shards use memory or cache budget.
+# A mapped shard uses two file descriptors, and a process may often open only 1024. Other shards use memory or cache
+# budget.
 _MAX_MAPPED_SHARDS: Final = 256
 _MAX_OTHER_SHARDS: Final = 4
 
@@ -54,7 +55,9 @@ class CacheAddress:
 
 
 class SampleReader:
-    """Reads samples, only in the process that created it; without a cache, it reads a local repository in place.
+    """Reads samples. Only the process that created a reader may use it.
+
+    Without a cache, it reads a local repository in place.
 
     Raises:
         ConfigError: the cache was open in the parent process before a fork.
@@ -84,26 +87,26 @@ class SampleReader:
         requested = np.asarray(numbers, np.int64)
         shards = np.searchsorted(self._stops, requested, side="right")
         samples: list[dict[str, Any]] = [{} for _ in numbers]
-        for number in np.unique(shards).tolist():
-            indices = np.flatnonzero(shards == number)
-            rows = requested[indices] - (int(self._stops[number - 1]) if number else 0)
+        for shard_index in np.unique(shards).tolist():
+            indices = np.flatnonzero(shards == shard_index)
+            rows = requested[indices] - (int(self._stops[shard_index - 1]) if shard_index else 0)
             with self._lock:
-                shard = self._open_shard(number)
-            stored = self.split.stored_rows(number, rows)
+                shard = self._open_shard(shard_index)
+            stored = self.split.stored_rows(shard_index, rows)
             for index, sample in zip(indices.tolist(), _read_rows(shard, stored, columns), strict=True):
                 samples[index] = sample
         return samples
 
-    def _open_shard(self, number: int) -> Shard:
+    def _open_shard(self, shard_index: int) -> Shard:
         table = self.split.table
-        if number in self._open:
-            self._open.move_to_end(number)
-            return self._open[number]
+        if shard_index in self._open:
+            self._open.move_to_end(shard_index)
+            return self._open[shard_index]
         while len(self._open) >= self._max_open:
             least_recent, _ = self._open.popitem(last=False)
             self._store.release_shard(table.shard(least_recent))
-        self._open[number] = self._store.open_shard(table.shard(number))
-        return self._open[number]
+        self._open[shard_index] = self._store.open_shard(table.shard(shard_index))
+        return self._open[shard_index]
 
     def _choose_max_open(self) -> int:
         """Return how many shards may stay open: few if they use memory, or if the cache cannot hold the split."""
@@ -117,7 +120,7 @@ class SampleReader:
 
 
 def reopen(split: Split) -> Split:
-    """Return a split, opened again in a forked process, because store clients do not work after a fork."""
+    """Return a copy of a split for a forked process, with new store clients, because old ones do not work there."""
     opened: Split = pickle.loads(pickle.dumps(split))  # noqa: S301 - pickled in the same line
     return opened
 
@@ -142,10 +145,13 @@ def _read_rows(shard: Shard, rows: Integers, columns: Sequence[str]) -> list[dic
     stops = np.cumsum([batch.num_rows for batch in shard.batches])
     samples = []
     for row in rows.tolist():
-        number = int(np.searchsorted(stops, row, side="right"))
-        batch = shard.batches[number]
-        within = row - (int(stops[number - 1]) if number else 0)
+        batch_index = int(np.searchsorted(stops, row, side="right"))
+        batch = shard.batches[batch_index]
+        row_in_batch = row - (int(stops[batch_index - 1]) if batch_index else 0)
         samples.append(
-            {name: batch.column(name)[within].as_py() if name in shard.schema.names else None for name in columns}
+            {
+                name: batch.column(name)[row_in_batch].as_py() if name in shard.schema.names else None
+                for name in columns
+            }
         )
     return samples

@@ -33,8 +33,8 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         batch_size: samples of this rank per step.
         seed, order, ranks: see `Loader`.
         shuffle: "global" or None (order of the shard table); "auto" is "global".
-        tail: treatment of the last samples that fill no global batch: "drop", "short" or "pad". With "pad", samples
-            have a `mask`, which is False for padding. With "short" and several ranks, a rank may get one batch less.
+        tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad". With "pad",
+            samples have a `mask`, which is False for padding. With "short", some ranks may get one batch fewer.
 
     Raises:
         ConfigError: an argument is out of range; a batch is larger than the epoch with `tail="drop"`.
@@ -80,7 +80,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         return DrawnBatches(self.order, self._epoch, self._position)
 
     def set_epoch(self, epoch: int) -> None:
-        """Move the cursor to the beginning of an epoch, unless it is in that epoch already.
+        """Move the cursor to the beginning of an epoch, unless the cursor is in that epoch already.
 
         Raises:
             ConfigError: `epoch` is below 0.
@@ -90,7 +90,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
             self.seek(epoch, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the cursor to that of a state, saved with any world size, batch size and number of workers.
+        """Move the cursor to that of a state that was saved with any world size, batch size and number of workers.
 
         Args:
             state: any state that `order_state` accepts.

@@ -16,7 +16,7 @@ class ServedIndex(int):
         seed: seed of the order.
         epoch: epoch, counted from 0.
         position: position in the epoch.
-        counts: False for padding samples; None if the order does not pad.
+        counts: whether the sample counts: False for padding samples; None if the order does not pad.
     """
 
     seed: int

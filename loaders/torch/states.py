@@ -1,6 +1,6 @@
 """Converts torchdata's loader states to the common loader state of datasvc.
 
-torchdata's `StatefulDataLoader` stores one state per worker, or that of the sampler, after the last batch handed
+torchdata's `StatefulDataLoader` stores the state of each worker, or that of the sampler, after the last batch handed
 over. It can load them only with the same number of workers. The common state is a position, independent of workers.
 """
 
@@ -21,7 +21,7 @@ class DrawState:
     """State of one process that draws batches.
 
     Attributes:
-        position: start of its next step; the end of the epoch if there is none.
+        position: position at which its next step starts; the end of the epoch if it has no further step.
         worker: index of the loader's worker; 0 in the main process.
         num_workers: number of workers of the loader; 0 in the main process.
         num_batches: number of batches that this process has drawn since the loader's start.
