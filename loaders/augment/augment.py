@@ -21,7 +21,10 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
 from datasvc.loaders.augment.transform import Transform
 
-_AUGMENTATION, _TRANSFORMS = 32, 35  # purposes of the keys, one per independent use; order and ingest have lower ones
+_AUGMENTATION, _TRANSFORMS = (
+    32,
+    35,
+)  # purposes of the keys, one per independent use; order and ingest use lower numbers
 _TRIES = 10
 # Random streams of a position: four per try, the flip, the colours. The numbers must never change, because a resumed
 # run draws from them again.
@@ -36,7 +39,7 @@ class AugmentConfig:
     """Crops, flips and colour changes of images: random in training; evaluation crops the centre.
 
     Attributes:
-        scale: range of the window's area as a fraction of the image's, 0 < low <= high <= 1.
+        scale: range of the window's area as a fraction of the image's area, 0 < low <= high <= 1.
         ratio: range of width / height of the window, 0 < low <= high.
         flip: probability of a horizontal flip.
         brightness: spread b of the brightness factor, drawn from [max(0, 1 - b), 1 + b]; 0: no change.
@@ -179,7 +182,7 @@ def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentC
 
 
 def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Generator]:
-    """Return a random generator for each sample, for the user's transforms; see `plan_random_windows`.
+    """Return a random generator for each sample, for users' transforms; for arguments see `plan_random_windows`.
 
     A generator depends on (seed, epoch, position) only.
     """
@@ -192,7 +195,7 @@ def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Gen
 
 
 def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:
-    """Return centre windows; scaled to `size` they equal a resize of the shorter side to `resize` and a centre crop.
+    """Return windows that, scaled to `size`, equal a resize of the shorter side to `resize` and a centre crop.
 
     Args:
         widths: widths of the images in pixels, `int[batch]`.

@@ -22,8 +22,8 @@ _Floats = npt.NDArray[np.float32]
 _GREY: Final = np.array([[0.299], [0.587], [0.114]], np.float32)
 _WHITE: Final = np.float32(255)
 _NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing
-_NUM_SCRATCH = 4  # scratch planes for a change
-_THREAD_LOCAL: Final = threading.local()  # keeps a changer: allocating one takes longer than its work
+_NUM_SCRATCH = 4  # number of scratch planes that `_rotate_hue` needs; the other changes need fewer
+_THREAD_LOCAL: Final = threading.local()  # keeps a changer, because creating one takes longer than changing an image
 
 
 class _ColourChanger:
@@ -46,7 +46,7 @@ class _ColourChanger:
         for number in changes:
             _CHANGES[number](self._planes, np.float32(amounts[number]), self._scratch)
         self._planes += np.float32(0.5)
-        np.copyto(self._bytes, planes, casting="unsafe")  # truncates, after the addition of 0.5
+        np.copyto(self._bytes, planes, casting="unsafe")  # truncates; with the 0.5 added, this rounds
         for channel, values in enumerate(self._bytes):  # three times as fast as one copy of all channels
             image[:, :, channel] = values
 
@@ -111,7 +111,10 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
 
 
 def _read_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
-    """Write the hue, -1 to 5, to `hue`: (a - b) / chroma, plus 0, 2 or 4 for the largest channel."""
+    """Write the hue, -1 to 5, to `hue`: the difference of the two smaller channels / chroma, plus 0, 2 or 4.
+
+    The largest channel selects the number that is added: 0 for red, 2 for green, 4 for blue.
+    """
     red, green, blue = planes
     np.subtract(red, green, out=hue)
     hue += 4 * chroma

@@ -114,8 +114,8 @@ def _rotate_hue(images: Tensor, rotations: Tensor) -> Tensor:
     hue = hue / chroma.clamp_min(_TINY)  # grey has no hue; it gets 0
     hue = (hue + 6 * rotations[:, None, None]).remainder(6)
     # A channel is value - fraction * chroma. Over the hue, fraction is a trapezoid (middle, height there, slope).
-    lacking = [
+    fractions = [
         ((hue - middle).abs() * slope + height).clamp(0, 1)
         for middle, height, slope in ((3, 2, -1), (2, -1, 1), (4, -1, 1))
     ]
-    return torch.stack([value - fraction * chroma for fraction in lacking], dim=1)
+    return torch.stack([value - fraction * chroma for fraction in fractions], dim=1)

@@ -32,7 +32,7 @@ class Edit:
     random: Sequence[np.random.Generator]
 
     def __call__(self, index: int, image: Image) -> None:
-        """Change in place the image at `index` of the batch: `uint8[size, size, 3]`, upright and already flipped."""
+        """Change the image at `index` of the batch in place: `uint8[size, size, 3]`, upright and already flipped."""
         if self.colours is not None:
             augment_colour(image[None], self.colours[index : index + 1])
         if self.transform is not None:

@@ -33,9 +33,9 @@ class DecodeConfig:
         backend: "cpu" decodes only the window of each image, in threads; "pillow" is slower and needs no further
             package; "gpu-window" decodes the window on the loader's device with DALI; "gpu-whole" decodes the whole
             image there and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or "pillow"
-            if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. Between
-            several, a trial of the first batches in another process decides: data rank 0 chooses for all ranks of a
-            torch.distributed process group. The choice is logged and stored in the state. Windows are equal for all
+            if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. If several are
+            possible, a trial on the first batches, in another process, decides: data rank 0 chooses for all ranks of
+            a torch.distributed process group. The choice is logged and stored in the state. Windows are equal for all
             backends; pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about eight on
             a GPU.
         num_threads: number of decoding threads, at least 1; None: the processors available to this process, divided

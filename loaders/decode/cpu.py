@@ -149,7 +149,7 @@ class CpuBackend:
         return CpuRun(memory[:count], parts)
 
     def finish(self, run: CpuRun) -> DecodedImages:
-        """Wait until a batch of `start` is decoded, and return it."""
+        """Wait until a batch that `start` began is decoded, and return it."""
         bad: dict[int, str] = {}
         for part in run.parts:
             bad |= part.result()
@@ -162,7 +162,7 @@ class CpuBackend:
         self._in_progress.clear()
 
     def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
-        """Decode some images of a batch; return the reasons of those that cannot be decoded, by index."""
+        """Decode some images of a batch; return those that cannot be decoded: index -> reason."""
         bad: dict[int, str] = {}
         with self._profiler.stage(Stage.DECODE):
             worker = self._worker()
@@ -199,7 +199,7 @@ class CpuBackend:
         return torch.as_tensor(images).view(torch.bfloat16)
 
     def _worker(self) -> ImageWorker:
-        """Return the worker of this thread; workers reuse their buffers, so threads cannot share one."""
+        """Return the worker of the calling thread; workers reuse their buffers, so threads cannot share one."""
         if not hasattr(self._thread_local, "worker"):
             self._thread_local.worker = ImageWorker(
                 self._config.pixels, self._config.size, backend=self._backend, framework=self._framework

@@ -18,7 +18,7 @@ from datasvc.loaders.decode.pixels import Pixels
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
-# First bytes of JPEG 2000 files. A damaged one crashes the process in this decoder or its parser, but not in Pillow.
+# First bytes of JPEG 2000 files. A damaged file of this format crashes nvImageCodec and the process, but not Pillow.
 _JPEG_2000 = (b"\0\0\0\x0cjP", b"\xff\x4f\xff")
 
 
@@ -29,8 +29,8 @@ def is_jpeg_2000(blob: Bytes) -> bool:
 
 def import_codec() -> Any:
     """Return the module nvimgcodec. Raises ConfigError: it is not installed."""
-    # Its log messages are off: Pillow may decode an image that nvImageCodec refuses, and the loader reports the
-    # images that neither decodes.
+    # Its log messages are off, because Pillow may decode an image that nvImageCodec refuses, and the loader reports
+    # the images that neither of them decodes.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec

@@ -33,8 +33,9 @@ class TokenBatch(Batch[A]):
         labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
         document_ids: `int32[n, block]`, document of each token, counted from 0 in its block; -1 for padding.
         position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
-        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, then its size: an input of
-            attention kernels for variable lengths. A segment is a document's part of a block, or a block's padding.
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, then that array's size: an
+            input of attention kernels for variable lengths. A segment is a document's part of a block, or a block's
+            padding.
         max_seqlen: number of tokens of the longest segment.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.

@@ -1,7 +1,7 @@
 """Reads token blocks from shards, many blocks per call.
 
-Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. A
-block is consecutive bytes of a mapped file, so one indexing operation on a sliding-window view of it copies a batch.
+Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. A block
+is consecutive bytes of a mapped file, so one indexing operation on a sliding-window view of the file copies a batch.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class StoredBlocks:
         self._contents: list[Bytes] = []
         numbers: dict[int, int] = {}  # address of a mapped file -> its index in `_contents`
         # The empty arrays are for a shard without batches, because `np.concatenate` needs at least one array.
+        # `content_of`: for each block, the index of its file in `_contents`.
         content_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for batch in batches:
             buffer, batch_starts, batch_sizes = _find_rows(batch.column(format_.column), format_)
@@ -186,7 +187,7 @@ class StoredLists:
         self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return the index in `rows` of the list of each value, and the values: those of all lists, concatenated."""
+        """Return the values of the lists of `rows`, concatenated, after the index in `rows` of each value's list."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
         positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
@@ -201,7 +202,7 @@ def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Intege
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
     # `values` includes the elements of lists that are null themselves; `flatten` leaves such lists out. The decoder
-    # reports a list that is null if a batch needs it.
+    # reports such a list only if a batch needs it.
     if values.null_count and array.flatten().null_count:
         raise ConfigError(
             f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"

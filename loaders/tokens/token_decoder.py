@@ -30,7 +30,7 @@ from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZE
 
 Labels = Literal["across", "within"] | None
 
-# Memory of this number of batches is reused; a caller that keeps more batches gets new memory for each.
+# Memory of this number of batches is reused; a caller that keeps more batches gets new memory for each further one.
 _NUM_REUSED: Final = 4
 
 
@@ -55,7 +55,8 @@ class TokenConfig:
         lengths_are_needed: True: a shard without the column `length` is an error; False: such a shard has only full
             blocks.
         pad: token to write into padding; None keeps the stored values, and puts 0 after short lists.
-        labels: the label of a token is the next one, "across" documents or only "within" one; None: no labels.
+        labels: the label of a token is the next token: "across" documents, or only "within" its document; None: no
+            labels.
         documents: whether to compute document ids, position ids and segments.
         end: token that ends a document; None: use the column `document_starts`.
     """
@@ -182,7 +183,7 @@ class TokenDecoder:
         return lengths
 
     def _given_lengths(self, batch: SampleBatch, part: ShardPart, length: Integers) -> Integers:
-        """Return the column `length` of a part, whose values must not exceed the stored `length`."""
+        """Return the column `length` of a part; its values must not exceed the argument `length`."""
         self._check_not_null(part, LENGTH)
         lengths: Integers = part.shard.values(LENGTH)[part.rows]
         is_outside = (lengths < 0) | (lengths > length[part.indices])

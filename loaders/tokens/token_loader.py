@@ -71,7 +71,8 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             variable size, or blobs of integers.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger: see `Loader`.
         tokens: how the data set stores blocks, or the name of their column alone.
-        labels: the label of a token is the next one, "across" documents or only "within" one; None: no labels.
+        labels: the label of a token is the next token: "across" documents, or only "within" its document; None: no
+            labels.
         documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
 
     Raises:
@@ -155,7 +156,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # The conversion is set for each batch, because several iterators may be used in turn.
+            # The conversion is set for each batch, because the caller may use several iterators in turn.
             self._convert = convert
             try:
                 batch = next(batches, None)

@@ -29,8 +29,8 @@ def default_store() -> Store | None:
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public function
-    # A clone has a connection of its own, because a wait locks a connection for all other threads. Stores written in
-    # Python, such as those of elastic jobs, have no such lock and cannot be cloned.
+    # A wait locks its connection for all other threads, so use a clone, which has its own connection. Stores written
+    # in Python, such as those of elastic jobs, have no such lock and cannot be cloned.
     with suppress(RuntimeError):
         store = store.clone()
     default: Store = store

@@ -91,7 +91,8 @@ class DecodeChoice:
             DeviceError: the backend of the state does not work here.
             UnavailableError: data rank 0 does not report its choice.
         """
-        # Only values that are equal on all ranks decide this: no rank may wait for others that do not take part.
+        # Whether ranks agree on a backend depends only on values that are equal on all ranks. Otherwise one rank
+        # could wait for others that do not take part.
         has_choice = self._requested in {"auto", "gpu"} and self._config.device_id is not None
         needs_agreement = has_choice and self._ranks.world_size > 1 and not self._is_agreed
         store = self._find_store() if needs_agreement else None
@@ -123,7 +124,7 @@ class DecodeChoice:
         return self._prove(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
     def _prove(self, stored: Backend, draw: Draw) -> Backend:
-        """Return the backend of the state, after a trial here, because the state may be of another machine."""
+        """Return the backend of the state, after a trial here, because another machine may have saved the state."""
         batches = draw()
         refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
         if refused:

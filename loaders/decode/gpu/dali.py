@@ -63,7 +63,7 @@ def device_errors(backend: Backend) -> Iterator[None]:
 
 
 def decoder_arguments(config: BackendConfig) -> dict[str, Any]:
-    """Return the arguments of DALI's decoder. Without a GPU, a graph cannot have `mixed` operators."""
+    """Return the arguments of DALI's decoder: the device "mixed" (CPU and GPU), or "cpu" if there is no GPU."""
     if config.device_id is None:
         return {"device": "cpu"}
     hints = {"preallocate_width_hint": config.max_width, "preallocate_height_hint": config.max_height}
@@ -97,7 +97,7 @@ class DaliPipeline:
         self.config = config
         with device_errors(BACKENDS[graph]):
             self._pipe = _build(config, graph)
-        self._copies = None if config.device_id is None else make_stream(config.device_id)
+        self._copy_stream = None if config.device_id is None else make_stream(config.device_id)
         self._fed: deque[_Inputs] = deque()
         # Inputs of taken runs that the device may still read, until their events are done.
         self._read: deque[tuple[torch.cuda.Event, _Inputs]] = deque()
@@ -127,7 +127,7 @@ class DaliPipeline:
             RuntimeError: an image of the run does not decode, or the device failed; see `device_errors`. The pipeline
                 cannot be used again.
         """
-        return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
+        return self._take_on_cpu() if self._copy_stream is None else self._take_on_gpu(self._copy_stream)
 
     def close(self) -> None:
         """Wait for the runs in progress, which still read their inputs. The pipeline cannot be used afterwards."""
@@ -152,8 +152,8 @@ class DaliPipeline:
 
         current = cuda.current_stream(self.config.device_id)
         # The caller may drop a batch while kernels on its stream still have to read it. torch's allocator tracks
-        # these kernels, DALI does not, so the output is copied to torch's memory, on a separate stream that does not
-        # wait for the caller's kernels.
+        # these kernels, but DALI does not. So the output is copied to torch's memory, on a separate stream that does
+        # not wait for the caller's kernels.
         with cuda.stream(copies):
             # DALI reuses the memory in the order of this stream, which is after the copy.
             (output,) = self._pipe.share_outputs(cuda_stream=copies)

@@ -1,6 +1,6 @@
 """A separate GPU stream, whose copies and kernels run in parallel to those of the caller's stream.
 
-Invariant: every tensor that is made on it is passed to `hand_over`. So the caller's stream waits for the tensor, and
+Invariant: every tensor made on this stream is passed to `hand_over`. So the caller's stream waits for the tensor, and
 torch's allocator reuses its memory only after the caller's stream has finished with it.
 """
 
@@ -72,7 +72,7 @@ class CudaStream:
         return stream
 
     def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Start a copy, inside `active`; the array must not change until an event recorded afterwards is done."""
+        """Start a copy to the device, in a block of `active`; do not change the array until a later event is done."""
         return self._torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def record(self) -> torch.cuda.Event:

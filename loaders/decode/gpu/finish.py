@@ -45,7 +45,7 @@ class DeviceFinish:
             bad: indices of images to replace by zeros.
 
         Raises:
-            RuntimeError: the device failed or has no memory left; backends convert it with `device_errors`.
+            RuntimeError: the device failed or has no memory left; backends convert this error with `device_errors`.
         """
         import torch
 

@@ -109,7 +109,7 @@ class GpuBackend:
         else:
             self._num_unexplained = 0
         if failed:
-            # Only after the handler has ended, because the traceback of its error refers to the pipeline's memory.
+            # Rebuild only after the handler has ended: the traceback of its error refers to the pipeline's memory.
             self._rebuild_pipeline()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):
@@ -119,7 +119,7 @@ class GpuBackend:
 
     def close(self) -> None:
         """See `ImageBackend`."""
-        # The pipeline first: its threads read the images' memory and must finish before this memory is released.
+        # Close the pipeline first: its threads read the images' memory and must finish before that is released.
         self._pipeline.close()
         if self._cpu_backend is not None:
             self._cpu_backend.close()

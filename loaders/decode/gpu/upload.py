@@ -45,7 +45,7 @@ class _Fed:
 
 @dataclass(frozen=True)
 class _Uploaded:
-    """A batch in transfer to the device, complete when `done` is done."""
+    """A batch in transfer to the device; the transfer is complete when the event `done` is reached."""
 
     images: torch.Tensor
     done: torch.cuda.Event
@@ -81,7 +81,7 @@ class PinnedRing:
         return self._allocate()
 
     def release(self, slot: Levels, done: torch.cuda.Event) -> None:
-        """Release a slot, which a copy reads until `done` is done."""
+        """Release a slot, which a copy reads until the event `done` is reached."""
         self._copying.append((done, slot))
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class UploadBackend:
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
-        if not self._uploaded:  # the next batch was not decoded yet at the last `take`
+        if not self._uploaded:  # at the last `take` the next batch was not decoded yet: try again
             self._upload_ahead()
         colours = None
         if edit is not None and edit.transform is None:
