@@ -109,7 +109,7 @@ class Pace:
         return cursor.epoch * self._steps_per_epoch + cursor.position // self._global_batch
 
     def _wait_for(self, other: Cursor, behind: int) -> bool:
-        """Wait for the step of a job that is `behind` steps behind this job; return False if it need not wait."""
+        """Wait for the step of a job that is `behind` steps behind this job; return False if no wait is needed."""
         if not self._group.lag < behind <= self._patience_left:
             return False
         pending = self._folder.find(other)
@@ -173,7 +173,7 @@ class SharedDecoder(Generic[B]):
         self._pace.advance()
         result = self._find_or_decode(batch)
         if isinstance(result, PendingStep):
-            # Close the pending step: `take` looks for the batch again, so an open pipe per batch has no use.
+            # Close the pending step: `take` looks for the batch again, so no pipe must stay open for each batch.
             with result:
                 result = None
         self._fed.append((batch, result))
@@ -181,7 +181,7 @@ class SharedDecoder(Generic[B]):
     def take(self) -> B:
         """See `BatchDecoder`."""
         batch, result = self._fed[0]
-        # Repeated, because a job may abandon a step that this job waits for, and a third job may claim it.
+        # Repeated, because the other job may abandon the step, and a third job may then claim it.
         while result is None or isinstance(result, PendingStep):
             if result is not None:
                 self._wait(result)

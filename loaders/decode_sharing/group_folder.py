@@ -86,7 +86,7 @@ class GroupFolder:
             self._membership.leave()
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the batch of a step; if a job is decoding it, a `PendingStep`, which the caller closes; or None."""
+        """Return the batch of a step, a `PendingStep` (closed by the caller) if a job decodes it, or else None."""
         links, name = self._membership.links, _name_of(cursor)
         link = links.open(name)
         if link is None:
@@ -102,7 +102,7 @@ class GroupFolder:
             if link is not None:
                 os.close(link.descriptor)
         if batch is None:
-            # The job is silent, or uses the memory for another batch: without its link, the step can be claimed.
+            # The job is silent, or uses the memory for another batch. Without its link, any job can claim the step.
             links.remove(name, link.target)
         else:
             self._silent.discard(link.process)
@@ -126,8 +126,8 @@ class GroupFolder:
         """Return the steps that other jobs decode or keep."""
         steps = [_parse(name) for name in self._membership.links.names()]
         with self._lock:
-            steps_of_job = {*self._claims, *self._published}
-        return [step for step in steps if step is not None and step not in steps_of_job]
+            own_steps = {*self._claims, *self._published}
+        return [step for step in steps if step is not None and step not in own_steps]
 
     def is_alive(self, cursor: Cursor) -> bool:
         """Return whether the job that decodes or keeps a step is running."""
@@ -159,7 +159,7 @@ class GroupFolder:
             pipe = self._claims.pop(cursor, None)
             if pipe is not None:
                 self._membership.links.remove(_name_of(cursor), target_of(pipe[0]))
-                # A byte, because closing the pipe does not wake the waiting jobs while a forked child has it open.
+                # Write a byte: closing the pipe does not wake the waiting jobs while a forked child has it open.
                 os.write(pipe[1], b"\0")
                 _close_pipe(pipe)
 
@@ -169,7 +169,7 @@ class GroupFolder:
             self.abandon(cursor)
 
     def retire(self, is_kept: Callable[[Cursor], bool]) -> None:
-        """Drop the published batches that are not to be kept."""
+        """Drop the published batches for which `is_kept` returns False."""
         with self._lock:
             for cursor in [cursor for cursor in self._published if not is_kept(cursor)]:
                 buffer = self._published.pop(cursor)
@@ -209,7 +209,7 @@ class GroupFolder:
                 if buffer.size_bytes >= size_bytes and buffer.try_lock():
                     self._spare.remove(buffer)
                     return buffer
-        return SharedBuffer(size_bytes)  # without a lock: no link points to the memory yet
+        return SharedBuffer(size_bytes)  # needs no lock, because no link points to the memory yet
 
     def _keep_spare(self, buffer: SharedBuffer) -> None:
         self._spare.append(buffer)
@@ -217,7 +217,7 @@ class GroupFolder:
             self._spare.pop(0).close()
 
     def _key(self, cursor: Cursor) -> bytes:
-        """Return the key that tells the batch of a step, with the settings of this group, from any other batch."""
+        """Return the key that identifies the batch of a step; a group with other settings has other keys."""
         content = self._membership.settings + f" {_name_of(cursor)}".encode()
         return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 

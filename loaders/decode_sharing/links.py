@@ -90,8 +90,8 @@ class LinkFolder:
             if target is None:
                 return None
             descriptor = _open_target(target)
-            # If the link is still the same, its creator had not closed the descriptor before it was opened here.
-            # After that, the number of the descriptor may stand for another file.
+            # If the link has not changed, its creator still had the descriptor open when it was opened here.
+            # Otherwise the number of the descriptor may already stand for another file.
             if self.read(name) == target:
                 if descriptor is not None:
                     return OpenLink(target, descriptor)

@@ -23,12 +23,12 @@ _TRIES: Final = 100
 
 
 def folder_of(name: str, ranks: DataRanks) -> Path:
-    """Return the folder of this user's decode group `name` for one data rank, because ranks get different batches."""
+    """Return the folder of this user's group `name` for one data rank: each rank has its own, with other batches."""
     return _ROOT / f"{_prefix()}{ranks.rank}-of-{ranks.world_size}-{quote(name, safe='')}"
 
 
 def _prefix() -> str:
-    # It names the PID namespace, because containers may share `_ROOT`, but not the meaning of a process id.
+    # The prefix names the PID namespace: containers may share `_ROOT`, but a process id has another meaning in each.
     return f"datasvc-decode-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
@@ -103,7 +103,7 @@ class Membership:
     def _enter(self) -> LinkFolder:
         """Open the folder, and create the link of this job in it."""
         for _ in range(_TRIES):
-            # The last member may remove the folder between the two calls.
+            # The last member may remove the folder between the two calls: then try again.
             with suppress(FileNotFoundError):
                 links = LinkFolder(self.path)
                 try:

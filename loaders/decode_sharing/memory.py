@@ -133,7 +133,7 @@ class MappedBatches:
 
 
 class _Mapping:
-    """A private mapping of a job's memory, and the descriptor that has the shared lock while a batch is in use."""
+    """A private mapping of another job's memory; its descriptor has the shared lock while a batch is in use."""
 
     def __init__(self, descriptor: int, inode: int) -> None:
         self.inode = inode
@@ -150,13 +150,13 @@ class _Mapping:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return None  # the job that owns the memory writes the next batch to it
+            return None  # the job that owns the memory is writing the next batch
         # The header is read under the lock, so that it does not change after the comparison.
         stored_key, num_parts = _HEADER.unpack_from(self._mapped, 0)
         if stored_key != key:
             self._unlock()
             return None
-        # Only the views of the batch keep `owner` alive, so `owner` ends with the last view.
+        # Only the views of the batch keep `owner` alive, so it is finalized when the last view is gone.
         owner = (ctypes.c_char * len(self._mapped)).from_buffer(self._mapped)
         # Any thread may drop the last view, so `unused` is a deque, to which appending is atomic.
         weakref.finalize(owner, self._return, unused).atexit = False

@@ -18,10 +18,10 @@ Part = npt.NDArray[np.uint8]
 
 
 def pack(batch: object) -> list[Part]:
-    """Return the batch as byte arrays, the header last: views of contiguous memory, copies otherwise."""
+    """Return the batch as byte arrays, the header last. Arrays are views where memory is contiguous, else copies."""
     arrays: list[Part] = []
 
-    # As a method of the pickler it would make a reference cycle, which keeps the batch until garbage collection.
+    # A function: a method of the pickler would make a reference cycle and keep the batch until garbage collection.
     def set_aside(buffer: pickle.PickleBuffer) -> None:
         arrays.append(np.frombuffer(buffer.raw(), np.uint8))
 

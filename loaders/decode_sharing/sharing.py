@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pickle  # to tell settings apart
+import pickle  # only to compare settings
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, Final, Generic, TypeVar
@@ -19,7 +19,7 @@ B = TypeVar("B")
 
 # Fields of `DecodeConfig` that may differ between the jobs of a group, because they do not affect the batches.
 _MAY_DIFFER: Final = {"num_threads", "prefetch"}
-# These are compared as part of the loader's state or as data ranks.
+# Arguments that `_describe` takes from the loader instead.
 _COMPARED_OTHERWISE: Final = {"order", "tail", "ranks"}
 
 

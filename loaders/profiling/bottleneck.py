@@ -5,7 +5,7 @@ takes the longer of two times: the threads' time for a batch, or the caller's ti
 in the caller's thread. So the bottleneck is found as follows:
 
 - If the caller spent only a small fraction of its time waiting, the caller itself is the bottleneck.
-- If most calls waited for other threads, the bottleneck is the stage of these threads, however long others took.
+- If most calls waited for other threads, the bottleneck is these threads' stage, however long other stages took.
 - Otherwise it is the stage that blocked the calls longest.
 
 The creation of the decoder is not counted, because it happens once.
@@ -110,7 +110,7 @@ def _is_thread_bound(totals: Totals) -> bool:
 
 
 def _headroom(totals: Totals, wait_s: float) -> float | None:
-    """Return by which fraction the consumer could be faster; None if no work of other threads was timed."""
+    """Return the fraction by which the consumer could be faster; None if no work of other threads was timed."""
     busy_s = [beside_s / totals.num_beside[stage] for stage, beside_s in totals.beside_s.items()]
     if not busy_s:
         return None

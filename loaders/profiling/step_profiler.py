@@ -34,7 +34,7 @@ class StepProfiler:
         self.here = _Thread()  # each thread sees its own values
         # Reentrant, because at any allocation garbage collection may end an abandoned iterator, which calls `pause`.
         self._lock = threading.RLock()
-        self._earlier, self._since_restart = Sums(), Sums()
+        self._earlier, self._since_restart = Sums(), Sums()  # sums of the steps before and after the last `restart`
         self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)
         self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
         self._active: Counter[Stage] = Counter()
@@ -101,7 +101,7 @@ class StepProfiler:
         self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
-        """Begin a stage outside of calls; called by `StageTimer`. A wait there does not count: it is no work."""
+        """Begin a stage outside of calls; called by `StageTimer`. A wait there is not work and does not count."""
         if timer.is_wait:
             return
         timer.counted = timer.stage
@@ -120,7 +120,7 @@ class StepProfiler:
 
     def begin_step(self, timer: StepStageTimer) -> None:
         """Begin a call; called by `StepStageTimer`."""
-        # Calls are never nested, so timers in the list are left over from an interrupt: discard them.
+        # Calls are never nested, so timers that are still in the list remain from an interrupt: discard them.
         self.here.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
@@ -160,7 +160,7 @@ class StageTimer:
     is_wait = False
     counted: Stage | None = None  # the stage under which this thread counts as active, outside of calls
     num_threads = 1
-    inside_ns = 0
+    inside_ns = 0  # time of the stages nested in this one
 
     def __init__(self, profiler: StepProfiler, stage: Stage) -> None:
         self._profiler = profiler

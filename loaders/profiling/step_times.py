@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-# Waiting for a thread that has finished takes time too, so shorter waits than this fraction of a step do not count.
+# Even a wait for a thread that has finished takes time, so waits below this fraction of a step do not count.
 _BOUND_SHARE: Final = 0.02
 _S_PER_NS: Final = 1e-9
 
