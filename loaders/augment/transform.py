@@ -26,7 +26,7 @@ def apply_transform(transform: Transform, image: Image, generator: np.random.Gen
     Errors that the transform raises are passed on unchanged.
 
     Raises:
-        ConfigError: the transform returns anything but an array of the image's shape and dtype.
+        ConfigError: the transform does not return an array of the image's shape and dtype.
     """
     changed = transform(image, generator)
     if changed is image:

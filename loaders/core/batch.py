@@ -45,7 +45,7 @@ class Batch(ABC, Generic[A]):
         """Return the batch with all tensors on a device; NumPy arrays and other values are unchanged.
 
         Args:
-            device: device, as for `torch.Tensor.to`.
+            device: any device that `torch.Tensor.to` accepts.
             non_blocking: whether a copy from page-locked memory may run asynchronously.
         """
         return self._change(methodcaller("to", device, non_blocking=non_blocking))
@@ -58,10 +58,10 @@ class Batch(ABC, Generic[A]):
         """Return the batch with `change` applied to each tensor, also to those in mappings."""
         import torch
 
-        def changed(value: Any) -> Any:
+        def convert(value: Any) -> Any:
             if isinstance(value, Mapping):
-                return {name: changed(element) for name, element in value.items()}
+                return {name: convert(element) for name, element in value.items()}
             return change(value) if isinstance(value, torch.Tensor) else value
 
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every batch is a dataclass
-        return dataclasses.replace(self, **{field.name: changed(getattr(self, field.name)) for field in fields})  # type: ignore[type-var]  # likewise
+        return dataclasses.replace(self, **{field.name: convert(getattr(self, field.name)) for field in fields})  # type: ignore[type-var]  # likewise

@@ -142,9 +142,9 @@ def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderCon
 
 
 def clock_steps(samples: Split | Mixture) -> list[int | None]:
-    """Return, for each split, the mean bytes that the mixture reads from one of its samples to the next, or None.
+    """Return, for each split, the mean bytes that a mixture reads between two samples of the split.
 
-    The cache needs them to compare shards of different splits by the time until their next use.
+    The cache needs them to compare the next uses of different splits' shards. None: no mixture, or a weight of 0.
     """
     if not isinstance(samples, Mixture):
         return [None]

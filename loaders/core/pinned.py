@@ -1,7 +1,7 @@
 """Page-locked host memory, from which copies to a GPU run asynchronously; used by the `pin` methods of loaders.
 
 The memory comes from torch's caching allocator. The allocator keeps freed memory, so only the first batches allocate.
-It reuses memory only after all copies from it are done, even if the batch was dropped earlier.
+It reuses memory only after all copies from this memory are done, even if the caller drops the batch earlier.
 """
 
 from __future__ import annotations

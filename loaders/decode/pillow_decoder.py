@@ -1,6 +1,6 @@
 """Decode windows of images with Pillow, where nvImageCodec is not installed or cannot decode an image.
 
-Windows and pixel conversions are those of the other decoders, so any of them may decode a sample.
+Windows and pixel conversions are those of the other decoders, so Pillow may replace any of them for single images.
 """
 
 from __future__ import annotations

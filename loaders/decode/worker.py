@@ -80,7 +80,7 @@ class ImageWorker:
                 out[...] = 0
                 return str(error)
         if edit is not None:
-            # Flipped before the edit, because an edit gets the image in its final orientation.
+            # Flip before the edit, because an edit gets the image in its final orientation.
             copy_pixels(image, self._edited, flip=flip)
             edit(self._edited)
             image, flip = self._edited, False

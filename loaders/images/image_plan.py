@@ -1,4 +1,4 @@
-"""Plans the crop and the edits of an image from its size and its position, before it is decoded."""
+"""Plans an image's crop and edits, before it is decoded, from its size and the sample's position in the epoch."""
 
 from __future__ import annotations
 

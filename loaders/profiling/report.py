@@ -31,7 +31,7 @@ class LongWait:
 
 @dataclass(frozen=True)
 class Report:
-    """Time per stage of a loader's steps; `str(report)` is a table that ends with the bottleneck.
+    """Time per stage of a loader's steps; `str(report)` is a table whose last line names the bottleneck.
 
     Attributes:
         totals: sums over all steps since the loader's last `restart_report`.

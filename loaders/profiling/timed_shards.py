@@ -30,8 +30,8 @@ class TimedShards:
                 return self._store.open_shard(info)
             was_resident = self._cached_store.is_resident(info)
             shard, outcome = self._cached_store.open(info)
-            # If another process fetched the shard while this call waited, the outcome is "resident"; the time was
-            # still spent on a fetch, so it counts as `origin`.
+            # If another process fetched the shard while this call waited, the outcome is "resident". But this call
+            # spent its time waiting for a fetch, so the time counts as `origin`.
             if was_resident or outcome == "peer":
                 timer.stage = _STAGES.get(outcome, Stage.ORIGIN)
             return shard

@@ -35,10 +35,11 @@ def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, bl
 
 
 def number_documents(segments: Integers, length: Integers, block: int, out: npt.NDArray[np.int32]) -> None:
-    """Write the document of each token to `out`, `int32[blocks, block]`, from 0 in each block; -1 for padding."""
+    """Write each token's document number to `out`, `int32[blocks, block]`, from 0 in each block; -1 for padding."""
     if not len(segments):
         return
     row, start = np.divmod(segments, block)
+    # Index of each segment, minus that of the first segment of its block.
     numbers = np.arange(len(segments)) - np.searchsorted(row, np.arange(len(length)))[row]
     numbers[start >= length[row]] = -1
     out.reshape(-1)[:] = np.repeat(numbers.astype(np.int32), segment_sizes(segments, out.size))

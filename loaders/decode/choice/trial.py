@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is "__main__" in the child
-# For one backend, including the start of the child; only a decoder that hangs takes longer.
+# Deadline for one backend, including the start of the child; only a decoder that hangs takes longer.
 _DEADLINE_S: Final = 180.0
 _MEASURED_S: Final = 0.5
 _MIN_RUNS: Final = 3
@@ -123,15 +123,15 @@ def try_backends(
 
 
 def _receive_answer(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
-    """Return a child's next answer; if it exits or is killed first, a refusal with the reason."""
+    """Return a child's next answer; if the child exits or is killed first, a refusal with the reason."""
     is_late = threading.Event()
 
-    def end() -> None:
+    def kill() -> None:
         is_late.set()
         child.process.kill()
 
     # A timer kills the child, because reading its output would never end while a decoder hangs.
-    timer = threading.Timer(deadline_s, end)
+    timer = threading.Timer(deadline_s, kill)
     timer.start()
     try:
         line = child.read_line()
@@ -212,7 +212,7 @@ def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageB
                     # loader's process, which it may crash.
                     compare_with_pillow(backend, _make_jpeg(), job.config)
                 rate = measure_rate(backend, batches, prefetch=job.config.prefetch)
-            yield {"rate": rate}  # after `close`, because some decoders fail in it
+            yield {"rate": rate}  # after `close`, because some decoders fail there
         except Exception as error:  # noqa: BLE001 - the parent reports it
             yield {"refused": f"{type(error).__name__}: {str(error)[:1000]}"}
             return

@@ -1,6 +1,6 @@
 """DALI pipelines that decode, scale, flip and normalise a window of each image, on a GPU or on the CPU.
 
-There are two graphs with equal pixels. "window" decodes only the window (`decoders.image_slice`). "whole" decodes the
+Two graphs give equal pixels. "window" decodes only the window (`decoders.image_slice`). "whole" decodes the
 complete image and then cuts the window (`decoders.image`, `slice`), for GPUs on which nvImageCodec fails on windows.
 
 Each batch is fed as one run. DALI keeps no position in the data; the loader controls epochs, prefetch and resume.

@@ -92,7 +92,7 @@ def place(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
     """Return a small array as a tensor on a device, copied on the current stream; the host does not wait.
 
     Args:
-        array: the array. It may be changed after the call, unless the device is the CPU: then it is not copied.
+        array: the array. It may be changed after the call, unless the device is the CPU: then the tensor shares it.
         device: name of the device, such as "cpu" or "cuda:1".
     """
     import torch

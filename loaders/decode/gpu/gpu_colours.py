@@ -35,7 +35,7 @@ class ColourBackend:
         with device_errors(self._name):
             self._finish = DeviceFinish(config.pixels, device)
         levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
-        # Created last: it starts threads and allocates memory, which would not be released if a later step failed.
+        # Created last: it starts threads and allocates memory, and if a later step failed, nothing would free them.
         self._inner = GpuBackend(dataclasses.replace(config, pixels=levels), graph, profiler=profiler)
         self._in_progress: deque[ColourFactors | None] = deque()
 
