@@ -133,7 +133,8 @@ class Dataset(torch.utils.data.Dataset[Any]):
             number = operator.index(index)
         except TypeError as error:
             raise TypeError(
-                f"the index of a sample is {index!r}; expected an integer: one index reads one sample"
+                f"the index of a sample is {index!r}; expected an integer, which reads one sample: use a sampler to "
+                "read several"
             ) from error
         sample = number + len(self.split) if number < 0 else number
         if not 0 <= sample < len(self.split):

@@ -20,7 +20,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     The loader's `batch_size` must be that of `batches`; then its batches and their sequence are independent of the
     number of workers. A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the
-    end of the epoch, also in workers that persist. `ResumableDataLoader` and torchdata's
+    end of the epoch, also in workers, persistent or not. `ResumableDataLoader` and torchdata's
     `StatefulDataLoader` track the samples served. torch's own loader does not: call `set_epoch` before each epoch.
 
     Args:
