@@ -97,7 +97,7 @@ class DaliPipeline:
         self.config = config
         with device_errors(BACKENDS[graph]):
             self._pipe = _build(config, graph)
-        self._copy_stream = None if config.device_id is None else make_stream(config.device_id)
+        self._copies = None if config.device_id is None else make_stream(config.device_id)  # stream
         self._fed: deque[_Inputs] = deque()
         # Inputs of taken runs that the device may still read, until their events are done.
         self._read: deque[tuple[torch.cuda.Event, _Inputs]] = deque()
@@ -127,7 +127,7 @@ class DaliPipeline:
             RuntimeError: an image of the run does not decode, or the device failed; see `device_errors`. The pipeline
                 cannot be used again.
         """
-        return self._take_on_cpu() if self._copy_stream is None else self._take_on_gpu(self._copy_stream)
+        return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
 
     def close(self) -> None:
         """Wait for the runs in progress, which still read their inputs. The pipeline cannot be used afterwards."""
