@@ -1,4 +1,4 @@
-"""The cache of a node: one folder with a hard budget, shared by all processes of the node, without a daemon."""
+"""The cache of a node: one folder with a hard budget. All processes of the node share it, without a daemon."""
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.cached_shards import CachedShards

@@ -1,6 +1,6 @@
 """The cache of a node, as programs and the command line open it: fetch, stage, pin, scrub and configure.
 
-`job` has what one job does; `catalogue` decides which objects are resident.
+`job` defines the operations of one job; `catalogue` decides which objects are resident.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Cache(CacheJob):
         self._open().catalogue.configure(lambda current: replace(current, quotas={**current.quotas, name: quota}))
 
     def shards(self, repository: Repository) -> CachedShards:
-        """Return a store of the shards of `repository` that reads through this cache; `close` does not end it."""
+        """Return a `ShardStore` of `repository` that reads through this cache; it can be used after `Cache.close`."""
         self._open()
         return CachedShards(CacheJob(self.folder, self.tenant, self.peers), repository)
 
@@ -108,8 +108,8 @@ class Cache(CacheJob):
         Args:
             splits: splits of any data sets.
             progress: counts the bytes that are resident, by source.
-            num_threads: shards to fetch at once; None: enough to keep all requests of this process busy.
-            stop: no further shard is started after this event is set.
+            num_threads: shards to fetch at once; None: enough to use all request slots of this process.
+            stop: once this event is set, no further fetch starts.
 
         Raises:
             CacheFullError: the shards exceed the budget, so nothing was fetched; or, during the fetches, objects in
@@ -139,10 +139,10 @@ class Cache(CacheJob):
         old_pin = read_pins(folder).get(name)
         old_objects = {} if old_pin is None else dict(old_pin.objects)
         added = {digest: size for digest, size in objects.items() if digest not in old_objects}
-        # Written first: the file lists every object that the catalogue pins, so `unpin` works after a crash.
+        # Written first, so that the file lists every object that the catalogue pins, and `unpin` works after a crash.
         write_pin(folder, Pin(name, {**old_objects, **objects}))
         try:
-            # Pinned before the fetch: no shard of the pin is evicted while the others are fetched.
+            # Pinned before the fetch, so that no shard of the pin is evicted while the others are fetched.
             opened.catalogue.pin(name, added)
             staged = self.stage(splits, progress)
         except BaseException:
@@ -181,7 +181,7 @@ class Cache(CacheJob):
     def status(self) -> CacheStatus:
         """Return the disk space in use, and the jobs and tenants that use it."""
         opened = self._open()
-        opened.count_hits()  # so far, the latest hits of this process are only in memory
+        opened.count_hits()  # until now, the latest hits of this process are only in memory
         return read_status(opened)
 
     def counters(self) -> Mapping[str, int]:

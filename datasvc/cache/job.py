@@ -1,7 +1,7 @@
 """The handle of one job on a node's cache: everything that depends on the job, its tenant and its peers.
 
-A job is a process that has the cache open, or one access order of such a process, with a clock of its own. Below it
-is the catalogue, whose transactions decide what is resident: no other layer lies between the two.
+A job is a process that has the cache open, or one access order of such a process, with a clock of its own. The
+layer below is the catalogue, whose transactions decide what is resident.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Acquired(NamedTuple):
 
 
 class CacheJob:
-    """One job on a node's cache. A `Cache` is the job of its process; `Cache.new_job` starts that of an access order.
+    """One job on a node's cache. A `Cache` is the job of its process; `Cache.new_job` starts one for an access order.
 
     A job can be opened again by its id in other processes, such as the stager that fetches for an access order.
 
@@ -68,12 +68,12 @@ class CacheJob:
         opened = join_folder(folder)
         self.id = job_id or opened.lease_id
         self._opened: CacheFolder | None = opened
-        # Also runs if this object is collected without `close`.
+        # The finalizer also runs if this object is garbage-collected without `close`.
         self._leave = weakref.finalize(self, leave_folder, folder, opened)
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that this tenant may use: the budget of the node minus the guarantees of other tenants."""
+        """Most bytes that this tenant may use: the budget minus the guarantees of others, at most its maximum."""
         return self._open().catalogue.read(CatalogueTables.account).available(self.tenant)
 
     def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
@@ -118,7 +118,7 @@ class CacheJob:
             info: the object.
             repository: origin of the object: a repository, or a remote file.
             reuse: next use of the object; objects that are needed sooner are not evicted for it.
-            evict: whether to evict objects that a running job may need again; False: only those that none needs.
+            evict: whether to evict objects that a running job may need again; False: only those that no job needs.
 
         Returns:
             "resident", "origin" or "peer", see `Acquired`; or "later": the fetch would evict objects needed sooner,
@@ -159,7 +159,7 @@ class CacheJob:
         Args:
             next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
             now: current value of the job's clock. Bytes.
-            passed_only: leave the job's own objects unchanged if their next use is still ahead.
+            passed_only: of the job's own objects, change only those whose recorded next use is before `now`.
         """
         catalogue, remaining = self._open().catalogue, iter(next_uses.items())
         # In chunks: a write transaction blocks the writes of all other processes.
@@ -187,7 +187,7 @@ class CacheJob:
         self._open().catalogue.count({name: number})
 
     def abandon(self, held: Counter[Digest]) -> None:
-        """Release holds whose user was garbage-collected. For finalizers: never blocks; does nothing after a fork."""
+        """Release holds whose user was garbage-collected. For finalizers: it never blocks, nor acts after a fork."""
         if self._opened is not None and self._opened.process == os.getpid():
             self._opened.locks.abandon(held.elements())
 
@@ -253,7 +253,7 @@ class CacheJob:
                 f"cannot write to the cache {self.folder}: {error}; check its disk and its permissions"
             ) from error
         finally:
-            # After any error, or an interrupt at any line: a reservation never outlives this call.
+            # Also after an error, or an interrupt at any line: a reservation must not outlive this call.
             if files.is_locked_by_this_thread(info.digest):
                 try:
                     # A failure of `drop` would hide the first error. Without its lock, a reservation is void anyway.

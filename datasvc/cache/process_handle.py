@@ -45,7 +45,7 @@ class CacheFolder:
             self._lease = Lease(self.files.leases)
             self.lease_id = self._lease.id
             self.catalogue.register(self.lease_id, "")
-            # All steps have succeeded: `close` is responsible from here on.
+            # All steps have succeeded, so from here on `close` closes all parts.
             opened.pop_all()
         self._requests = RequestPool()
         self.fetcher = Fetcher(self.catalogue, self.files, self._requests)
@@ -66,7 +66,7 @@ class CacheFolder:
         self._open_lock.close()
 
     def close_locks(self) -> None:
-        """Close the inherited descriptors in a forked child: they would keep the parent's locks after its exit."""
+        """Close the inherited descriptors in a forked child: they would keep the locks after the parent's exit."""
         self.locks.close_after_fork()
         self.files.abandon()
         self._open_lock.close()
@@ -87,7 +87,7 @@ class CacheFolder:
             )
 
     def count_hits(self) -> None:
-        """Add the cache hits that are only in memory to the catalogue's counters, before the next release does."""
+        """Add the cache hits that are only in memory to the catalogue's counters now, not at the next release."""
         hits = self.take_hits()
         if hits:
             self.catalogue.count(hits)
@@ -104,7 +104,8 @@ class CacheFolder:
         return {"hits": taken} if taken else {}
 
 
-# The open folders of this process. `leave_folder` must not block, so its calls wait in `_leaving` for the lock.
+# The open folders of this process. `leave_folder` must not block, so it adds its arguments to `_leaving`; they are
+# handled when the lock is free.
 _folders: dict[Path, CacheFolder] = {}
 _folders_lock = threading.Lock()
 _leaving: deque[tuple[Path, CacheFolder]] = deque()

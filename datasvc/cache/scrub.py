@@ -1,7 +1,7 @@
 """Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk.
 
-Objects in use are checked too. A job that has mapped a corrupt object may have read wrong bytes, so the report lists
-these objects as `held`.
+Objects on which jobs have holds are checked too. Such a job may have read wrong bytes of a corrupt object, so the
+report lists these objects as `held`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ScrubReport:
 
     Attributes:
         corrupt: corrupt objects; they are moved to the quarantine, and fetched again at their next use.
-        held: corrupt objects that jobs had mapped, and may have read.
+        held: corrupt objects on which jobs had holds: they may have read wrong bytes.
     """
 
     num_checked: int
@@ -51,8 +51,8 @@ def scrub_folder(folder: CacheFolder, progress: Progress = NO_PROGRESS) -> Scrub
         finding = _check(folder, digest)
         if finding == "gone":
             continue
-        corrupt += [digest] if finding in {"corrupt", "mapped"} else []
-        held += [digest] if finding == "mapped" else []
+        corrupt += [digest] if finding in {"corrupt", "held"} else []
+        held += [digest] if finding == "held" else []
         num_checked += 1
         checked_bytes += record.size_bytes
         progress.advance(record.size_bytes)
@@ -62,11 +62,11 @@ def scrub_folder(folder: CacheFolder, progress: Progress = NO_PROGRESS) -> Scrub
 def check_object(folder: CacheFolder, digest: Digest) -> Finding:
     """Read one resident object, and quarantine it if its bytes have changed."""
     finding = _check(folder, digest)
-    return "corrupt" if finding == "mapped" else finding
+    return "corrupt" if finding == "held" else finding
 
 
-def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
-    """Check as `check_object` does; "mapped" is a corrupt object that is in use."""
+def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["held"]:
+    """Like `check_object`, but return "held" for a corrupt object on which a job has a hold."""
     path = folder.files.object_path(digest)
     try:
         link = path.lstat()
@@ -81,16 +81,22 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["mapped"]:
         return "gone"
 
 
-def _finding_of(outcome: EvictOutcome) -> Finding | Literal["mapped"]:
-    # Another process has already invalidated a superseded file, or fetched it again, so it counts as intact.
-    return "intact" if outcome == "superseded" else "mapped" if outcome == "mapped" else "corrupt"
+def _finding_of(outcome: EvictOutcome) -> Finding | Literal["held"]:
+    match outcome:
+        case "superseded":
+            # Another process has already invalidated this file, or fetched it again, so it counts as intact.
+            return "intact"
+        case "held":
+            return "held"
+        case "free":
+            return "corrupt"
 
 
 def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:
-    # The hold prevents eviction of the object, and of the recorded digest of a staged file, during the check.
+    # Hold the object, so that neither it nor the recorded digest of a staged file is evicted during the check.
     folder.locks.acquire(digest)
     try:
-        expected = FileLink(folder.files.folder, digest).content or digest
+        expected = FileLink(folder.files.folder, digest).content_digest or digest
         intact = digest_of_file(Path(f"/proc/self/fd/{descriptor}")) == expected
         if intact:
             folder.catalogue.mark_verified(digest)

@@ -79,7 +79,7 @@ def stage_objects(
         arrived.append((outcome, info.size_bytes))
 
     try:
-        # After an error, this waits for the fetches in progress, and starts no others.
+        # After an error, `run_in_threads` waits for the fetches in progress, and starts no others.
         run_in_threads(stage_one, list(objects.values()), num_threads or _choose_threads(len(objects), needed))
     finally:
         for digest in held:

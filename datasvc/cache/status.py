@@ -69,7 +69,7 @@ class CacheStatus:
 
 def read_status(folder: CacheFolder) -> CacheStatus:
     """Return the status of a cache; jobs of ended processes are not included."""
-    # In one transaction: the numbers belong to the same moment.
+    # Read in one transaction, so that the numbers belong to the same moment.
     account, configuration, pinned, records, counters = folder.catalogue.read(
         lambda tables: (
             tables.account(),

@@ -56,7 +56,7 @@ class NodeClient:
             with self._opener.open(request, timeout=_TIMEOUT_S) as response:
                 document = json.loads(response.read(_MAX_RESPONSE_BYTES))
         except urllib.error.HTTPError as error:
-            # A wrong token is the user's to correct; other errors may pass.
+            # The user must correct a wrong token; other errors may be temporary.
             if error.code == http.client.UNAUTHORIZED:
                 raise ConfigError(f"{self._url} rejects the token; give its token with --token-file") from error
             raise UnavailableError(f"{self._url} responds {error.code} {error.reason}") from error

@@ -36,7 +36,7 @@ class _RankNode:
 
     Attributes:
         machine: boot id of the machine.
-        inode: device and inode of the folder: in two containers, equal paths may be different folders.
+        inode: device and inode of the folder, because equal paths of two containers may be different folders.
         folder: path of the cache.
         host: address of the machine.
         port: a free port.
@@ -76,7 +76,7 @@ class RankNodes:
     Args:
         folder: cache folder of this node.
         repositories: repositories that the nodes may read for each other.
-        budget: budget of the cache, as for `Cache`.
+        budget: budget of the cache, see `Cache`.
         group: process group of all ranks of the job, over a backend that gathers objects (gloo); None creates one.
         address: address of this node for other nodes; None: the local address on the route to the job's first rank.
 

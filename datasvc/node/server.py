@@ -24,7 +24,7 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
 
     Args:
         settings: settings of the node.
-        ready: called with the node's URL when it listens.
+        ready: called with the node's URL once the node listens.
 
     Returns:
         Whether all threads have ended; if not, end the process without waiting for them.

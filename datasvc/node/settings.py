@@ -27,8 +27,8 @@ class NodeSettings:
         certificate_key: PEM file of the private key.
         ca_file: CA certificates for peers with "https"; None: those of the system.
         tls_name: name in the certificates of all peers; None: each certificate has the name of its host.
-        budget: budget of the cache, as for `Cache`; None: unchanged.
-        tenant: tenant whose quota staging uses.
+        budget: budget of the cache, see `Cache`; None: unchanged.
+        tenant: tenant whose quota is charged for what the node fetches.
         peers: the nodes as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
         own_url: URL of this node as in `peers`; None: found by the addresses of this machine.
         max_connections: maximum number of open connections; further ones are refused.

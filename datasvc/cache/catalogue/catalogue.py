@@ -1,8 +1,8 @@
 """The catalogue of a node's cache: an LMDB database of resident and reserved objects, with one writer at a time.
 
-It guards the budget: space is reserved here before a byte is fetched, and no reservation takes the sum of reserved
-and resident bytes over the budget. A file gets its final name inside the transaction that marks the object resident,
-and is removed inside the transaction that deletes its record.
+The catalogue guards the budget: space is reserved here before a byte is fetched, and no reservation takes the sum of
+reserved and resident bytes over the budget. A file gets its final name inside the transaction that marks the object
+resident, and is removed inside the transaction that deletes its record.
 
 A reservation is valid exactly as long as the lock of its incoming file is held. The lock is taken before the
 reservation becomes visible and released after it is completed or dropped, so a free lock means that the fetching
@@ -47,7 +47,7 @@ class NoSpaceYet(NamedTuple):
 T = TypeVar("T")
 
 Reservation = Literal["resident", "reserved", "busy", "later"] | NoSpaceYet
-EvictOutcome = Literal["free", "mapped", "superseded"]
+EvictOutcome = Literal["free", "held", "superseded"]
 
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
 # A minimum, because the disk may lack only a few bytes: every call of `shrink` must free some space, or raise.
@@ -88,7 +88,7 @@ class Catalogue:
             return tables.boot
 
     def read(self, get: Callable[[CatalogueTables], T]) -> T:
-        """Return the result of `get`, which reads the tables at one moment; it must not return an open cursor."""
+        """Return the result of `get`, which reads the tables at one moment; `get` must not return an open cursor."""
         with self._map_errors(), self.env.begin() as txn:
             return get(CatalogueTables(self._tables, txn))
 
@@ -140,7 +140,7 @@ class Catalogue:
 
         A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
-        # Without the context managers of `read`: this is the path of every cache hit.
+        # Not by `read`: its context managers would slow down every cache hit.
         try:
             with self.env.begin() as txn:
                 state = CatalogueTables(self._tables, txn).state(info.digest)
@@ -158,7 +158,7 @@ class Catalogue:
             job_id: job of the caller.
             tenant: tenant whose quota is charged.
             prefetch: next use of an object to prefetch; None: the object is needed now. See `CacheJob.prefetch`.
-            evict: as for `CacheJob.prefetch`.
+            evict: see `CacheJob.prefetch`.
 
         Returns:
             "resident": the file exists and was verified. "reserved": the caller has locked the incoming file and must
@@ -167,14 +167,14 @@ class Catalogue:
             until another object has arrived; call again then.
 
         Raises:
-            CacheFullError: evicting every unused object would not free enough space, and no fetch in progress brings
-                an object that could be evicted later.
+            CacheFullError: evicting every unused object would not free enough space, and no fetch in progress
+                will add an evictable object.
             CorruptDataError: the object has another size.
             OSError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
             record = tables.get(info.digest)
-            # The process of a reservation without the lock has ended: this call takes the reservation over.
+            # If no process has the lock, the reserving process has ended, and this call takes over its reservation.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return "busy"
             if record is not None and record.size_bytes != info.size_bytes:
@@ -184,23 +184,24 @@ class Catalogue:
                 return "resident"
             refused = False
             if record is not None:
-                # The space of the record is charged already, but its corrupt copy in the quarantine may not be.
+                # The object's space is already charged; the space of its quarantined copy may not be.
                 space.count_quarantine(record.tenant)
             else:
-                nearest = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
-                # Without `evict`, only objects that no running job needs are evicted.
-                nearest = nearest if evict else max(nearest, SPARE_NEEDED)
-                refused = not space.make_space(tenant, footprint(info.size_bytes), nearest)
+                # For an object needed now, any unused object may go; a prefetch spares those needed sooner.
+                min_distance_bytes = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
+                # Without `evict`, a prefetch spares every object that a running job may need again.
+                min_distance_bytes = min_distance_bytes if evict else max(min_distance_bytes, SPARE_NEEDED)
+                refused = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
                 if refused and prefetch is not None:
                     return "later"
             if not refused:
                 if not self._files.lock_incoming(info.digest):
                     return "busy"
-                # An existing record is charged already: its process has ended, or its file is to be verified.
+                # An existing record is charged already: this is a takeover, or the file must be verified.
                 payer = tenant if record is None else record.tenant
                 tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                 return "reserved"
-            # A thread that waits for a fetch has none in progress itself, so two threads cannot wait for each other.
+            # Wait only if this thread is fetching nothing; otherwise two threads could wait for each other forever.
             if not self._files.is_fetching_in_this_thread():
                 awaited = space.find_incoming(tenant, footprint(info.size_bytes))
                 if awaited is not None:
@@ -232,7 +233,7 @@ class Catalogue:
             record = tables.get(digest)
             assert record is not None, digest
             assert (record.state, record.job_id) == (RESERVED, job_id), record
-            # Inside the transaction: no record ever says "resident" without its file.
+            # Inside the transaction, so that no record ever says "resident" without its file.
             if publish:
                 self._files.publish(digest, record.tenant)
             else:
@@ -313,18 +314,18 @@ class Catalogue:
             inode: inode of the file that the caller read and still has open, so that the number is not reused.
 
         Returns:
-            "free": the object was not in use. "mapped": a process has it mapped, so its space is freed only after the
-            release. "superseded": another process has invalidated or replaced that file already.
+            "free": the object was not in use. "held": a process has a hold on it, so its space is freed only after
+            the release. "superseded": another process has invalidated or replaced that file already.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is None or record.state == RESERVED or self._files.inode(digest) != inode:
                 return "superseded"
-            mapped = not space.try_lock_exclusive(digest)
+            held = not space.try_lock_exclusive(digest)
             tables.count({"corrupt": 1})
             tables.delete(digest, record)
-            space.quarantine(digest, mapped=mapped)
-            return "mapped" if mapped else "free"
+            space.quarantine(digest, held=held)
+            return "held" if held else "free"
 
     def mark_verified(self, digest: Digest) -> None:
         """Mark an object that a scan found as verified."""
@@ -370,7 +371,8 @@ class Catalogue:
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
-        # One thread at a time until the victims are unlocked: all threads of a process lock by the same descriptor.
+        # `_write_lock` is kept until the victims are unlocked: all threads of a process share one lock descriptor, so
+        # the locks of objects do not separate them.
         # The contexts close in reverse order, so that the victims are unlocked after the commit.
         with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
             tables = CatalogueTables(self._tables, txn)
@@ -385,7 +387,7 @@ class Catalogue:
         except lmdb.Error as error:
             raise describe_failure(self._files.catalogue, error) from error
         except OSError as error:
-            # A transaction checks, creates and removes files too; it is aborted.
+            # A transaction also checks, creates and removes files; after such an error it is aborted.
             raise UnavailableError(
                 f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
             ) from error

@@ -147,7 +147,7 @@ def check_folder(folder: Path) -> None:
             f"the cache {folder} belongs to user {folder_user}, and this process runs as user {os.geteuid()}: users "
             "cannot share a cache folder; use another folder, or run `datasvc serve` as one user for all"
         )
-    # A cache evicts the files below objects/, so these must be its own. objects/ is checked first: a process that
+    # A cache evicts the files below objects/, so these must be its own. objects/ is looked up first: a process that
     # creates a cache makes catalogue/ before objects/, so a new cache never looks like another folder.
     has_objects = (folder / "objects").exists()
     is_cache = Configuration.is_written(folder) or (folder / "catalogue").exists()

@@ -23,7 +23,7 @@ from datasvc.order import NEVER
 from datasvc.repository import Digest
 
 UNKNOWN: Final = 1 << 60
-"""Smallest unknown next use. Each of them is UNKNOWN plus a number that grows with each release of any job."""
+"""Smallest unknown next use. Each unknown one is UNKNOWN plus a number that grows with each release of any job."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +48,25 @@ def choose_victims(
     tenant: str,
     size_bytes: int,
     *,
-    nearest_bytes: int = -NEVER,
+    min_distance_bytes: int = -NEVER,
     take: Callable[[EvictionCandidate], bool] = lambda _: True,
 ) -> list[EvictionCandidate]:
-    """Return the objects to evict so that `tenant` may use `size_bytes` more; all that may go if not enough.
+    """Return the objects to evict so that `tenant` may use `size_bytes` more; if all are too few, all that may go.
 
     Args:
-        candidates: objects in the order of eviction; read no further than needed.
+        candidates: objects in the order of eviction; iterated no further than needed.
         account: space in use; the victims are subtracted from it.
         tenant: tenant that needs the space.
         size_bytes: space that it needs.
-        nearest_bytes: distance up to which objects are spared, so that a prefetch evicts nothing needed sooner.
-        take: returns whether a victim could be locked; called only for objects whose eviction helps.
+        min_distance_bytes: only objects further away may go, so that a prefetch evicts nothing needed sooner.
+        take: locks a victim, and returns whether it could; called only for objects whose eviction helps.
     """
     victims: list[EvictionCandidate] = []
     remaining = iter(candidates)
     while account.missing(tenant, size_bytes) > 0:
         candidate = next(remaining, None)
         # The candidates of running jobs come by descending distance, so all later ones are spared too.
-        if candidate is None or candidate.distance_bytes <= nearest_bytes:
+        if candidate is None or candidate.distance_bytes <= min_distance_bytes:
             break
         if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes) and take(candidate):
             account.evict(candidate.tenant, candidate.freed_bytes)
@@ -78,10 +78,10 @@ def distance_bytes(next_use: int, clock: int | None) -> int:
     """Return the bytes that a job still reads before `next_use` on its clock; `clock` is None for an ended job."""
     if clock is None:
         return next_use + NEVER  # further than every object of a running job
-    # An unknown next use numbers the releases of all jobs, so it is not relative to one job's clock.
+    # An unknown next use contains a count of the releases of all jobs, so no job's clock is subtracted.
     return next_use if next_use >= UNKNOWN else next_use - clock
 
 
 def by_distance(queues: Iterable[Iterator[EvictionCandidate]]) -> Iterator[EvictionCandidate]:
-    """Merge the candidates of running jobs, the furthest first; each queue is sorted in this order."""
+    """Merge the candidates of running jobs, the furthest first; each queue must be in this order."""
     yield from heapq.merge(*queues, key=lambda candidate: -candidate.distance_bytes)

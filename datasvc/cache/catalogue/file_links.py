@@ -34,7 +34,7 @@ class FileLink:
         self._target = Path("..", "..", "objects", digest[:2], digest)
 
     @property
-    def content(self) -> Digest | None:
+    def content_digest(self) -> Digest | None:
         """Digest of the content when it arrived; None if the object is not a staged file.
 
         Also None if the recorded digest is damaged: the object then counts as corrupt, and is fetched again.
@@ -44,10 +44,10 @@ class FileLink:
             return None if path.is_symlink() else parse_digest(path.read_text(encoding="ascii"))
         return None
 
-    def record_content(self, content: Digest) -> None:
+    def record_content(self, content_digest: Digest) -> None:
         """Record the digest of the content. Raises OSError."""
         durable.make_folder(self._folder)
-        durable.write_file(self._folder / _CONTENT, content.encode())
+        durable.write_file(self._folder / _CONTENT, content_digest.encode())
 
     def make(self, name: str) -> Path:
         """Create the link if it is missing, and return its path. No existing file is ever replaced.

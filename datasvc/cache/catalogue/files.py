@@ -56,12 +56,12 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._root = str(folder)  # strings where thousands of paths are built in a second: `Path` is slower
+        self._root = str(folder)  # a string: thousands of paths are built per second, and `Path` is slower
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # Incoming files by object and thread. If an interrupt comes before a file is stored, the file closes itself.
+        # Locked files by object and thread. A `FileIO` closes itself if an interrupt comes before it is stored here.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class Files:
         """Lock the incoming file of an object until `unlock`; bytes that an ended process has written are kept.
 
         Call it only inside a write transaction of the catalogue, so that an object has one incoming file. It does not
-        wait: it returns False also while another thread briefly takes the lock in `wait_for_incoming`.
+        wait: it also returns False while another thread briefly takes the lock in `wait_for_incoming`.
         Raises OSError.
         """
         file = FileIO(self._incoming(digest), "r+", opener=_open_or_create)
@@ -125,7 +125,7 @@ class Files:
     def wait_for_incoming(self, digest: Digest) -> None:
         """Wait until the fetch of an object has ended: the kernel then releases its lock, also after a crash.
 
-        If the object is not being fetched, wait until no other thread waits for it.
+        If the object is not being fetched, wait until other callers of this method have unlocked it.
         """
         try:
             descriptor = os.open(self._incoming(digest), os.O_RDONLY)
@@ -133,7 +133,7 @@ class Files:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # The shared lock was free, so nobody fetches the object. The exclusive lock waits for other waiters.
+            # The shared lock was free, so nobody fetches the object. The exclusive lock waits for other callers.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -45,7 +45,7 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         self.id = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._path = folder / self.id
-        # The file is locked before it is renamed, so that no process ever sees the lease of a running one unlocked.
+        # The file is locked before it is renamed, so that no process sees an unlocked lease of a running process.
         unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
         self._descriptor = -1
         try:

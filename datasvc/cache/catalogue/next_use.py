@@ -1,8 +1,8 @@
 """Next uses of each shard by one job, over several epochs: the input of the eviction policy. Pure.
 
 Times are on the job's clock: the bytes that its access order has served since epoch 0, which is the number of
-positions times the mean size of a sample. This makes the jobs of one cache comparable, whatever their data and their
-speed.
+positions times the mean size of a sample. On these clocks, the jobs of one cache are comparable, whatever their data
+and their speed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Uses:
         return len(self.shards)
 
     def only(self, chosen: Integers | npt.NDArray[np.bool_]) -> Uses:
-        """Return some of the uses, given by ascending numbers or by a mask."""
+        """Return the chosen uses; `chosen` is their ascending indices, or a mask."""
         return Uses(
             self.shards[chosen], self.epochs[chosen], self.lanes[chosen], self.first[chosen], self.stop[chosen]
         )
@@ -69,7 +69,7 @@ def plan_uses(
     """Return the uses of each shard by an access order.
 
     Args:
-        samples_per_shard: `int64[num_shards]`, as for `AccessOrder`.
+        samples_per_shard: `int64[num_shards]`, see `AccessOrder`.
         bytes_per_shard: `int64[num_shards]`.
         config: parameters of the order.
         epochs: epochs to plan, ascending.
@@ -91,7 +91,7 @@ def next_uses(uses: Uses) -> Integers:
     Returns:
         `int64[n]`, next use in bytes; NEVER if there is none until the end of the next epoch.
     """
-    # Ranks replace times, so that shard and time fit into one integer.
+    # Each time is replaced by its index among the sorted times, so that shard and time fit into one integer.
     times = np.unique(np.concatenate([uses.first, uses.stop]))
     base = uses.shards * (len(times) + 1)
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
@@ -100,7 +100,7 @@ def next_uses(uses: Uses) -> Integers:
     place = np.searchsorted(begins[by_shard], ends)
     following = by_shard[np.minimum(place, len(uses) - 1)]
     is_reused = (place < len(uses)) & (uses.shards[following] == uses.shards)
-    # A job of the real cache declares its next uses no further either, see `UseTimeline`.
+    # A job of the real cache also declares next uses only until the end of the next epoch, see `UseTimeline`.
     is_reused &= uses.epochs[following] - uses.epochs <= 1
     return np.where(is_reused, uses.first[following], NEVER)
 

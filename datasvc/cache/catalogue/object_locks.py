@@ -3,7 +3,7 @@
 Each object has a lock of one byte, at an offset computed from its digest, in one of 64 files. So a hold (shared
 lock) writes nothing, and needs no clean-up and no timeout. An eviction takes the lock exclusively, which fails while
 any process has a hold. The locks belong to the open file description (`F_OFD_SETLK`): two descriptors of one process
-exclude each other as two processes do, so evictions use descriptors of their own, and never evict an object that
+exclude each other as two processes do. Evictions use separate descriptors, so that they never evict an object that
 their own process uses.
 """
 
@@ -92,7 +92,7 @@ class ObjectLocks:
     def try_lock_exclusive(self, digest: Digest) -> bool:
         """Lock an object exclusively until `unlock`; return False if any process has a hold on it.
 
-        Call it only inside a write transaction of the catalogue: one thread of the machine at a time may use it.
+        Call it only inside a write transaction of the catalogue: one thread of the machine at a time may call it.
         """
         try:
             self._set(self._exclusive_files, _SETLK, fcntl.F_WRLCK, digest)
@@ -115,7 +115,7 @@ class ObjectLocks:
 
     def close(self) -> None:
         """Remove every hold; later calls of `release` do nothing."""
-        # Another thread may be releasing a hold: its descriptor must not be closed under it.
+        # With the lock, because another thread may be using a descriptor to release a hold.
         with self._lock:
             self.close_after_fork()
 
@@ -144,7 +144,7 @@ class ObjectLocks:
             self._set(self._hold_files, _SETLK, fcntl.F_UNLCK, digest)
 
     def _release_abandoned(self) -> None:
-        # Never waits for the lock, which this thread may have: its owner repeats this check after it unlocks.
+        # This never waits for the lock, which this thread may have: its owner repeats this check after the unlock.
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._abandoned:

@@ -2,7 +2,7 @@
 
 The guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
 maximum. Invariant: no reservation takes the quarantined bytes plus the sum over tenants of max(used, guaranteed)
-above the budget. While a full disk limits the cache, the sum has used bytes only: unused guarantees reserve nothing.
+above the budget. While a full disk limits the cache, only used bytes count, so unused guarantees reserve nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Account:
         quotas: quotas of the tenants that have one.
         used_bytes: reserved and resident bytes by tenant.
         quarantined_bytes: bytes of quarantined files, which count for no tenant.
-        is_limited_by_disk: whether the disk was full below the budget. Then unused guarantees are not reserved.
+        is_limited_by_disk: whether the disk was full below the budget; unused guarantees are then not reserved.
     """
 
     budget_bytes: int
@@ -81,7 +81,7 @@ class Account:
         return self.used_bytes.get(tenant, 0)
 
     def available(self, tenant: str) -> int:
-        """Return the most bytes that a tenant may use: the budget without the guarantees of others, or its maximum.
+        """Return the most bytes a tenant may use: the budget minus the guarantees of others, at most its maximum.
 
         Quarantined bytes are not subtracted.
         """
@@ -131,6 +131,7 @@ class Account:
         return self.quotas.get(tenant, NO_QUOTA)
 
     def _charged(self, tenant: str, size_bytes: int) -> int:
+        """Return the bytes that count against the budget if `tenant` uses `size_bytes` more."""
         names = {*self.quotas, *self.used_bytes, tenant}
         charged = self.quarantined_bytes
         for name in names:

@@ -16,8 +16,8 @@ UNVERIFIED: Final = 2
 """State of an object that a scan found: it is verified before its first use."""
 
 _HEAD: Final = struct.Struct("<BQQ")
-_ORDER: Final = struct.Struct(">Q")
-_FREED: Final = struct.Struct("<Q")
+_NEXT_USE: Final = struct.Struct(">Q")
+_USED_BYTES: Final = struct.Struct("<Q")
 _BLOCK: Final = 4096
 Size = TypeVar("Size", int, Integers)
 
@@ -28,10 +28,10 @@ class ObjectRecord(NamedTuple):
     Attributes:
         state: RESERVED, RESIDENT or UNVERIFIED.
         size_bytes: size of the content.
-        next_use: next use on the clock of the job, in bytes; unknown or NEVER from `eviction.UNKNOWN` on;
-            0 while RESERVED.
+        next_use: next use on the clock of the job, in bytes; values >= `eviction.UNKNOWN` mean unknown
+            or NEVER; 0 while RESERVED.
         job_id: job that fetches the object, or that last declared a next use of it.
-        tenant: tenant whose quota is charged: the one that fetched the object, as far as a scan can tell.
+        tenant: tenant whose quota is charged: the one that fetched the object, or that a scan found.
     """
 
     state: int
@@ -75,22 +75,22 @@ def footprint(size_bytes: Size) -> Size:
     return -(-size_bytes // _BLOCK) * _BLOCK
 
 
-def order_key(job_id: str, next_use: int, digest: Digest) -> bytes:
-    """Return the key that sorts the objects of a job by next use."""
-    return job_id.encode() + b"\0" + _ORDER.pack(next_use) + bytes.fromhex(digest)
+def eviction_key(job_id: str, next_use: int, digest: Digest) -> bytes:
+    """Return the key in the table `order`, which sorts the objects of a job by next use."""
+    return job_id.encode() + b"\0" + _NEXT_USE.pack(next_use) + bytes.fromhex(digest)
 
 
-def parse_order_key(key: bytes) -> tuple[str, int, Digest]:
-    """Return the job id, next use and digest of a key that `order_key` returned."""
-    # From the end: the digest has 32 bytes, the next use 8, and the zero byte before it 1.
-    return key[:-41].decode(), _ORDER.unpack_from(key, len(key) - 40)[0], Digest(key[-32:].hex())
+def parse_eviction_key(key: bytes) -> tuple[str, int, Digest]:
+    """Return the job id, next use and digest of a key that `eviction_key` returned."""
+    # Parsed from the end: a digest of 32 bytes, a next use of 8, and the zero byte after the job id.
+    return key[:-41].decode(), _NEXT_USE.unpack_from(key, len(key) - 40)[0], Digest(key[-32:].hex())
 
 
-def order_value(record: ObjectRecord) -> bytes:
-    """Return the fields of a record that eviction needs, so that choosing a victim reads no other table."""
-    return _FREED.pack(record.used_bytes) + record.tenant.encode()
+def eviction_value(record: ObjectRecord) -> bytes:
+    """Return the fields of a record that eviction needs: with them, choosing a victim reads no other table."""
+    return _USED_BYTES.pack(record.used_bytes) + record.tenant.encode()
 
 
-def parse_order_value(value: bytes) -> tuple[int, str]:
-    """Return the disk space and the tenant of a value that `order_value` returned."""
-    return _FREED.unpack_from(value)[0], value[_FREED.size :].decode()
+def parse_eviction_value(value: bytes) -> tuple[int, str]:
+    """Return the disk space and the tenant of a value that `eviction_value` returned."""
+    return _USED_BYTES.unpack_from(value)[0], value[_USED_BYTES.size :].decode()

@@ -26,11 +26,11 @@ from datasvc.repository import Digest, ObjectInfo
 NO_JOB: Final = ""
 """Job id of objects that a scan of the folder found."""
 SPARE_NOTHING: Final = -NEVER
-"""Distance that spares no object."""
+"""A `min_distance_bytes` that spares no object."""
 SPARE_NEEDED: Final = NEVER // 2
-"""Distance that spares every object that a running job may need again, at a known time or not."""
+"""A `min_distance_bytes` that spares every object that a running job may need again, at a known time or not."""
 
-_NO_TENANT: Final = ""  # has no object, so an eviction for it leaves every tenant its guarantee
+_NO_TENANT: Final = ""  # it has no object, so an eviction for it leaves every tenant its guarantee
 _MAPPED: Final = ".mapped"  # name suffix of a quarantined file that was in use when it was moved
 
 
@@ -50,22 +50,23 @@ class SpaceAllocator:
         self._locked: list[Digest] = []
         self._is_running: dict[str, bool] = {}  # by lease
 
-    def make_space(self, tenant: str, size_bytes: int, nearest_bytes: int = SPARE_NOTHING) -> bool:
+    def make_space(self, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING) -> bool:
         """Free space until a tenant may use `size_bytes` more; return False if that is impossible.
 
-        Leftovers are removed in either case, and may be enough. Objects are evicted only if the result is True.
+        What ended processes have left is removed in either case, and may free enough. Objects are evicted only if the
+        result is True.
 
         Args:
             tenant: tenant that needs the space.
             size_bytes: disk space to free.
-            nearest_bytes: objects whose next use is at most this distance away are not evicted.
+            min_distance_bytes: only objects whose next use is further away than this are evicted.
         """
         if self._tables.account().missing(tenant, size_bytes) <= 0:
             return True
-        # Leftovers go before any object that a job may use.
+        # What ended processes have left goes before any object that a job may use.
         self.sweep()
         account = self._tables.account()
-        victims = self._choose_victims(account, tenant, size_bytes, nearest_bytes)
+        victims = self._choose_victims(account, tenant, size_bytes, min_distance_bytes)
         # All or nothing: an eviction that does not make enough space would only lose objects.
         if account.missing(tenant, size_bytes) > 0:
             return False
@@ -73,14 +74,14 @@ class SpaceAllocator:
         return True
 
     def enforce_quotas(self) -> None:
-        """Evict unused objects above the budget or above what tenants may use."""
+        """Evict unused objects where the budget, or the limit of a tenant, is exceeded."""
         self.sweep()
         for tenant in self._tables.account().used_bytes:
             self._evict(self._choose_victims(self._tables.account(), tenant, 0))
 
     def enforce_budget(self) -> None:
-        """Evict unused objects above the budget, guaranteed ones last; unused guarantees reserve nothing."""
-        # Maximums are enforced from the next reservation on: a scan may not know the tenants of objects.
+        """Evict unused objects above the budget, those within guarantees last; unused guarantees reserve nothing."""
+        # Maximums are enforced from the next reservation on, because a scan may not know the tenants of objects.
         guarantees = {
             name: replace(quota, maximum_bytes=None) for name, quota in self._tables.account().quotas.items()
         }
@@ -126,14 +127,14 @@ class SpaceAllocator:
         above_budget = account.above_budget(tenant, footprint(info.size_bytes))
         above_maximum = account.above_maximum(tenant, footprint(info.size_bytes))
         # Each limit that is exceeded must be raised: a higher budget does not help a tenant at its maximum.
-        raises = [f"raise the budget by at most {above_budget} bytes"] if above_budget > 0 else []
+        increases = [f"raise the budget by at most {above_budget} bytes"] if above_budget > 0 else []
         if above_maximum > 0:
-            raises.append(f"raise the maximum of tenant {tenant!r} by at most {above_maximum} bytes")
+            increases.append(f"raise the maximum of tenant {tenant!r} by at most {above_maximum} bytes")
         return CacheFullError(
             f"not enough space for {info.size_bytes} bytes: the budget is {budget} bytes{disk_limit}{tenant_limit}; "
             f"{account.total_bytes} are taken, and evicting every object that may be evicted for this tenant would "
             "not free enough: the others are in use by running jobs, being fetched, pinned, or kept for other "
-            f"tenants; {' and '.join(raises)}, unpin objects, or wait until a job has ended"
+            f"tenants; {' and '.join(increases)}, unpin objects, or wait until a job has ended"
         )
 
     def sweep(self) -> None:
@@ -153,7 +154,7 @@ class SpaceAllocator:
     def claim(self, digest: Digest, claim: ObjectRecord) -> None:
         """Write the record `claim`, unless another running job needs the object at the same distance or sooner.
 
-        A record of the same job or of its process is always replaced; the process made it before it knew the order.
+        A record of the same job or of its process is always replaced: the process did not know the order yet.
         """
         record, claimant = self._tables.get(digest), self._tables.job(claim.job_id)
         assert record is not None
@@ -200,10 +201,10 @@ class SpaceAllocator:
         for digest in self._locked:
             self._locks.unlock(digest)
 
-    def quarantine(self, digest: Digest, *, mapped: bool) -> None:
-        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job maps it."""
+    def quarantine(self, digest: Digest, *, held: bool) -> None:
+        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job holds it."""
         path = self._files.object_path(digest)
-        quarantined = self._files.quarantine / f"{digest}{_MAPPED if mapped else ''}"
+        quarantined = self._files.quarantine / f"{digest}{_MAPPED if held else ''}"
         file_bytes = _footprint_of(path)
         if file_bytes:
             self._tables.quarantined_bytes += file_bytes - _footprint_of(quarantined)
@@ -215,7 +216,7 @@ class SpaceAllocator:
         if self._tables.account().missing(tenant, _footprint_of(path)) > 0:
             path.unlink(missing_ok=True)
         else:
-            self.quarantine(digest, mapped=False)
+            self.quarantine(digest, held=False)
 
     def count_quarantine(self, tenant: str) -> None:
         """Measure the quarantine again, and empty it if `tenant` is above its limit.
@@ -227,7 +228,7 @@ class SpaceAllocator:
             self._tables.quarantined_bytes = self._empty_quarantine()
 
     def _choose_victims(
-        self, account: Account, tenant: str, size_bytes: int, nearest_bytes: int = SPARE_NOTHING
+        self, account: Account, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING
     ) -> Mapping[Digest, int]:
         """Return the objects to evict, bytes by digest, each locked exclusively."""
         victims = choose_victims(
@@ -235,7 +236,7 @@ class SpaceAllocator:
             account,
             tenant,
             size_bytes,
-            nearest_bytes=nearest_bytes,
+            min_distance_bytes=min_distance_bytes,
             take=lambda candidate: self.try_lock_exclusive(candidate.digest),
         )
         return {victim.digest: victim.freed_bytes for victim in victims}
@@ -263,7 +264,7 @@ class SpaceAllocator:
         self._tables.count({"evicted": len(victims), "evicted_bytes": sum(victims.values())})
 
     def _empty_quarantine(self) -> int:
-        """Remove the quarantined files; return the bytes of those that jobs still have mapped."""
+        """Remove the quarantined files; return the bytes of those on which jobs still have holds."""
         mapped_bytes = 0
         for path in self._files.quarantine.iterdir():
             digest = Digest(path.name.removesuffix(_MAPPED))

@@ -25,10 +25,10 @@ from datasvc.cache.catalogue.quotas import Account
 from datasvc.cache.catalogue.records import (
     RESERVED,
     ObjectRecord,
-    order_key,
-    order_value,
-    parse_order_key,
-    parse_order_value,
+    eviction_key,
+    eviction_value,
+    parse_eviction_key,
+    parse_eviction_value,
 )
 from datasvc.errors import UnavailableError
 from datasvc.order import NextUse
@@ -62,7 +62,7 @@ class Tables:
 
     def __init__(self, env: lmdb.Environment) -> None:
         self.objects, self.order, self.reserved, self.jobs, self.pins, self.meta = map(env.open_db, _TABLES)
-        self.configurations: dict[bytes, Configuration] = {}  # the last one parsed, by its bytes
+        self.configurations: dict[bytes, Configuration] = {}  # the last one parsed, by its encoded bytes
 
 
 class CatalogueTables:
@@ -102,10 +102,10 @@ class CatalogueTables:
         self._txn.put(key, record.encode(), db=self._tables.objects)
         if record.state == RESERVED:
             self._txn.put(key, b"", db=self._tables.reserved)
-        elif not self.is_pinned(digest):  # eviction reads this index, so it never visits a pinned object
+        elif not self.is_pinned(digest):  # eviction reads only this index, so it never visits a pinned object
             self._ensure_registered(record.job_id)
-            order = order_key(record.job_id, record.next_use, digest)
-            self._txn.put(order, order_value(record), db=self._tables.order)
+            order = eviction_key(record.job_id, record.next_use, digest)
+            self._txn.put(order, eviction_value(record), db=self._tables.order)
 
     def delete(self, digest: Digest, record: ObjectRecord) -> None:
         """Delete the record of an object, and its index entries."""
@@ -118,7 +118,7 @@ class CatalogueTables:
         if record.state == RESERVED:
             self._txn.delete(bytes.fromhex(digest), db=self._tables.reserved)
         else:
-            self._txn.delete(order_key(record.job_id, record.next_use, digest), db=self._tables.order)
+            self._txn.delete(eviction_key(record.job_id, record.next_use, digest), db=self._tables.order)
 
     def objects(self) -> dict[Digest, ObjectRecord]:
         """Return every record."""
@@ -137,8 +137,8 @@ class CatalogueTables:
         # `_LAST` sorts after every key of the job, so the row before it has the furthest next use.
         has_row = cursor.prev() if cursor.set_range(prefix + _LAST) else cursor.last()
         while has_row and bytes(cursor.key()).startswith(prefix):
-            _, next_use, digest = parse_order_key(bytes(cursor.key()))
-            yield next_use, digest, *parse_order_value(bytes(cursor.value()))
+            _, next_use, digest = parse_eviction_key(bytes(cursor.key()))
+            yield next_use, digest, *parse_eviction_value(bytes(cursor.value()))
             has_row = cursor.prev()
 
     # Jobs: those that have the cache open, and those that have ended but whose objects are still listed.
@@ -201,7 +201,7 @@ class CatalogueTables:
     # Pins.
 
     def pin(self, digest: Digest, name: str) -> None:
-        """Add a pin to an object, resident or not: it leaves the index `order`, so that it is not evicted."""
+        """Add a pin to an object, resident or not; remove it from the index `order`, so that it is not evicted."""
         record = self.get(digest)
         if record is not None and record.state != RESERVED:
             self.unlist(digest, record)
@@ -262,7 +262,7 @@ class CatalogueTables:
 
     @property
     def boot(self) -> str:
-        """Boot id of the machine for which the catalogue was built; "" for a new one."""
+        """Boot id of the machine for which the catalogue was built; "" for a new catalogue."""
         return bytes(self._txn.get(_BOOT, default=b"", db=self._tables.meta)).decode()
 
     @boot.setter

@@ -1,1 +1,1 @@
-"""Fetches one object onto the node: reserve, transfer, verify, publish."""
+"""Fetches one object into its incoming file, from peers or the origin, and verifies it."""

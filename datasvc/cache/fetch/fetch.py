@@ -29,7 +29,7 @@ _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 class Fetcher:
     """Fills the incoming files of objects whose space the caller has reserved.
 
-    All fetches of a process share its `requests` to origins.
+    All fetches of a process share `requests`, which limits their requests to origins.
     """
 
     def __init__(self, catalogue: Catalogue, files: Files, requests: RequestPool) -> None:
@@ -45,7 +45,7 @@ class Fetcher:
             file_digest = None if path.is_symlink() else digest_of_file(path)
         except FileNotFoundError:
             return False
-        intact = file_digest == (FileLink(self._files.folder, digest).content or digest)
+        intact = file_digest == (FileLink(self._files.folder, digest).content_digest or digest)
         if not intact:
             self._catalogue.quarantine(digest)
         return intact
@@ -100,7 +100,7 @@ class Fetcher:
     def _sources(self, info: ObjectInfo, repository: Store, peers: Peers | None) -> list[ObjectSource]:
         origin = OriginSource(repository.objects, info.digest, self._requests)
         if peers is None or isinstance(repository, RemoteFile):
-            return [origin]  # no peers: the digest of a remote file is unknown, so their bytes cannot be verified
+            return [origin]  # bytes from peers could not be verified: the digest of a remote file is unknown
         # First come the nodes that rank higher for this object: the highest one reads it from the origin, and the
         # others read it from that node. Nodes that rank lower receive a request only after the origin has failed.
         return [*peers.sources(info, repository.url), origin, *peers.fallback_sources(info)]

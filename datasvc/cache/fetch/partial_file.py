@@ -1,8 +1,8 @@
 """The incoming file of an object during a transfer: received ranges, bytes per source, and an incremental hash.
 
 Each byte is written once between two calls of `reset`, and hashed after all bytes before it have arrived: from the
-receive buffer if possible, otherwise from the file. So bytes of an earlier process are verified as the file has them.
-Most bytes of this process are verified as they were received, so a fault while they are written is not detected.
+receive buffer if possible, otherwise from the file. So bytes of an earlier process are verified from the file. Most
+bytes of this process are verified from the receive buffer, so a fault while they are written is not detected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PartialFile:
         progress: counts the bytes of each received buffer after it was written, by kind of source.
 
     Attributes:
-        is_continued: whether the file contains parts that an earlier fetch received.
+        has_earlier_bytes: whether the file contains parts that an earlier fetch received.
         bytes_by_source: bytes in the file that this process received, by source.
         bytes_by_kind: bytes that arrived in this process by kind of source, wrong ones included.
     """
@@ -55,7 +55,7 @@ class PartialFile:
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
         self.bytes_by_source: Counter[ObjectSource] = Counter()
-        self.is_continued = bool(parts.arrived)
+        self.has_earlier_bytes = bool(parts.arrived)
         self.bytes_by_kind: Counter[Kind] = Counter()
 
     @property
@@ -79,7 +79,7 @@ class PartialFile:
         self._parts.clear()
         self._filled = [0] * len(self._filled)
         self.bytes_by_source = Counter()
-        self.is_continued = False
+        self.has_earlier_bytes = False
         self._hash, self._hashed_bytes = blake3(), 0
 
     def digest(self) -> Digest:
@@ -107,7 +107,7 @@ class PartialFile:
             self.bytes_by_source[source] += len(view)
             self.bytes_by_kind[source.kind] += len(view)
             self._progress.advance(len(view), source=source.kind)
-        self._hash_on(offset, view)
+        self._hash_arrived(offset, view)
 
     def _write_all(self, offset: int, view: memoryview) -> None:
         while view:
@@ -125,7 +125,7 @@ class PartialFile:
                 self._parts.add(number)
             offset, length = offset + part_length, length - part_length
 
-    def _hash_on(self, offset: int, view: memoryview) -> None:
+    def _hash_arrived(self, offset: int, view: memoryview) -> None:
         """Hash some of the contiguous bytes, unless another thread is hashing."""
         # Never waits: the other thread, or a later call, hashes these bytes from the file.
         if not self._hashing.acquire(blocking=False):

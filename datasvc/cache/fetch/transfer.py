@@ -1,4 +1,4 @@
-"""Fill one incoming file with a verified object: each source continues where the one before has failed.
+"""Fill one incoming file with a verified object: each source continues where the previous one failed.
 
 `fetch` chooses the sources and their order: peers and the origin.
 """
@@ -23,7 +23,7 @@ class FetchReport:
 
     Attributes:
         bytes_by_kind: bytes received by kind of source, those of wrong objects included.
-        num_corrupt: how often the received bytes were not the object.
+        num_corrupt: number of times that wrong bytes were received.
         kind: kind of the source that sent most bytes; None: an earlier fetch had received all of them.
         content: digest of the bytes.
     """
@@ -48,7 +48,7 @@ def transfer(
     When a source fails, the next one continues the transfer. When the complete bytes are wrong, this is recorded for
     each source that sent some of them, and the transfer restarts with the next source; the origin gets a second try,
     because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept; while
-    the file has any of these, wrong bytes are recorded for no source.
+    the file contains such bytes, no source is blamed for wrong bytes.
 
     Args:
         info: the object.
@@ -120,7 +120,7 @@ class _Transfer:
                 f"object {self._info.digest[:12]}... cannot be empty: zero bytes have the digest {digest[:12]}...; "
                 "the shard table or index that names this object is wrong"
             )
-        if self._file.is_continued:
+        if self._file.has_earlier_bytes:
             # The wrong bytes may be those of the earlier process, so the sources of this one get a second try.
             # Sources that have failed get none, because the transfer must end.
             failed = {source for source, _ in self._failures}
@@ -136,13 +136,13 @@ class _Transfer:
 
     def _record_corrupt(self, source: ObjectSource, error: CorruptDataError) -> None:
         self._failures.append((source, error))
-        # A bit error in transfer does not repeat; wrong bytes in the store do, so there is one more try only.
+        # A bit error in transfer is not likely to repeat, wrong bytes in the store are: one more try decides.
         if source.kind == "origin" and source not in self._tried_again:
             self._tried_again.add(source)
             self._untried.append(source)
 
     def _failure(self) -> DatasvcError:
-        # The origin decides the class: only it shows whether the object is missing, damaged or unreachable.
+        # Use the exception class of the origin's failure: only the origin shows if the object is missing or damaged.
         origin_errors = [error for source, error in self._failures if source.kind == "origin"]
         last = origin_errors[-1] if origin_errors else self._failures[-1][1]
         reasons = "; ".join(dict.fromkeys(str(error) for _, error in self._failures))

@@ -40,7 +40,7 @@ class EpochForecast:
         origin_rate: bytes per second that all nodes need from the origin; None without a sample rate.
         peer_rate: bytes per second that each node needs from the others; None without a sample rate.
         fed_samples_per_second: highest sample rate of a node that the given bandwidths allow; None: no limit.
-        starves: whether that rate is below the needed one; None without a sample rate or any bandwidth.
+        starves: whether that rate is below the rate that the run needs; None without a sample rate or any bandwidth.
     """
 
     used_bytes: int
@@ -82,7 +82,7 @@ def forecast(
     """Return the forecast of a run.
 
     Args:
-        samples_per_shard: `int64[num_shards]`, as for `AccessOrder`.
+        samples_per_shard: `int64[num_shards]`, see `AccessOrder`.
         bytes_per_shard: `int64[num_shards]`.
         budget_bytes: budget of each node's cache.
         workload: how the run reads the data set.
@@ -186,7 +186,7 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
-    # Bytes for each sample that one node trains: from the origin over all nodes, from the peers for that node alone.
+    # For each sample that one node trains: bytes that all nodes read from the origin, and that it reads from peers.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}

@@ -16,7 +16,7 @@ from datasvc.cache.forecast.simulated_cache import SimulatedCache
 from datasvc.errors import CacheFullError
 from datasvc.keyed_random import Integers
 
-_RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # in the order of events at the same time
+_RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # events at the same time are sorted by these
 
 
 @dataclass
@@ -82,9 +82,9 @@ def replay(
             bias_owned(times, owners[uses.shards] == node)
             for node, (uses, times) in enumerate(zip(nodes, next_use_times, strict=True))
         ]
-    numbers = np.concatenate([uses.epochs for uses in nodes])
-    first_epoch = int(numbers.min())
-    epochs = [EpochTraffic() for _ in range(int(numbers.max()) + 1 - first_epoch)]
+    epoch_numbers = np.concatenate([uses.epochs for uses in nodes])
+    first_epoch = int(epoch_numbers.min())
+    epochs = [EpochTraffic() for _ in range(int(epoch_numbers.max()) + 1 - first_epoch)]
     for now, kind, node, use in _events(nodes, ahead_bytes):
         shard = int(nodes[node].shards[use])
         traffic = epochs[int(nodes[node].epochs[use]) - first_epoch]
@@ -126,7 +126,7 @@ class _SimulatedCaches:
         cache.hold(shard)
         missing = cache.missing(shard)
         traffic.used_bytes += self._sizes[shard]
-        # The bytes of a prefetched shard were counted when it was fetched: they are no hit.
+        # The bytes of a prefetched shard were counted when it was fetched, so they are not counted as a hit.
         if (node, shard) not in self._prefetched:
             traffic.hit_bytes += self._sizes[shard] - missing
         self._prefetched.discard((node, shard))
@@ -140,15 +140,15 @@ class _SimulatedCaches:
         traffic.late_bytes += missing
         self._fetch(node, shard, missing, now, traffic)
 
-    def prefetch(self, node: int, shard: int, now: int, traffic: EpochTraffic, needed: int) -> None:
+    def prefetch(self, node: int, shard: int, now: int, traffic: EpochTraffic, needed_at: int) -> None:
         cache = self.caches[node]
         missing = cache.missing(shard)
         cache.hold(shard)
-        if missing and cache.make_resident(shard, now, nearest=needed - now):
+        if missing and cache.make_resident(shard, now, min_distance_bytes=needed_at - now):
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
         # This also declares the next use of a shard that was resident already, perhaps for a peer.
-        cache.release(shard, needed)
+        cache.release(shard, needed_at)
 
     def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:
         """Count the missing bytes of a node by source. An owner that fetches a shard for another node keeps it."""
@@ -159,7 +159,7 @@ class _SimulatedCaches:
         if owner >= len(self.caches) or not self.caches[owner].missing(shard):
             traffic.peer_bytes += missing
             return
-        # The owner reads the shard from the origin. If it has no space, the node reads the shard there instead.
+        # The owner reads the shard from the origin. If the owner has no space, the node itself reads it there.
         cache = self.caches[owner]
         traffic.origin_bytes += missing
         cache.hold(shard)

@@ -50,20 +50,22 @@ class SimulatedCache:
         self._next_uses[shard] = next_use
         bisect.insort(self._evictable, (next_use, shard))
 
-    def make_resident(self, shard: int, now: int, nearest: int = -NEVER) -> bool:
+    def make_resident(self, shard: int, now: int, min_distance_bytes: int = -NEVER) -> bool:
         """Make a shard resident. The caller has a hold on it.
 
         Args:
             shard: number of the shard.
             now: current time. Bytes.
-            nearest: shards whose next use is at most this distance from `now` are not evicted. Bytes.
+            min_distance_bytes: only shards whose next use is further from `now` than this are evicted.
 
         Returns:
-            True; False if there is no space: then nothing was changed.
+            True if the shard is resident now; False if there is no space, and nothing was changed.
         """
         needed = self.missing(shard)
         account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})
-        victims = choose_victims(self._candidates(now), account, DEFAULT_TENANT, needed, nearest_bytes=nearest)
+        victims = choose_victims(
+            self._candidates(now), account, DEFAULT_TENANT, needed, min_distance_bytes=min_distance_bytes
+        )
         if account.missing(DEFAULT_TENANT, needed) > 0:
             return False
         for victim in victims:

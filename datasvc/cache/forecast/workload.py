@@ -43,7 +43,7 @@ class Workload:
 
     @property
     def run(self) -> int:
-        """Consecutive positions that all ranks together have in progress at once."""
+        """Number of consecutive positions that all ranks together have in progress at once."""
         return self._global_batch * (self.prefetch + 1)
 
     @property

@@ -71,7 +71,7 @@ class FileMembership:
 
     Args:
         path: path of the file.
-        local_url: as for `FixedMembership`; while the job runs, the local node may be removed and added again.
+        local_url: see `FixedMembership`; while the job runs, the local node may be removed and added again.
 
     Raises:
         ConfigError: the file cannot be read, a line is not a base URL, there is no line, or `local_url` is not
@@ -100,7 +100,7 @@ class FileMembership:
         """Return the identity of the file, and its nodes."""
         try:
             with self._path.open(encoding="utf-8") as file:
-                # Taken before the content is read: the next call then notices a change that happens during the read.
+                # Taken before the content is read, so that the next call notices a change during the read.
                 identity = _identity(os.fstat(file.fileno()))
                 lines = [line.strip() for line in file]
             urls = _parse_urls(line for line in lines if line and not line.startswith("#"))
@@ -118,7 +118,7 @@ class DnsMembership:
         host: DNS name.
         port: port on which all nodes listen.
         scheme: "http" or "https".
-        local_url: as for `FixedMembership`; a node that is not listed yet reads from the others without serving.
+        local_url: see `FixedMembership`; a node that is not listed yet reads from the others without serving.
         interval_s: time for which an answer is used before the name is resolved again.
         resolve: returns the addresses of a name; raises OSError.
         clock: monotonic clock in seconds.

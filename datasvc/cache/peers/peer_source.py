@@ -1,6 +1,7 @@
 """A peer (another node) as the source of an object: the HTTP requests, and what counts as a failure.
 
-Each stream has its own connection: transfers are long, and no idle connection remains that a fork could copy.
+Each stream opens its own connection. That costs little, because transfers are long; and no idle connection remains
+that a fork could copy.
 """
 
 from __future__ import annotations
@@ -212,7 +213,7 @@ class PeerSource:
                     f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
                     f"health check (limit {self._settings.connect_timeout_s} s)"
                 )
-        if self._tls is not None:  # the received bytes may be a TLS message, and the answer is still to come
+        if self._tls is not None:  # the received bytes may be a TLS message that precedes the answer
             connected_socket.settimeout(max(deadline - time.monotonic(), self._settings.stall_timeout_s))
 
     def _is_alive(self) -> bool:
@@ -233,7 +234,7 @@ class PeerSource:
         connection.connect()
         try:
             if self._tls is not None:
-                # Not by HTTPSConnection: it always verifies the host name, which `tls_name` may replace.
+                # HTTPSConnection is not used, because it always verifies the host name, which `tls_name` may replace.
                 connection.sock = self._tls.wrap_socket(
                     connection.sock, server_hostname=self._settings.tls_name or url.hostname
                 )

@@ -3,7 +3,7 @@
 A node requests an object only from nodes that rank above it, see `placement`. These fetch the object from its origin
 if they do not have it, so that it is read from the origin once. The owner ranks first, so it reads from the origin.
 Other nodes skip a peer that is paused after a failure: for them, the next in rank is the owner. If the origin fails,
-the nodes that rank below send the objects that they have.
+the nodes that rank below the requesting one send the objects that they have.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Peers:
 
         A peer that does not have the object reads it from the repository at `origin_url`.
         """
-        above, _ = self._ranked(info.digest)
-        return [self._source(url, info, origin_url) for url in above if self._health_of(url).may_request()]
+        higher, _ = self._ranked(info.digest)
+        return [self._source(url, info, origin_url) for url in higher if self._health_of(url).may_request()]
 
     def fallback_sources(self, info: ObjectInfo) -> list[PeerSource]:
         """Return the peers to read an object from when its origin has failed: those that rank below this node.
 
         They send it only if it is resident there, so requests never wait for each other in a cycle.
         """
-        _, below = self._ranked(info.digest)
-        return [self._source(url, info, None) for url in below]
+        _, lower = self._ranked(info.digest)
+        return [self._source(url, info, None) for url in lower]
 
     @property
     def num_nodes(self) -> int:

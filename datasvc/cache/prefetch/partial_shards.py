@@ -33,7 +33,7 @@ class PartialShardReader:
         self, objects: Objects, split_bytes: int, *, num_ranks: int = 1, count: Callable[[str, int], None]
     ) -> None:
         self._objects = objects
-        # The absolute limit bounds the memory: the samples stay in memory until the shards are resident.
+        # The absolute limit bounds the memory, because samples stay in memory until their shards are resident.
         self._remaining_bytes = min(int(split_bytes * _MAX_SHARE) // num_ranks, _MAX_BYTES)
         self._count = count
         self._partial: dict[Digest, PartialShard | None] = {}

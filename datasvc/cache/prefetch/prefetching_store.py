@@ -58,7 +58,7 @@ class PrefetchingShardStore:
         self._stager_job = StagerJob(self._job, split, config, lanes, epoch=0, position=0, step_bytes=step_bytes)
         self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
-        self._cursor = (0, 0)
+        self._cursor = (0, 0)  # epoch and position
         self._early = PartialShardReader(
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=self._job.count
         )

@@ -73,7 +73,7 @@ class Stager:
 
 
 class JobPrefetcher:
-    """Chooses the shards that one job needs next, and fetches up to `num_at_once` while the cache has space."""
+    """Chooses the shards that one job needs next, and fetches `num_at_once` in parallel while the cache has space."""
 
     def __init__(self, job: StagerJob) -> None:
         self._job = job.cache
@@ -135,11 +135,11 @@ class JobPrefetcher:
             with self._lock:
                 self._in_progress.discard(needed.shard)
                 if outcome == "later":
-                    # Until the job advances: then it releases shards, and the distance to this shard shrinks.
+                    # Blocked until the job advances: it then releases shards, and the distance to this shard shrinks.
                     self._is_blocked = True
                     self._waiting.appendleft(needed)
                 elif outcome == "busy":
-                    # Another process fetches it: check whether it has arrived when the job has advanced.
+                    # Another thread or process fetches it. When the job has advanced, check whether it has arrived.
                     self._deferred.append((now + 1, needed))
                 elif outcome is None:
                     self._deferred.append((now + self._ahead_bytes, needed))

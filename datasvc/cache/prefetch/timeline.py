@@ -63,9 +63,9 @@ class UseTimeline:
         return (epoch * self._num_samples + position) * self._step
 
     def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
-        """Return when a shard released at a position is needed again; NEVER if not until the end of the next epoch.
+        """Return when a shard released at a position is needed again; NEVER if not before the end of the next epoch.
 
-        All lanes count, because another rank of this node may read the lane.
+        The uses by all lanes count, because another rank of this node may read them.
         """
         now = self.clock(epoch, position)
         return NextUse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._uses_of(epoch))))

@@ -27,8 +27,8 @@ def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
     """Return the distance ahead of a job's clock, in bytes, up to which fetching a shard may evict other shards.
 
     A shard fetched ahead may displace one that is kept for the next epoch, so the distance is 1/32 of the budget.
-    It is raised to the size of four of the largest shards, to keep enough requests in progress, but to 1/16 of the
-    budget at most. It is never less than the largest shard.
+    It is raised to four times the largest shard, to keep enough requests in progress, but at most to 1/16 of the
+    budget. It is never less than the largest shard.
     """
     largest = int(bytes_per_shard.max(initial=0))
     # The clock counts bytes of shards, and the budget counts disk blocks.
@@ -37,7 +37,7 @@ def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
 
 
 def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:
-    """Raise CacheFullError if the shards in use at the same time do not fit: the run would fail later otherwise.
+    """Raise CacheFullError if the shards in use at the same time do not fit: the run would fail later.
 
     `what` is the name of the access order, for the message.
     """

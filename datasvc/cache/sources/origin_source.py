@@ -113,7 +113,7 @@ class RequestPool:
         """Run `work`, which sends its requests inside `slot`, in a thread. Raises UnavailableError after `close`."""
         try:
             return self._threads.submit(work)
-        except RuntimeError as error:  # of the executor, after its shutdown
+        except RuntimeError as error:  # raised by the executor after its shutdown
             raise UnavailableError("the cache was closed; open it again to fetch objects") from error
 
     @contextmanager
@@ -175,7 +175,7 @@ class OriginSource:
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """See `ObjectSource`."""
         assert info.digest == self._digest
-        # Decided once per object: `can_stream` may change, and a request sized for streaming needs too much memory.
+        # Read once per object: `can_stream` may change, and a request of streaming size needs much memory without it.
         is_streamed = self._origin.can_stream
         gate = RequestGate(sink)
         ranges = RangeRequests(offset, offset + length, STREAMED_PARTS if is_streamed else GATHERED_PARTS)

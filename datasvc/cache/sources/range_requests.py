@@ -15,7 +15,7 @@ from datasvc.repository.store.cancellation import CancellationToken
 Sink = Callable[[int, memoryview], None]
 """Receives the bytes at an offset of the object; the view is valid during the call only."""
 
-# A longer request spends a smaller share of its time on latency: with 4 parts, 4 % at 35 MB/s and 20 ms.
+# A longer request spends a smaller share of its time on latency: 4 parts at 35 MB/s lose 4 % to a latency of 20 ms.
 GATHERED_PARTS: Final = 4
 """Most parts of a request whose answer is collected in memory."""
 STREAMED_PARTS: Final = 16

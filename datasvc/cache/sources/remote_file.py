@@ -41,7 +41,7 @@ class RemoteFile:
 
     Attributes:
         file_name: last part of the path, which names the staged file.
-        info: name of the object, which is a digest of URL, state and size; and size of the file.
+        info: the object; its name is a digest of URL, state and size, and its size is that of the file.
 
     Raises:
         ConfigError: the URL is not a single file, its state is not reported, or its name is not a plain file name.

@@ -30,7 +30,7 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         return None if from_environment is None else _checked(from_environment.strip(), TOKEN_VARIABLE)
     try:
         with path.open(encoding="ascii") as file:
-            # The mode of the open file: the path may name another file by now.
+            # The mode is that of the open file, because the path may name another file by now.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096)
     except (OSError, UnicodeDecodeError) as error:

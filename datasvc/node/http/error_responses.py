@@ -26,7 +26,7 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (UnavailableError, 503),
     (DatasvcError, 500),
 )
-# For load balancers and kubelets, which have no token; it reveals only whether the node runs.
+# Paths without a token, for load balancers and kubelets; `/healthz` reveals only whether the node runs.
 _OPEN_PATHS: Final = frozenset({"/healthz"})
 
 

@@ -27,7 +27,7 @@ class _Fetch(Progress):
         self.num_users = 0
         self.is_running = False
         self.progressed_at = self._loop.time()
-        self.future: Future[Path]  # of the thread that fetches
+        self.future: Future[Path]  # result of the fetching thread
         self.completed: asyncio.Future[Path]  # the same result, for the event loop
 
     def advance(self, amount: int, **_: object) -> None:  # noqa: ARG002 - the time counts, not the bytes
@@ -133,7 +133,7 @@ class Fetches:
 
 
 def _check_size(info: ObjectInfo, repository: Repository) -> None:
-    """Compare a requested size with the origin's: for a false one, the cache would evict other objects in vain."""
+    """Compare a requested size with the origin's: for a false size, the cache would evict objects in vain."""
     stored = repository.objects.size(info.digest)
     if stored is None:
         raise NotFoundError(f"{repository.objects.location(info.digest)} does not exist")

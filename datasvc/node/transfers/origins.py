@@ -21,7 +21,7 @@ class RateLimitedStorage(Storage):
     """A storage whose reads are limited by a token bucket. It cannot be pickled.
 
     Args:
-        url: URL as for `Storage`.
+        url: see `Storage`.
         bucket: bucket shared by all reads under the same limit.
         closing: event that makes waiting reads fail.
     """
@@ -81,7 +81,7 @@ class Origins:
         self._closing = threading.Event()
         bucket = None if rate_bytes_s is None else TokenBucket(rate_bytes_s)
         self._repositories: dict[str, Repository] = {}
-        # All are opened now, so that a wrong URL fails the start of the node and not a request.
+        # All are opened now, so that with a wrong URL the start of the node fails, not a later request.
         for url in urls:
             repository = Repository.open(url)
             if bucket is not None:

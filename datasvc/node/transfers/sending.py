@@ -21,7 +21,7 @@ from datasvc.node.transfers.waiting import wait_for_progress
 _MAX_WRITE_BYTES = 4 << 20
 _MIN_WRITE_BYTES = 64 << 10
 _MAX_STREAMS = 32
-# Above the 1 MiB/s below which a peer gives up a stream as stuck.
+# Twice the 1 MiB/s below which a peer ends a stream, see `PeerSettings.min_bytes_s`.
 _MIN_STREAM_BYTES_S = 2 << 20
 _STALL_TIMEOUT_S = 30.0
 

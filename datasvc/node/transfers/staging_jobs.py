@@ -103,7 +103,7 @@ class StageJob:
     def _end(self, state: JobState, error: DatasvcError | None) -> None:
         with self._lock:
             self.state = state
-            # A cancelled job reports no error: it may only be a consequence of the cancellation.
+            # A cancelled job reports no error, because the error may only be a consequence of the cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()
 
@@ -149,11 +149,11 @@ class StageJobs:
                 )
             job.future = self._threads.submit(job.run, self._cache)
             self._jobs[job.id] = job
-            self._remove_oldest()
+            self._forget_oldest_ended()
         return job
 
     def find(self, job_id: str) -> StageJob:
-        """Return a job. Raise NotFoundError."""
+        """Return a job. Raise NotFoundError if there is none with that id."""
         with self._lock:
             if job_id not in self._jobs:
                 raise NotFoundError("there is no such staging job: it never existed, or ended long ago")
@@ -177,7 +177,7 @@ class StageJobs:
         self.cancel_all()
         return not wait([job.future for job in self.all()], timeout_s).not_done
 
-    def _remove_oldest(self) -> None:
+    def _forget_oldest_ended(self) -> None:
         ended = [job.id for job in self._jobs.values() if job.has_ended]
         for job_id in ended[: max(0, len(ended) - self._max_ended)]:
             del self._jobs[job_id]

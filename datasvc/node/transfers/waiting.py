@@ -17,7 +17,7 @@ _POLL_S = 1.0
 async def wait_for_progress(
     future: asyncio.Future[T], *, idle_s: Callable[[], float], stall_timeout_s: float = STALL_TIMEOUT_S
 ) -> T:
-    """Return the result of `future`, which continues if this wait ends first.
+    """Return the result of `future`, which is not cancelled if this wait ends first.
 
     Args:
         future: future to wait for.

@@ -337,7 +337,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if known is None or known.state != RESIDENT or replaced:
             assert verdict == "superseded"
             return
-        assert verdict == ("mapped" if self.is_held(number) else "free")
+        assert verdict == ("held" if self.is_held(number) else "free")
         del self.known[number]
 
     @precondition(reserved)

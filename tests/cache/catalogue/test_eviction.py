@@ -48,7 +48,7 @@ def test_what_is_needed_furthest_ahead_goes_first(found, budget, size):
 @given(candidates, st.integers(1, 500), st.integers(-100, 10_000))
 def test_a_prefetch_spares_what_is_needed_as_soon_or_sooner(found, size, nearest):
     account = account_of(found, budget=1)
-    victims = choose_victims(found, account, "a", size, nearest_bytes=nearest)
+    victims = choose_victims(found, account, "a", size, min_distance_bytes=nearest)
     assert all(each.distance_bytes > nearest for each in victims)
 
 

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from datasvc.cache.catalogue.records import (
     ObjectRecord,
+    eviction_key,
+    eviction_value,
     footprint,
-    order_key,
-    order_value,
-    parse_order_key,
-    parse_order_value,
+    parse_eviction_key,
+    parse_eviction_value,
 )
 from datasvc.repository import Digest
 from tests.fuzzing import changed_bytes, counts_refusals
@@ -24,18 +24,18 @@ records = st.builds(ObjectRecord, st.integers(0, 2), numbers, numbers, names, na
 @given(records)
 def test_a_record_survives(record):
     assert ObjectRecord.decode(record.encode()) == record
-    assert parse_order_value(order_value(record)) == (record.used_bytes, record.tenant)
+    assert parse_eviction_value(eviction_value(record)) == (record.used_bytes, record.tenant)
 
 
 @given(names, numbers, digests)
 def test_an_order_key_survives(owner, next_use, digest):
-    assert parse_order_key(order_key(owner, next_use, digest)) == (owner, next_use, digest)
+    assert parse_eviction_key(eviction_key(owner, next_use, digest)) == (owner, next_use, digest)
 
 
 @given(names, numbers, numbers, digests, digests)
 def test_keys_of_one_owner_sort_by_next_use(owner, one, other, digest, other_digest):
     if one < other:
-        assert order_key(owner, one, digest) < order_key(owner, other, other_digest)
+        assert eviction_key(owner, one, digest) < eviction_key(owner, other, other_digest)
 
 
 @counts_refusals(ValueError)
