@@ -22,7 +22,7 @@ class RunningJob(NamedTuple):
     """A process that has the cache open, or one access order of such a process.
 
     Attributes:
-        lease_id: lease of the process; an access order adds a dot and a number.
+        lease_id: lease of the process; the id of an access order adds a dot and a number.
         clock_bytes: bytes that the job has served, as it last reported.
         note: description that the job gave of itself.
     """

@@ -119,7 +119,7 @@ def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
     Returns:
         `int64[n]`, smallest first: owned shards that this node needs, by next use; other shards that it needs, by
         next use; UNKNOWN for owned shards that only peers may request; NEVER for shards that no node will request
-        from this one.
+        from this node.
     """
     by_peers = np.where(owned, UNKNOWN, NEVER)
     by_this_node = np.where(owned, times, times + _NOT_OWNED)

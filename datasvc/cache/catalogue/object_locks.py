@@ -55,7 +55,7 @@ class ObjectLocks:
         self._opening = threading.Lock()
         try:
             folder.mkdir(exist_ok=True)
-            # Fails here, at the start, if these locks are not supported.
+            # If these locks are not supported, this call fails here, at the start.
             fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
         except OSError as error:
             self.close()

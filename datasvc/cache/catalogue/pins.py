@@ -44,7 +44,7 @@ def changing_pin(folder: Path, name: str) -> AbstractContextManager[None]:
 
 
 def write_pin(folder: Path, pin: Pin) -> None:
-    """Write a pin, and replace one of the same name. Raises OSError."""
+    """Write a pin; it replaces a pin of the same name. Raises OSError."""
     durable.write_file(_path(folder, pin.name), json.dumps({"name": pin.name, "objects": pin.objects}).encode())
 
 

@@ -31,7 +31,7 @@ SPARE_NEEDED: Final = NEVER // 2
 """A `min_distance_bytes` that spares every object that a running job may need again, at a known time or not."""
 
 _NO_TENANT: Final = ""  # it has no object, so an eviction for it leaves every tenant its guarantee
-_MAPPED: Final = ".mapped"  # name suffix of a quarantined file that was in use when it was moved
+_MAPPED: Final = ".mapped"  # name suffix of a quarantined file on which a job had a hold when it was moved
 
 
 class SpaceAllocator:
@@ -138,7 +138,7 @@ class SpaceAllocator:
         )
 
     def sweep(self) -> None:
-        """Remove quarantined files, and what ended processes have left, before any useful object is evicted."""
+        """Remove quarantined files and what ended processes have left. Call it before a useful object is evicted."""
         self._tables.quarantined_bytes = self._empty_quarantine()
         self._forget_readers()
         for digest in self._tables.reserved():

@@ -121,7 +121,7 @@ class _Transfer:
                 "the shard table or index that names this object is wrong"
             )
         if self._file.has_earlier_bytes:
-            # The wrong bytes may be those of the earlier process, so the sources of this one get a second try.
+            # The wrong bytes may be those of the earlier process, so the sources of this process get a second try.
             # Sources that have failed get none, because the transfer must end.
             failed = {source for source, _ in self._failures}
             self._untried.extendleft(source for source in reversed(bytes_by_source) if source not in failed)

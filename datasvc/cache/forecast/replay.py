@@ -147,7 +147,7 @@ class _SimulatedCaches:
         if missing and cache.make_resident(shard, now, min_distance_bytes=needed_at - now):
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
-        # This also declares the next use of a shard that was resident already, perhaps for a peer.
+        # The release also declares the next use of a shard that was already resident, perhaps for a peer.
         cache.release(shard, needed_at)
 
     def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:

@@ -89,7 +89,7 @@ class Peers:
         return tls_context(self._settings.ca_file)
 
     def _ranked(self, digest: Digest) -> tuple[list[str], list[str]]:
-        """Return the nodes that rank above this one, and those below."""
+        """Return the nodes that rank above this node for an object, and those below it."""
         nodes = self._membership.nodes()
         ranked = rank_nodes(digest, nodes.urls)
         rank = ranked.index(nodes.local_url) if nodes.local_url is not None else len(ranked)

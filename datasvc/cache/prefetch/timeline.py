@@ -40,7 +40,7 @@ class UseTimeline:
         config: parameters of the access order.
         lanes: lanes that this process reads; None: all.
         step_bytes: bytes by which each position advances the clock; None: the mean size of a sample. For a split in a
-            mixture: the bytes that the job reads of all splits between two positions of this one.
+            mixture: the bytes that the job reads of all splits between two positions of this split.
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class Fetches:
             if not fetch.num_users:
                 del self._in_progress[info]
                 fetch.future.cancel()  # has an effect only if it has not started
-                # Released by the last user: released earlier, the object might be evicted and fetched twice.
+                # The last user releases the object: after an earlier release, it might be evicted and fetched again.
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
     def close(self, timeout_s: float) -> bool:

@@ -116,5 +116,5 @@ class Origins:
 
 
 def _normalized(url: str) -> str:
-    # Without credentials: each node may have its own for the same repository.
+    # Without credentials, because each node may have different ones for the same repository.
     return redact_url(url).rstrip("/")

@@ -35,7 +35,7 @@ class StreamPlan:
 
 
 def plan_streams(rate_bytes_s: int | None) -> StreamPlan:
-    """Choose so few streams that none is too slow under a limit, and writes so small that no pause exceeds 1 s."""
+    """Under a limit, use so few streams that each is fast enough, and writes so small that no pause is above 1 s."""
     if rate_bytes_s is None:
         return StreamPlan(_MAX_STREAMS, _MAX_WRITE_BYTES)
     num_streams = max(1, min(_MAX_STREAMS, rate_bytes_s // _MIN_STREAM_BYTES_S))
