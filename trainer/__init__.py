@@ -1,8 +1,8 @@
 """Horovod's API for data-parallel training, on torch.distributed: `import datasvc.trainer as hvd`.
 
 Importing the package does not import torch, so that the launcher starts the ranks without that delay; most names
-import torch when they are first used. Modules of `horovod.torch` that programs use, and the packages
-`horovod.common` and `horovod.runner`, exist under the same names.
+import torch when they are first used. The modules of `horovod.torch` that programs use exist here under
+the same names, as do the packages `horovod.common` and `horovod.runner`.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ __all__ = [
     "synchronize",
 ]
 
-# A name is searched for in these modules, in this order. The first three do not import torch, so `hvd.run` starts a
-# job without it.
+# A name is searched for in these modules, in this order. The first three do not import torch, so the
+# process that calls `hvd.run` does not import it either.
 _MODULES = (
     "errors",
     "function",

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     except HorovodInternalError as error:
-        # The error of the rank that failed states the cause; tracebacks of all other ranks would hide it. By the
-        # class name, the launcher recognizes a rank that exited only because another rank had failed.
+        # The error of the rank that failed states the cause; tracebacks of all other ranks would hide it. The
+        # class name tells the launcher that this rank exited only because another rank had failed.
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         sys.exit(1)
 

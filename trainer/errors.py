@@ -1,7 +1,7 @@
 """The exception for failures of a distributed job.
 
-An error of the calling process alone (an invalid argument, a name still in flight, a missing `init`) is a
-`ValueError`. A failure that affects the whole job is a `HorovodInternalError`.
+An error of the calling process alone is a `ValueError`: an invalid argument, a name whose operation is still in
+flight, or a missing call of `init`. A failure that affects the whole job is a `HorovodInternalError`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: A
     return ext_base_name in EXTENSIONS and torch.cuda.is_available()
 
 
-# Horovod has these functions twice: only those in `horovod.common.util` take `verbose`.
+# Horovod defines these functions in two modules; only those in `horovod.common.util` take `verbose`.
 def _accept_verbose(capability: Callable[[], T]) -> Callable[..., T]:
     def built(verbose: bool = False) -> T:  # noqa: ARG001 - Horovod's signature
         return capability()
@@ -72,7 +72,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
 
 
 def get_average_backwards_compatibility_fun(
-    reduce_ops: object,  # noqa: ARG001 - Horovod has others for each framework
+    reduce_ops: object,  # noqa: ARG001 - Horovod passes the operations of the framework
 ) -> Callable[[ReduceOp | None, bool | None], ReduceOp]:
     """Return a function that chooses the reduction from the arguments `op` and `average`; see `choose_op`."""
     return lambda op, average: choose_op(average, op)
@@ -93,7 +93,7 @@ def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741 - Horovod
 def is_iterable(x: object) -> bool:
     """Return whether `iter(x)` works."""
     try:
-        iter(x)  # type: ignore[call-overload]  # that is the question
+        iter(x)  # type: ignore[call-overload]  # this is what the function tests
     except TypeError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""A wrapper that creates a loader again when rank or size change, and continues at the position of the job."""
+"""A wrapper that creates a new loader when rank or size change, and continues it at the position of the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ResumableLoader(Protocol[B_co]):
         """Yield the remaining batches of the epoch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the job after the batches delivered so far, the same on every rank."""
+        """Return the position of the job after the batches delivered so far; it is the same on every rank."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
         """Continue from a state, which may have been saved at another rank and size."""
@@ -34,8 +34,8 @@ class ElasticLoader(Generic[B]):
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` after each change. Loaders of `datasvc.loaders` take
-            `ranks=DataRanks(rank, size)`. If the loss must not depend on the number of ranks, divide a constant
-            global batch size by `size`.
+            `ranks=DataRanks(rank, size)`. To keep the global batch size constant when the number of
+            ranks changes, divide it by `size`.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:
@@ -66,7 +66,7 @@ class ElasticLoader(Generic[B]):
         return iter(self.loader)
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # if the loader has a length
+        return len(self.loader)  # type: ignore[arg-type]  # TypeError if the loader has no length
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the job."""
@@ -83,7 +83,7 @@ class ElasticLoader(Generic[B]):
             close()
 
     def __getattr__(self, name: str) -> Any:
-        # Names with an underscore are not passed through: before `_loader` is set, its lookup would never end.
+        # Not for names with an underscore: before `_loader` is set, looking it up would call this method without end.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

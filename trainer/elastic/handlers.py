@@ -32,7 +32,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value equal to rank 0's. Every rank calls this; `save` follows when all values are equal."""
+        """Make the value equal to rank 0's. Every rank calls this; the state calls `save` afterwards."""
         raise NotImplementedError
 
     def reset(self) -> None:
@@ -99,7 +99,7 @@ class GradScalerHandler(StateDictHandler):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the interrupted step; needed also after a change of hosts, which restores nothing."""
+        """Forget the interrupted step. A change of hosts calls this too, but does not call `restore`."""
         if self.value.is_enabled():
             self.value._per_optimizer_states.clear()  # noqa: SLF001 - the public update() clears it only after a complete step
 
@@ -140,11 +140,11 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def choose_handler(value: Any) -> StateHandler | None:
-    """Return the handler for a value; None for a plain attribute."""
+    """Return a new handler for a value; None if the value is a plain attribute, which is copied."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
-    # A class has the methods too, but no state of its own.
+    # Not for a class: it has the methods, but only its instances have a state.
     if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return StateDictHandler(value)
     return None

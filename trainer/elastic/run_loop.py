@@ -40,7 +40,7 @@ def run(
 
     Args:
         func: training function; its first argument is the state.
-        reset: function that leaves the job and joins it again on every rank; None for `shutdown` and `init`.
+        reset: function, called on every rank, that leaves the job and joins it again; None for `shutdown` and `init`.
 
     Raises:
         ValueError: the trainer is not initialized.
@@ -78,7 +78,8 @@ class _Loop:
         while True:
             try:
                 if self._should_sync:
-                    # First the numbers of optimizers and modules: later ones need the same names on all ranks.
+                    # First make the counts of optimizers and modules equal: operations of new ones have these
+                    # numbers in their names, which must be equal on all ranks.
                     raise_counts()
                     self._state.synchronize()
                 return train()
@@ -95,7 +96,7 @@ class _Loop:
                 self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
-        """Raise an error that has recurred too often: new rounds do not repair it. Example: the ranks disagree."""
+        """Raise an error that has recurred too often, such as a disagreement of ranks: new rounds do not help."""
         assignment = None if self._rendezvous is None else self._rendezvous.assignment
         # The same message after another death counts as a new failure: the launcher counts and limits deaths.
         failure = (str(error), self._state.num_commits, 0 if assignment is None else assignment.num_deaths)

@@ -12,7 +12,7 @@ from datasvc.trainer.job import runtime
 
 
 class ElasticSampler(Sampler[int]):
-    """A sampler that distributes the samples of an epoch over the ranks; after a reset, only those that remain.
+    """A sampler that distributes the samples of an epoch over the ranks; a reset redistributes the rest.
 
     Record processed samples before `commit`: with `record_batch` if all ranks have batches of one size, else with
     `record_indices`. If the number of remaining samples is not divisible by the number of ranks, some samples are

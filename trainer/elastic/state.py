@@ -34,9 +34,9 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
         self._serial = 0
         self.num_commits = 0
-        """Number of commits of this process."""
+        """Number of commits that this process has made."""
         self.sync_s = 0.0
-        """Seconds that the last synchronization took, which copies the state of rank 0 to ranks that join."""
+        """Duration of the last synchronization, in seconds."""
 
     @property
     def serial(self) -> int:
@@ -49,7 +49,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
-        # The new round already includes these changes. If this discards a later notice, the run loop repeats it.
+        # The new round already includes these changes. A later notice may be discarded too; the run loop repeats it.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -76,8 +76,8 @@ class State:
             HostsUpdatedInterrupt: see `check_host_updates`.
         """
         self.save()
-        # Increased only after the copy is complete, because a rank with the greatest serial number becomes rank 0 of
-        # the next round, and the others copy its state.
+        # Increased only after the copy is complete: a rank with the greatest serial number becomes rank 0 of the next
+        # round, and the others copy its state, so that state must be complete.
         self._serial += 1
         self.num_commits += 1
         self.check_host_updates()

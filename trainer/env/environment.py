@@ -22,7 +22,7 @@ WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The rank of a process in the job, its local rank within its node, and the rank of its node (cross)."""
+    """The rank of a process in the job, its local rank on its node, and the number of its node (cross rank)."""
 
     rank: int = 0
     size: int = 1
@@ -87,10 +87,10 @@ def configure_logging(environ: Mapping[str, str]) -> None:
         raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, not {level!r}")
     logger = logging.getLogger("datasvc.trainer")
     logger.setLevel(_LOG_LEVELS[level.upper()])
-    # The handler may be that of an earlier call of this function: a second one would print each line twice.
+    # An earlier call of this function may have added the handler; a second handler would print each line twice.
     if logger.hasHandlers():
         return
-    hides_time = _is_set(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_set(
+    hides_time = _is_on(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_on(
         {"HOROVOD_LOG_TIMESTAMP": "1", **environ}, "HOROVOD_LOG_TIMESTAMP"
     )
     handler = logging.StreamHandler()
@@ -100,7 +100,7 @@ def configure_logging(environ: Mapping[str, str]) -> None:
 
 
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return the rank and number of nodes from the launcher's variables; None without them."""
+    """Return the cross rank and the cross size from the launcher's variables; None if they are not set."""
     # These variables are exact; a computed value is wrong if nodes have different numbers of ranks.
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
         if all(name in environ for name in names):
@@ -123,15 +123,15 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
     return EngineSettings(
         fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", defaults.fusion_bytes)),
         cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", defaults.cycle_time_s * 1e3) / 1e3,
-        stall_warning_s=0.0 if _is_set(environ, "HOROVOD_STALL_CHECK_DISABLE") else warning_s,
+        stall_warning_s=0.0 if _is_on(environ, "HOROVOD_STALL_CHECK_DISABLE") else warning_s,
         stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", defaults.stall_shutdown_s),
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", defaults.cache_capacity)),
         timeout_s=_number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", defaults.timeout_s),
         start_timeout_s=_number(environ, "HOROVOD_START_TIMEOUT", defaults.start_timeout_s),
         # "DYNAMIC" defers the trace to a call of start_timeline(), which needs no preparation here.
         timeline=None if timeline == "DYNAMIC" else timeline,
-        timeline_marks_cycles=_is_set(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
-        autotune=_is_set(environ, "HOROVOD_AUTOTUNE"),
+        timeline_marks_cycles=_is_on(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        autotune=_is_on(environ, "HOROVOD_AUTOTUNE"),
         autotune_log=environ.get("HOROVOD_AUTOTUNE_LOG") or None,
     )
 
@@ -140,10 +140,10 @@ def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     """Return whether a tool that reads NVTX ranges started this process, or `DATASVC_NVTX=1` is set."""
     # Every such tool sets an injection library for NVTX. Nsight Systems also sets the name of its session.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
-    return _is_set(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
+    return _is_on(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
 
 
-def _is_set(environ: Mapping[str, str], name: str) -> bool:
+def _is_on(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "0").strip().lower() not in ("", "0", "false", "no", "off")
 
 

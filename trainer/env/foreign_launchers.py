@@ -3,11 +3,11 @@
 The ranks must agree on the address of the store before they can communicate, so each rank derives it from the job:
 
 - `MASTER_ADDR` is the loopback address if all ranks are on one node. Otherwise it is the first host in the node list
-  of the Slurm step or job, which has rank 0.
+  of the Slurm step or job, because that host has rank 0.
 - `MASTER_PORT` is between 20000 and 31999, a hash of the numbers of the job and the step. Two jobs on one node may
   get the same port; then set MASTER_PORT.
 
-Both keep a value that is set already, for example by `srun --export` or `mpirun -x`.
+A value that is set already is kept for both, for example one from `srun --export` or `mpirun -x`.
 """
 
 from __future__ import annotations

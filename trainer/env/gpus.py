@@ -1,4 +1,4 @@
-"""Chooses the GPU of a rank."""
+"""Finds the GPU that a rank uses."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def find_gpu_uuid(placement: RankPlacement) -> str:
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return ""
     # A launcher either exposes all GPUs of a node to each rank, or one GPU to each rank.
-    has_all = torch.cuda.device_count() >= placement.local_size
-    number = placement.local_rank if has_all else torch.cuda.current_device()
+    sees_all_gpus = torch.cuda.device_count() >= placement.local_size
+    number = placement.local_rank if sees_all_gpus else torch.cuda.current_device()
     return str(torch.cuda.get_device_properties(number).uuid)

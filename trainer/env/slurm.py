@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-# A short text can name billions of nodes; this limit ends the expansion before the memory is full.
+# A short text can name billions of nodes; this limit ends the expansion before it fills the memory.
 _MAX_NUM_NODES = 1 << 20
 # A name consists of text and ranges in brackets; commas outside brackets separate names.
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
@@ -67,8 +67,8 @@ def _list_counts(text: str) -> list[int]:
 def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     """Return the nodes of the Slurm allocation, with the number of tasks on each; None without an allocation.
 
-    `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE` if it has a number for each node; inside a
-    step, it may cover the nodes of the step only. If neither is set, each node has one task.
+    `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE` if it has a number for each node. Inside a
+    step it may not, because it may cover only the nodes of the step. If neither is set, each node has one task.
 
     Raises:
         ValueError: the variables contradict each other.

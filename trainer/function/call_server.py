@@ -44,13 +44,13 @@ class CallServer:
 
     @property
     def results(self) -> list[CallResult]:
-        """The received results, in rank order, one from each process."""
+        """The results received so far, in rank order, one from each process."""
         with self._lock:
             return sorted((answer for answer in self._answers if not answer.text), key=lambda answer: answer.rank)
 
     @property
     def errors(self) -> list[CallResult]:
-        """The received exceptions, in the order of arrival."""
+        """The exceptions received so far, in the order of arrival."""
         with self._lock:
             return [answer for answer in self._answers if answer.text]
 
@@ -124,7 +124,8 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _CallTcpServer)
-        # A client lacks the key, or a rank has died. Both are ignored: the launcher reports the end of a rank.
+        # An error means that a client lacks the key, or that a rank has died. Both are ignored here, because the
+        # launcher reports the end of a rank.
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),
             Connection(os.dup(self.request.fileno())) as connection,

@@ -45,7 +45,7 @@ def run(
     start_timeout: float | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | os.PathLike[str] | None = None,
-    disable_cache: bool | None = None,  # noqa: ARG001 - Horovod's: there are no checks to cache
+    disable_cache: bool | None = None,  # noqa: ARG001 - Horovod's argument; this launcher has no checks to cache
     output_filename: str | os.PathLike[str] | None = None,
     verbose: bool | int | None = False,
     use_gloo: bool | None = None,
@@ -63,7 +63,7 @@ def run(
     """Run `func(*args, **kwargs)` as a data-parallel job, with one process per rank.
 
     cloudpickle sends the function and its arguments, so functions of scripts, notebooks and closures work. The output
-    of the ranks is printed as by `datasvc.trainer.launch`. A call outside the main thread does not forward Ctrl-C.
+    of the ranks is printed as by `datasvc.trainer.launch`. Ctrl-C is forwarded only if the main thread calls `run`.
 
     Args:
         func: function that every rank calls; it calls `hvd.init()` first if it communicates with the other ranks.
@@ -155,8 +155,8 @@ def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, s
     # The ranks get the key through their environment; processes without it cannot fetch the call.
     key = secrets.token_bytes(32)
     # A discovery script may return any host, so other hosts must be able to connect.
-    finds_hosts = elastic is not None and elastic.discovery_script is not None
-    for_other_hosts = finds_hosts or not all(is_local(host.name, environ) for host in job.hosts)
+    has_discovery = elastic is not None and elastic.discovery_script is not None
+    for_other_hosts = has_discovery or not all(is_local(host.name, environ) for host in job.hosts)
     server = CallServer(call, key=key, for_other_hosts=for_other_hosts)
     job = dataclasses.replace(job, variables={**job.variables, PORT: str(server.port), KEY: key.hex()})
     with server.open():
@@ -166,7 +166,7 @@ def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, s
             raise HorovodInternalError(f"cannot start the ranks: {error}") from error
     if failure is not None:
         raise _choose_error(failure, server) if elastic is None else _choose_elastic_error(failure, server)
-    # The launcher counts status 0 as success, also if the function ended the process by sys.exit(0).
+    # The launcher counts status 0 as success, even if the function did not return but called sys.exit(0).
     exited = sorted(answer.rank for answer in server.errors if answer.has_left)
     results = server.results
     missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
@@ -208,7 +208,7 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
 
 
 def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the exception of the worker that ended the job; the job has survived exceptions of other workers."""
+    """Return the exception of the worker that ended the job, because the job survived those of the other workers."""
     errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 

@@ -75,7 +75,7 @@ def pickle_result(rank: int, result: object) -> CallResult:
 
 
 def pickle_error(rank: int, error: BaseException) -> CallResult:
-    """Return the answer for an exception, with the exception itself if it survives pickling."""
+    """Return the answer for an exception. It contains the exception itself if that can be pickled and unpickled."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
         # If the launcher raised a SystemExit again, it would end the program of the user.
@@ -112,17 +112,17 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 def _pickle_exception(error: BaseException) -> bytes | None:
     # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`. So try it here.
-    for form in (error, _ExceptionParts(error)):
+    for candidate in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):
-            content = bytes(cloudpickle.dumps(form))
+            content = bytes(cloudpickle.dumps(candidate))
             if isinstance(pickle.loads(content), type(error)):  # noqa: S301 - pickled in the line above
                 return content
     return None
 
 
 class _ExceptionParts:
-    """An exception that is pickled by its parts, and rebuilt from them without its constructor."""
+    """A wrapper that pickles the parts of an exception; unpickling rebuilds the exception without its constructor."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error

@@ -15,7 +15,7 @@ PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
 
 def main() -> None:
-    """Run the call; exit with status 1 after an exception. In an elastic job, a `sys.exit` keeps its status."""
+    """Run the call; exit with status 1 after an exception. In an elastic job, `sys.exit(N)` keeps status N."""
     worker = os.environ.get(WORKER_VARIABLE)
     address = (os.environ["MASTER_ADDR"], int(os.environ.pop(PORT)))
     # Removed from the environment, so that processes that the function starts do not inherit the key.
@@ -30,7 +30,7 @@ def main() -> None:
         send_answer(address, key, dataclasses.replace(pickle_error(_rank(), error), worker=worker, has_left=has_left))
         if worker is not None and isinstance(error, SystemExit):
             raise
-        # The hook also reports the error to the launcher of an elastic job.
+        # In an elastic job, this hook also reports the error to the driver.
         sys.excepthook(type(error), error, error.__traceback__)
         # SystemExit, not os._exit: the exit handlers shut the trainer down, which notifies the other ranks.
         sys.exit(1)

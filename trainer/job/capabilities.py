@@ -15,7 +15,7 @@ mpi_threads_supported = mpi_enabled = ddl_built = ccl_built = mpi_built
 
 
 def gloo_enabled() -> bool:
-    """Return whether torch has gloo, which transfers all requests, and the tensors on CPUs."""
+    """Return whether torch has gloo. The trainer uses it for all requests, and for tensors on CPUs."""
     return dist.is_available() and dist.is_gloo_available()
 
 

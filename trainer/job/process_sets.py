@@ -67,7 +67,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
-        # Without the number, which changes while the set may be the key of a dict.
+        # The number is left out, because it changes while the set may be the key of a dict.
         return hash(tuple(self._ranks or ()))
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The process set, with its number.
 
     Raises:
-        ValueError: a set of these ranks exists already, such as the global set; or a rank is not in the job.
+        ValueError: a set of these ranks (perhaps the global set) exists already, or a rank is not in the job.
         HorovodInternalError: ranks disagree on the set, or a rank is lost.
     """
     from datasvc.trainer.job.submit import submit_process_set

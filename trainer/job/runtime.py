@@ -95,11 +95,12 @@ def init(
                 transport, owns_default_group = _connect(placement, settings)
             else:
                 placement, transport = join_round(elastic, settings)
-                # Programs choose devices, log folders and seeds by these; the launcher could only predict them.
+                # Programs choose devices, log folders and seeds by these variables. The launcher set them before the
+                # round was formed, so they may differ from the actual placement.
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
-            _num_inits -= 1  # a retry must use the same round number as ranks that are still in this round
+            _num_inits -= 1  # a retry needs the same number as ranks that are still in this `init`
             raise
         if isinstance(transport, GroupTransport):
             settings = transport.settings
@@ -124,7 +125,7 @@ def shutdown() -> None:
     with _lock:
         if _job is None:
             return
-        # The threads of the engine use the group, so they end before the group is destroyed.
+        # The threads of the engine use the group, so they must end before the group is destroyed.
         _job.engine.close()
         clear_numbers()
         if _job.owns_default_group and dist.is_initialized():
@@ -149,7 +150,7 @@ def is_elastic() -> bool:
 
 
 def num_inits() -> int:
-    """Return how often this process has joined a job; each time, the numbering of unnamed operations restarts."""
+    """Return how often this process has joined a job. The numbering of unnamed operations restarts each time."""
     return _num_inits
 
 
@@ -247,7 +248,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
             _create_default_group(placement, settings, has_gpu=bool(gpu))
         transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size)
     except RuntimeError as error:
-        # If the group stayed, a retry would take it for one that the user created.
+        # Otherwise a retry would treat the group as one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, HorovodInternalError):
@@ -259,8 +260,8 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
 def _create_default_group(placement: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
-    # One store per process, and new keys per round: a second server, or keys of an earlier round, would hang the
-    # ranks.
+    # Each process has one store, and each `init` has new keys: with a second server, or keys of an earlier `init`,
+    # the ranks would hang.
     if _store is None:
         os.environ.update(translate(os.environ))
         _store, _, _ = next(rendezvous("env://"))

@@ -1,7 +1,7 @@
 """Conversion of calls on tensors into requests to the engine; `ops.autograd` adds the gradients.
 
-Invariant: an invalid argument raises `ValueError` here, before the engine sends a request to the other ranks, so the
-operations of the other ranks do not fail because of it.
+Invariant: an invalid argument raises an error here, before the engine sends a request to the other ranks. So it does
+not make the operations of the other ranks fail.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def submit_allreduce(
         is_grouped: whether the tensors form one operation with a buffer of its own.
         is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
         process_set: ranks that take part.
-        layout: checksum of the layout of the inputs, which must be the same on every rank.
+        layout: checksum of the layout of the inputs; it must be the same on every rank.
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
@@ -217,14 +217,14 @@ def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
 
 
 def new_output(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return an uninitialized, contiguous tensor of `tensor`'s dtype and device; if `shape` is None, of its shape."""
+    """Return an uninitialized, contiguous tensor with the dtype and device, and by default the shape, of `tensor`."""
     # The thread of the engine writes it outside inference mode, so it must not be an inference tensor.
     with torch.inference_mode(mode=False):
         return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:
-    """Return the name of an operation; if `name` is None, a prefix that the submission completes by a number."""
+    """Return the name of an operation; if `name` is None, a prefix to which the submission appends a number."""
     return f"{kind.value}{_UNNAMED}" if name is None else f"{kind.value}.{name}"
 
 
@@ -262,7 +262,7 @@ def _submit(
         # Count only here, after all checks: a call that fails on one rank must not shift its later names.
         counts = _current_counts()
         count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
-        # The name has the number of joins: an operation from before the last one may be in flight under this count.
+        # The name has the number of joins: an operation from before the last join may have the same count.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
     # Detached tensors hide the engine's writes from autograd. One entry per tensor keeps in-place operations

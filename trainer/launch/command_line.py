@@ -140,7 +140,7 @@ def _read_hosts(
     hosts = read_allocation(environ, slots_per_host=options.slots_per_host)
     shell = options.remote_shell or ("srun" if hosts and shutil.which("srun", path=environ.get("PATH")) else "ssh")
     if len(hosts) == 1 and options.num_proc is not None and is_local(hosts[0].name, environ):
-        # The only node is this machine, so -np decides on the number of ranks.
+        # The only node is this machine, so -np alone decides on the number of ranks, not Slurm's number of tasks.
         hosts = ()
     return hosts, shell
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# Flags that do not consist of "--", the prefix of the section and the name of the setting.
+# The flags of settings for which the rule does not hold: "--", the prefix of the section, the name of the setting.
 _IRREGULAR_FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",
@@ -17,7 +17,7 @@ _IRREGULAR_FLAGS = {
 }
 # Flags that take several arguments; a list for any other flag becomes one argument with commas.
 _MULTI_ARGUMENT_FLAGS = frozenset({"--blacklist-cooldown-range"})
-# The values of the key "controller"; each has a flag.
+# The values of the key "controller"; each is also the name of a flag.
 _CONTROLLERS = ("gloo", "mpi")
 # The sections, and the prefix of the flags of their settings, after "--".
 _PREFIXES = {
@@ -98,7 +98,7 @@ def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -
     elif value is False:
         opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
         # A switch without an opposite is off by default, so it needs no argument. False for a flag that takes a value
-        # is a mistake: the parser rejects the opposite, which it does not know.
+        # is a mistake, so it yields an opposite that the parser does not know and rejects.
         if opposite in switches or flag not in switches:
             yield opposite
     elif isinstance(value, list):

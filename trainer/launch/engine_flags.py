@@ -15,7 +15,7 @@ _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class EngineFlag:
-    """A flag with a value, and its variable, which is set to the value times `scale`."""
+    """A flag with a value; its variable is set to the value times `scale`."""
 
     flag: str
     variable: str
@@ -118,7 +118,7 @@ SWITCHES = (
         "--log-without-timestamp", "--log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", "same as --log-hide-timestamp"
     ),
 )
-# Accepted without effect, so that command lines for Horovod work; True for flags that take a value.
+# Flags that are accepted without effect, so that command lines for Horovod work; True if the flag takes a value.
 WITHOUT_MEANING = {
     "--hierarchical-allreduce": False,
     "--hierarchical-allgather": False,
@@ -135,7 +135,7 @@ WITHOUT_MEANING = {
     "--mpi": False,
     "--jsrun": False,
 }
-# Those of them by which Horovod's users choose the controller, which starts and connects the ranks.
+# The flags among these by which Horovod's users choose the controller, the part that starts and connects the ranks.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
 # Also without effect, but no note is printed, because the trainer always behaves as these flags request.
 ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
@@ -148,7 +148,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag.flag,
             dest=flag.variable,
-            type=_number(flag) if flag.value_type is not str else str,
+            type=_number_parser(flag) if flag.value_type is not str else str,
             choices=flag.choices,
             help=flag.help,
             metavar=None if flag.choices else flag.value_type.__name__.upper(),
@@ -181,7 +181,7 @@ def list_ignored(options: argparse.Namespace) -> list[str]:
     return [name for name in WITHOUT_MEANING if values[f"ignored {name}"]]
 
 
-def _number(flag: EngineFlag) -> Callable[[str], str]:
+def _number_parser(flag: EngineFlag) -> Callable[[str], str]:
     def convert(text: str) -> str:
         try:
             value = flag.value_type(text)

@@ -25,7 +25,7 @@ class LateRanks:
 class Arrivals:
     """The arrivals of the ranks: first the starts of their processes, then their calls of `init`.
 
-    A program may never call `init`, so a rank is late with the call only after another rank has made it. `is_over` is
+    A program may never call `init`, so the limit for this call begins when the first rank has called it. `is_over` is
     True when no rank is missing any more.
 
     Args:

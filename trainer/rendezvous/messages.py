@@ -33,7 +33,7 @@ def answer_key(worker: str, number: int) -> str:
 def training_key(worker: str) -> str:
     """Return the key that exists from a worker's first request until its training function has returned.
 
-    A program without a training function removes it when it exits normally.
+    If the program has no training function, the key is removed when the program exits normally.
     """
     return f"elastic/training/{worker}"
 
@@ -121,7 +121,7 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 def encode(message: Message) -> str:
     """Return the message as JSON."""
-    # With the name of its class, because one queue has messages of several classes.
+    # The class name is included, because one queue has messages of several classes.
     return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)})
 
 

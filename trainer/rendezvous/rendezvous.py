@@ -71,7 +71,7 @@ class Rendezvous:
             RuntimeError: the driver cannot be reached.
         """
         self._num_requests += 1
-        # While this key exists, the driver warns of an exit with status 0. `end_training` deletes it.
+        # If the worker exits with status 0 while this key exists, the driver warns. `end_training` deletes it.
         if self._num_requests == 1:
             self._store.set(messages.training_key(self._worker), "")
         self._send(messages.RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
@@ -104,7 +104,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def notifying(self, listener: Listener) -> Iterator[None]:
-        """Notify a listener of each change of hosts inside the block, and of one that was announced before."""
+        """Notify a listener of each change of hosts inside the block, and of an earlier one if it is still due."""
         with self._lock:
             self._listeners.append(listener)
         try:
@@ -165,7 +165,7 @@ class Rendezvous:
         self._store.set(messages.training_key(self._worker), "")
 
     def end_training(self) -> None:
-        """Report to the driver that the training function has returned; do nothing if it cannot be reached."""
+        """Report to the driver that the training function has returned; ignore a driver that cannot be reached."""
         self._is_training = False
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(messages.training_key(self._worker))

@@ -18,11 +18,11 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# These limits are short, because all members wait for the round and connect at once. If one dies while it connects,
-# the others wait for a few times the second limit.
+# These limits can be short, because all members wait for the round and connect at the same time. They must be short:
+# if a member dies while it connects, the others wait for a few times the second limit.
 _KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-# Deaths of ranks do not cause failures in this many consecutive rounds, but a network that blocks connections does.
+# This many consecutive failed rounds are not explained by deaths of ranks, but by a network that blocks connections.
 _MAX_ROUNDS = 5
 
 
@@ -68,7 +68,7 @@ def _give_up(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeEr
 def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
     gpu = find_gpu_uuid(placement)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
-    # torch numbers groups, failed ones included. Ranks may have seen different numbers of failures, so start anew.
+    # torch numbers groups, failed ones included. Ranks may have seen different numbers of failures, so start at 0.
     _world.group_count = 0
     hook = sys.excepthook
     try:

@@ -1,6 +1,6 @@
 """The store through which the ranks of one round connect; its waits fail as soon as one of the ranks is lost.
 
-With torch's store, ranks that need the address of a dead rank would wait for the full timeout.
+With torch's own store, ranks that wait for the address of a dead rank would wait for the full timeout.
 """
 
 from __future__ import annotations

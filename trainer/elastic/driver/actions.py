@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a worker; `placement` is the placement that it gets if all expected workers join."""
+    """Start the process of a worker; it gets `placement` if all expected workers join."""
 
     worker: str
     host: str
@@ -72,7 +72,7 @@ class Finish:
     Args:
         exit_status: exit status of the launcher.
         reason: reason of the failure; empty after success.
-        worker: worker that failed first, if any; `reason` then completes a sentence that begins with its name.
+        worker: worker that failed first; None if none failed. `reason` is then a text that follows its name.
         others: one line for each other worker that failed since the last round began.
     """
 

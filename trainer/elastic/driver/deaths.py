@@ -23,7 +23,7 @@ class Death:
         worker: worker that ended.
         returncode: return code of its process; negative for a signal.
         trouble: text that follows the worker's name, such as "did not start in time"; None to describe `returncode`.
-        has_started: False if its command never ran.
+        has_started: whether its command has run; False also for a worker that the driver terminates as too late.
         last_line: last line of its output; empty if it printed nothing.
     """
 
@@ -35,7 +35,7 @@ class Death:
 
     @property
     def is_program_error(self) -> bool:
-        """Whether the program itself failed; such a program may fail on every host."""
+        """Whether the program itself failed, so that it may fail on every host."""
         return self.has_started and self.trouble is None and 0 < self.returncode != _UNREACHABLE_STATUS
 
 
@@ -74,7 +74,7 @@ class Deaths:
         If no worker has been in a round yet, an error of the program comes before an unreachable host.
         """
         reported = [death for death in self.since_round if death.worker.name in self.errors]
-        # A rank that is lost makes the other members fail, so among members the first death counts.
+        # The loss of one member makes the other members fail. So if members died, the first death is the cause.
         has_members = any(death.worker.may_have_state for death in self.since_round)
         faults = [death for death in self.since_round if death.is_program_error and not has_members]
         return next(iter([*reported, *faults, *self.since_round]), None)

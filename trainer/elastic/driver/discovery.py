@@ -67,10 +67,10 @@ class Discovery:
     Args:
         script: see `run_discovery`.
         default_slots: see `run_discovery`.
-        interval_s: time between the end of one run and the start of the next.
+        interval_s: seconds between the end of one run of the script and the start of the next.
         on_hosts: callback for the hosts of the first run and after each change; called from the thread.
-        on_error: callback for each new failure message; called from the thread. The script runs again after a
-            failure.
+        on_error: callback for each failure whose message differs from the previous one; called from the thread. The
+            script runs again after a failure.
     """
 
     def __init__(

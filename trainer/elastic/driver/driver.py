@@ -70,13 +70,13 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
         driver = _Driver(job, environ, membership, group, listener, is_single_machine=is_single_machine)
         stack.enter_context(handling_signals(driver.interrupt))
         if options.discovery_script is None:
-            driver.find_hosts(hosts)
+            driver.report_hosts(hosts)
         else:
             discovery = Discovery(
                 options.discovery_script,
                 default_slots=options.slots_per_host or 1,
                 interval_s=interval_s,
-                on_hosts=driver.find_hosts,
+                on_hosts=driver.report_hosts,
                 on_error=driver.report_discovery_error,
             )
             stack.enter_context(discovery)
@@ -108,8 +108,8 @@ class _Driver:
         self._finish: Finish | None = None
         self._message_thread = threading.Thread(target=self._receive_messages, name="elastic-messages", daemon=True)
 
-    def find_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """Report the complete list of hosts. Safe in any thread, like the two methods below."""
+    def report_hosts(self, hosts: tuple[Host, ...]) -> None:
+        """Report the complete list of hosts. Any thread may call this method and the two below."""
 
         def event() -> list[Action]:
             self._slots = {host.name: host.num_slots for host in hosts}
@@ -134,7 +134,7 @@ class _Driver:
             for action in self._next_event()():
                 self._execute(action)
             if self._store is None and self._group.processes and self._finish is None:
-                # Opened after the workers have started, so that all import torch, which takes seconds, in parallel.
+                # Opened after the workers have started, so that the launcher and they import torch in parallel.
                 self._store = self._open_store()
         if self._store is not None:
             self._store.queue_push(messages.MESSAGE_QUEUE, messages.END_OF_QUEUE)
@@ -226,10 +226,10 @@ class _Driver:
 
     def _handle_end(self, end: RankEnd) -> list[Action]:
         process = self._group.processes.get(end.worker_id)
-        trouble: str | None = None
+        end_description: str | None = None
         last_lines: tuple[str, ...] = ()
         if process is not None:
-            trouble = process.trouble
+            end_description = process.trouble
             # The worker's children must end before another worker gets its slot.
             self._group.terminate([end.worker_id])
             if end.returncode:
@@ -239,18 +239,18 @@ class _Driver:
             end.returncode,
             time.monotonic(),
             has_started=end.has_started,
-            trouble=trouble,
+            trouble=end_description,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
-            # Read from the store: a message of the worker may arrive after the end of its process.
+            # Read from the store, because a message could be handled only after the end of the process.
             is_training=self._store is not None and self._store.check([messages.training_key(end.worker_id)]),
         )
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # With a time-out: after the job no process ends any more, but this thread must end.
+            # With a time-out: after the job no process ends any more, and without it this thread would wait for ever.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
-                self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # a default binds it
+                self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # the default keeps it
 
     def _open_store(self) -> TCPStore:
         store = serve_store(self._listener)
@@ -264,7 +264,7 @@ class _Driver:
         port = self._listener.getsockname()[1]
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
         while (data := store.queue_pop(messages.MESSAGE_QUEUE)) != messages.END_OF_QUEUE:
-            self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # see above
+            self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # a default keeps it
 
     def _handle_message(self, data: bytes) -> list[Action]:
         message = messages.decode(data)

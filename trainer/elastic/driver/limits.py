@@ -24,8 +24,8 @@ class Limits:
         min_num_ranks: minimum number of ranks of a round.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         elastic_timeout_s: maximum time to wait for slots while there are too few.
-        start_timeout_s: maximum time for a worker to start, and then to call `init` while others wait; None for no
-            limit.
+        start_timeout_s: maximum time for a worker to start, and then for its call of `init` while others wait; None
+            for no limit.
         hang_timeout_s: maximum time for a member to leave a round that has ended; after it, the member is terminated.
         reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.

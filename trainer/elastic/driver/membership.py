@@ -37,7 +37,7 @@ RESET_LIMIT_STATUS = 3
 
 
 class JobMembership:
-    """The state of a job. Public methods other than `next_deadline_s` take an event and return the actions, in order.
+    """The state of a job. Each public method except `next_deadline_s` handles an event, and returns actions in order.
 
     After a `Finish`, events are ignored.
 
@@ -107,7 +107,7 @@ class JobMembership:
     ) -> list[Action]:
         """Handle the end of a worker's process; see `Death` for the arguments.
 
-        `is_training` is whether its training function had not returned.
+        `is_training` is True if its training function had not returned yet.
         """
         worker = self._workers.by_name.pop(name, None)
         if worker is None or self._is_over:
@@ -145,7 +145,7 @@ class JobMembership:
         )
 
     def _add_death(self, death: Death, now_s: float) -> list[Action]:
-        # An error of the program counts as a death, too: what fails on one host may work on the others.
+        # An error of the program counts as a death, too: a program that fails on one host may work on the others.
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
@@ -171,7 +171,7 @@ class JobMembership:
     def _advance(self, now_s: float) -> list[Action]:
         if self._is_over:
             return []
-        # Slots are dropped first: a worker that has lost its slot does not count against the maximum number of ranks.
+        # Slots are dropped first, because a worker that has lost its slot does not count towards `max_num_ranks`.
         actions = [*self._drop_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)
         return self._cut_after_finish([*actions, *self._announce(), *self._conclude()])
@@ -188,10 +188,10 @@ class JobMembership:
         """Mark workers whose slot was removed, the newest first, and stop those that have not joined yet."""
         slots = {host.name: host.num_slots for host in self._hosts}
         actions: list[Action] = []
-        by_host: dict[str, int] = {}
+        num_on_host: dict[str, int] = {}
         for worker in sorted(self._workers.staying(), key=Worker.precedence):
-            by_host[worker.host] = by_host.get(worker.host, 0) + 1
-            if by_host[worker.host] <= slots.get(worker.host, 0):
+            num_on_host[worker.host] = num_on_host.get(worker.host, 0) + 1
+            if num_on_host[worker.host] <= slots.get(worker.host, 0):
                 worker.slot_lost_s = None
             elif not worker.has_lost_slot:
                 worker.slot_lost_s = now_s
@@ -275,7 +275,7 @@ class JobMembership:
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
         if self._has_state and not any(worker.serial for worker in chosen):
-            # All slots have moved to other hosts: the old ranks join one more round, to pass on the state.
+            # The workers that may have the state have lost their slots: they join one more round, to pass it on.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
         # New workers do not have the state of the job, so they wait for an old rank.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
@@ -297,7 +297,7 @@ class JobMembership:
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
-        # The minimum is enough for a later round, after a long wait, and if nothing can replace a failed worker.
+        # The minimum is enough in three cases: a later round, a long wait, a failed worker that cannot be replaced.
         if (
             self._round
             or self._has_waited_too_long(now_s)
@@ -310,7 +310,7 @@ class JobMembership:
         return self._too_few_since_s is not None and self._too_few_since_s + self._limits.elastic_timeout_s <= now_s
 
     def _wait(self, now_s: float) -> list[Action]:
-        """Wait for more slots with a message; end the job if none can appear or the time is over."""
+        """Print that the job waits for slots; end the job if no slot can appear, or if the time is over."""
         ended = self._conclude()
         if ended or self._is_finishing:
             return ended
@@ -318,7 +318,7 @@ class JobMembership:
         if not self._workers.num_started:
             num_slots += len(self._list_free(now_s))
         if num_slots >= needed:
-            # After failures the timer keeps running: it limits the time of repeated failures at the start.
+            # After failures the timer keeps running, because it also limits repeated failures before the first round.
             if not self._deaths.since_round and not self._has_waited_too_long(now_s):
                 self._too_few_since_s = None
             return []
@@ -354,7 +354,7 @@ class JobMembership:
     def _begin_round(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
         self._round += 1
         requests = {worker.name: worker.request for worker in chosen if worker.request is not None}
-        # Equal serials are equal states; serial 0 is a worker without a committed state.
+        # Equal serials mean equal states; serial 0 means that the worker has no committed state.
         serials = {request.serial for request in requests.values()}
         needs_sync = len(serials) > 1 or 0 in serials or any(request.wants_sync for request in requests.values())
         actions: list[Action] = []

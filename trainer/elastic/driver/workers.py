@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import RankRequest
 
 # A worker that must exit has this time; then the driver terminates it.
 _LEAVE_TIME_S = 30.0
-# Without a start timeout, a worker that is this late is only named in a printed note.
+# Without a start timeout, a worker that is this late only causes a printed note.
 NOTE_TIME_S = 60.0
 
 
@@ -73,7 +73,7 @@ class Worker:
         return 0 if self.request is None else self.request.serial
 
     def precedence(self) -> tuple[float, int]:
-        """Return a sort key: old ranks in their order, then new workers. The last ones lose their slots first."""
+        """Return a sort key: old ranks in their order, then new workers. The last workers lose their slots first."""
         return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
     def stop(self, now_s: float) -> None:
@@ -93,7 +93,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A worker's time limit for its `duty`, a text after "did not"; one that is not binding only leads to a note."""
+    """A time limit for a worker's `duty`, a text after "did not". If it is not binding, it only causes a note."""
 
     at_s: float
     worker: Worker
@@ -136,17 +136,17 @@ class Workers:
         """
         waiting = self.in_phase(Phase.WAITING)
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
-        requests_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)
+        first_request_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
         for worker in self.in_phase(Phase.MEMBER):
             # The first request of a member ends the round for all members.
-            since_s = requests_s[:1] if worker.slot_lost_s is None else [*requests_s[:1], worker.slot_lost_s]
-            if since_s:
-                at_s = max(min(since_s), worker.since_s) + hang_timeout_s
+            begins_s = first_request_s if worker.slot_lost_s is None else [*first_request_s, worker.slot_lost_s]
+            if begins_s:
+                at_s = max(min(begins_s), worker.since_s) + hang_timeout_s
                 deadlines.append(Deadline(at_s, worker, "request a rank"))
         for worker in self.by_name.values():
-            since = worker.since_s if worker.phase is Phase.LEAVING else worker.failing_since_s
-            if since is not None and not worker.is_stopped:
-                deadlines.append(Deadline(since + _LEAVE_TIME_S, worker, "exit"))
+            since_s = worker.since_s if worker.phase is Phase.LEAVING else worker.failing_since_s
+            if since_s is not None and not worker.is_stopped:
+                deadlines.append(Deadline(since_s + _LEAVE_TIME_S, worker, "exit"))
         return deadlines
 
     def _start_deadlines(self, timeout_s: float | None, requests_s: list[float]) -> list[Deadline]:

@@ -93,7 +93,8 @@ def _parse_line(tokens: list[str], default_slots: int) -> Host:
         match = _SLOTS.fullmatch(token)
         if match is None:
             raise ValueError(f"{token!r} is not of the form slots=N")
-        # max_slots limits how many ranks Open MPI may start beyond the slots. Ignored, because here none do.
+        # max_slots limits how many ranks Open MPI may start beyond the slots. This launcher never starts any beyond
+        # the slots, so it ignores max_slots.
         if token.startswith("slots"):
             num_slots = int(match[1])
     return _host(host.name, num_slots)

@@ -98,8 +98,8 @@ class JobFailure:
         exit_status: exit status of the launcher.
         text: description of the first failure, followed by those of other workers.
         rank: rank that failed first; None if the cause was not a rank.
-        worker: name of its worker in an elastic job, else None.
-        last_lines: end of the output of this rank.
+        worker: in an elastic job, name of the worker that failed first; else None.
+        last_lines: last output lines of the rank or worker that failed first.
     """
 
     exit_status: int

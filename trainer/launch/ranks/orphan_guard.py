@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Iterator
 from typing import IO
 
-# The longest time that the ranks outlive a launcher whose pipe is kept open by a forked child.
+# How long the ranks may outlive the launcher if a forked child keeps its pipe open.
 _POLL_PERIOD_S = 1.0
 _QUIT_TIMEOUT_S = 10.0
 
@@ -55,7 +55,7 @@ class OrphanGuard:
             ) from None
 
     def remove(self, group: int) -> None:
-        """Unregister a process group that has ended, because its number may be reused. Ignores an exited guard."""
+        """Unregister a group that has ended, because its number may be reused. Ignores that the guard has exited."""
         with contextlib.suppress(BrokenPipeError):
             self._send(f"-{group}")
 

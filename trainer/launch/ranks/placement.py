@@ -1,4 +1,4 @@
-"""Placement of the ranks on the hosts, and the start of each rank: its environment and its command."""
+"""Placement of the ranks on the hosts, and the environment and the command of each rank."""
 
 from __future__ import annotations
 

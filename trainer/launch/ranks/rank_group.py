@@ -43,7 +43,7 @@ class RankGroup:
             self._guard.close()
 
     def start(self, start: RankStart) -> RankProcess:
-        """Start a process; it also gets the signals that were forwarded before.
+        """Start a process. Signals that were forwarded earlier are sent to it too.
 
         Raises:
             StartError: the command, or the remote shell, cannot be started.
@@ -61,14 +61,14 @@ class RankGroup:
         return process
 
     def next_end(self, timeout_s: float | None = None) -> RankEnd | None:
-        """Return the next end of a process, in the order in which processes end; None after `timeout_s`."""
+        """Wait for the next process exit and return it; None after `timeout_s`. Exits are returned in their order."""
         try:
             return self._ends.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def forward_signal(self, number: int) -> None:
-        """Forward a signal to all processes, also to those that start later. For signal handlers."""
+        """Forward a signal to all processes, also to those that start later; signal handlers call this."""
         self._signals.append(number)
         for process in tuple(self.processes.values()):
             process.send(number)
@@ -76,7 +76,7 @@ class RankGroup:
     def terminate(self, worker_ids: Iterable[str] | None = None) -> None:
         """Terminate these processes, or all, with their children, and remove them from the group.
 
-        `next_end` still reports their ends.
+        `next_end` still returns their ends.
         """
         chosen = list(self.processes if worker_ids is None else worker_ids)
         processes = [self.processes[worker_id] for worker_id in chosen]
@@ -88,9 +88,9 @@ class RankGroup:
             for worker_id in reversed(chosen):
                 ends.callback(self._finish_termination, worker_id, deadline_s)
         # One deadline for all: children that left their group may keep the output of every rank open.
-        drained_s = time.monotonic() + DRAIN_TIMEOUT_S
+        drain_deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
         for process in processes:
-            process.drain(drained_s)
+            process.drain(drain_deadline_s)
 
     def _finish_termination(self, worker_id: str, deadline_s: float) -> None:
         try:
@@ -100,7 +100,7 @@ class RankGroup:
 
     def _start_remote(self, start: RankStart) -> RankProcess:
         slot = self._login_slots.setdefault(start.host, threading.Semaphore(_MAX_LOGINS_PER_HOST))
-        # After the time-out the login is tried all the same: a host that is slow must not stop the start of the job.
+        # After the time-out, log in without a slot: a slow host must not stop the start of the job.
         slot.acquire(timeout=_LOGIN_TIMEOUT_S)
         try:
             process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)

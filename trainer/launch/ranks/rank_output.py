@@ -29,7 +29,7 @@ class LinePump:
         files: files that get the output byte for byte; closed at the end.
         prefix: prefix of each line on the screen.
         read_clock: function that returns the time to print before the prefix; None for no time.
-        mark: bytes before a report of the remote guard, which is not printed; None without a remote guard.
+        mark: bytes before each report of the remote guard; reports are not printed. None without a remote guard.
         on_report: callback for each report, called from the thread.
     """
 
@@ -70,14 +70,14 @@ class LinePump:
                     partial_line = b""
                 for line in lines:
                     self._handle_line(line)
-                num_bytes = self._count_passable(partial_line)
+                num_bytes = self._count_forwardable(partial_line)
                 self._forward(partial_line[:num_bytes])
                 partial_line = partial_line[num_bytes:]
             self._handle_line(partial_line)
         for file in tuple(self._files):
             self._close(file)
 
-    def _count_passable(self, partial_line: bytes) -> int:
+    def _count_forwardable(self, partial_line: bytes) -> int:
         """Return how many bytes of an incomplete line can be forwarded, without any part of a report."""
         if len(partial_line) <= _MAX_LINE_BYTES:
             return 0
@@ -88,7 +88,7 @@ class LinePump:
 
     def _handle_line(self, line: bytes) -> None:
         if self._mark is not None and self._mark in line:
-            # The report of the guard may follow a last line of the rank without a newline.
+            # The text before the mark is output of the rank: a line that does not end with a newline.
             output, _, report = line.partition(self._mark)
             assert self._on_report is not None
             self._forward(output)

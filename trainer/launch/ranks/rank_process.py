@@ -1,7 +1,7 @@
 """The process of one rank on this machine: start, output, signals and termination, with its children.
 
 `remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these modules
-have started. A group leader that has ended is reaped after its group, because its number is not reused before that.
+have started. A group leader is reaped only after its group has ended, because its number is not reused before that.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class RankProcess:
             return
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
         self.send(signal.SIGKILL)
-        # The watching thread must observe the end before the process is reaped.
+        # The thread `_watch` must observe the end before the process is reaped.
         self._has_ended.wait()
-        # Before the process is reaped: afterwards its number may belong to another process.
+        # Set before the process is reaped: afterwards its number may belong to another process.
         self._is_closed = True
         self._guard.remove(self.pid)
         self._process.wait()
@@ -154,7 +154,7 @@ class RankProcess:
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
     def last_lines(self, *, timeout_s: float = DRAIN_TIMEOUT_S) -> tuple[str, ...]:
-        """Return the last lines of its output: a few of standard output, then those of standard error.
+        """Return the last lines of the process: a few of standard output, then those of standard error.
 
         If the process has ended, wait up to `timeout_s` for the remaining lines.
         """

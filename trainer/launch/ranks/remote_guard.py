@@ -1,4 +1,4 @@
-"""The guard of a rank on another host: runs its command, and terminates it when the launcher says so or is lost.
+"""The guard of a rank on another host: runs the rank, and terminates it when the launcher says so or is lost.
 
 The launcher sends this source over standard input to a bare interpreter, so it uses only Python's standard library.
 After the source come the order, which is one line of JSON, and later lines `signal N` and `end SECONDS`. The end of
@@ -30,7 +30,7 @@ def main() -> None:
     order = json.loads(sys.stdin.buffer.readline())
 
     def report(text: str) -> None:
-        # One write, so that output of the rank cannot split the line. Without a launcher nothing reads the report.
+        # One write, so that output of the rank cannot split the line. It fails if the launcher is lost.
         with contextlib.suppress(OSError):
             os.write(2, f"{order['mark']}{text}\n".encode())
 

@@ -1,7 +1,7 @@
 """The process of a rank on another host, started through a remote shell: ssh or srun.
 
 The standard input of the shell carries the source of the guard (see `remote_guard`), then the order, then further
-lines. No list of processes shows the environment, because it is in the order. The shell needs no orphan guard: when
+lines. The order has the environment, so that no list of processes shows it. The shell needs no orphan guard: when
 the launcher dies, the input of the shell ends, and the remote guard terminates the rank.
 """
 

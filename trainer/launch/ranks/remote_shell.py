@@ -1,4 +1,4 @@
-"""The command lines that start a guard on another host, and the choice of the variables for its rank. Pure."""
+"""Builds the command that starts a guard on another host, and chooses the environment variables for its rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
         one_task = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
         unbound = ["--cpu-bind=none", "--mem=0", "--mpi=none", "--export=ALL", "--quiet"]
         return ["srun", *one_task, *unbound, *bootstrap]
-    # Fail rather than hang: no password prompts, and a host that does not answer for a minute counts as lost.
+    # ssh must fail rather than hang: it prompts for no password, and ends if the host does not answer for a minute.
     options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
     command = ["ssh", *(argument for option in options for argument in ("-o", option))]
     # No terminal, agent, X11 or escape characters: only the three streams are forwarded.

@@ -1,7 +1,7 @@
 """Runs a job with a fixed number of ranks.
 
-Invariant: no rank outlives the job. The failure of a rank ends the others; so does a signal to the launcher, and,
-through the guards, the death of the launcher.
+Invariant: no rank outlives the job. The failure of a rank ends the others, and so does a signal to the launcher.
+If the launcher dies, the guards end the ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 _POLL_PERIOD_S = 1.0
-# A rank that ends because of another one prints this error.
-_LOSS = "HorovodInternalError"
-# The rank that is the cause ends at most this time later.
+# A rank that fails only because another rank was lost prints this error.
+_LOSS_ERROR = "HorovodInternalError"
+# After the first end, the rank that caused it is expected to end within this time.
 _CAUSE_WAIT_S = 2.0
 
 
 def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | None:
     """Run all ranks to their end, and forward SIGINT and SIGTERM to them.
 
-    Call it from the main thread, because it sets signal handlers; in other threads, signals are not forwarded.
+    Only the main thread can set signal handlers, so a call in another thread does not forward signals.
 
     Returns:
         None if every rank exited with status 0.
@@ -123,7 +123,7 @@ class _RankMonitor:
             if next_end.returncode and not self._has_lost_others(next_end, deadline_s):
                 return next_end
             if not self._running:
-                # All ranks have lost another one, so the first end is the best description.
+                # Every rank reports only the loss of another rank, so the first end is the best guess.
                 break
             next_end = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
         return end
@@ -131,7 +131,7 @@ class _RankMonitor:
     def _has_lost_others(self, end: RankEnd, deadline_s: float) -> bool:
         left_s = max(0.0, deadline_s - time.monotonic())
         last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
-        return end.returncode == 1 and any(_LOSS in line for line in last_lines)
+        return end.returncode == 1 and any(_LOSS_ERROR in line for line in last_lines)
 
     def _describe_end(self, end: RankEnd) -> JobFailure:
         reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)

@@ -1,4 +1,4 @@
-"""The store of a job, through which its ranks connect; the launcher serves it, so that it outlives every rank."""
+"""The store of a job, through which its ranks find each other. The launcher serves it, so it outlives every rank."""
 
 from __future__ import annotations
 
