@@ -1,4 +1,4 @@
-"""The public names of `horovod.torch.mpi_ops`, which are resolved in `datasvc.trainer` when they are used.
+"""The public names of `horovod.torch.mpi_ops`, which are looked up in `datasvc.trainer` when they are used.
 
 A type checker sees them as `Any`. Import them from `datasvc.trainer` to get their types.
 """

@@ -169,7 +169,7 @@ class ObjectState(State):
 
 
 # Horovod defines these names in its module `state`. Here they are in other modules, some of which import this one, so
-# they are resolved when they are used.
+# they are imported only when they are used.
 _MODULE_OF = {
     "ElasticSampler": "sampler",
     "TorchState": "torch_state",

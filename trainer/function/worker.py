@@ -11,6 +11,7 @@ from datasvc.trainer.function.pickling import call_pickled, pickle_error, pickle
 from datasvc.trainer.rendezvous.host_update import LeaveJob
 from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE
 
+# The environment variables with the port of the call server and with the key of the job.
 PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"
 
 

@@ -290,6 +290,7 @@ def _current_counts() -> _Counts:
 
 
 def _number_of(process_set: ProcessSet) -> int:
+    """Return the number of a process set, after a check that this rank is a member."""
     members = members_of(process_set)
     if runtime.rank() not in members:
         raise ValueError(f"rank {runtime.rank()} is not in {process_set}, and cannot take part in its operations")

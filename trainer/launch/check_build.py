@@ -9,7 +9,7 @@ def describe_build() -> str:
     import torch.distributed as dist
 
     has_distributed = dist.is_available()
-    rows = [
+    features_by_title = [
         ("Frameworks", [("PyTorch " + torch.__version__, True)]),
         ("Launchers", [("this one", True), ("torchrun", has_distributed), ("srun", True), ("mpirun", True)]),
         (
@@ -26,6 +26,6 @@ def describe_build() -> str:
     ]
     sections = [
         [f"{title}:", *(f"    [{'X' if is_available else ' '}] {name}" for name, is_available in features)]
-        for title, features in rows
+        for title, features in features_by_title
     ]
     return "\n\n".join("\n".join(lines) for lines in sections)

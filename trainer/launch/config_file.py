@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# The flags of settings for which the rule does not hold: "--", the prefix of the section, the name of the setting.
+# The flags that do not follow the rule: "--", then the prefix of the section, then the name of the setting.
 _IRREGULAR_FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",

@@ -72,7 +72,7 @@ class Finish:
     Args:
         exit_status: exit status of the launcher.
         reason: reason of the failure; empty after success.
-        worker: worker that failed first; None if none failed. `reason` is then a text that follows its name.
+        worker: worker that failed first; None if none failed. If it is set, `reason` follows its name.
         others: one line for each other worker that failed since the last round began.
     """
 

@@ -56,7 +56,7 @@ class JobMembership:
         self._is_finishing = False
         self._deaths = Deaths()
         self._notice = Notice()
-        self._noticed: set[str] = set()
+        self._announced: set[str] = set()
         self._too_few_since_s: float | None = now_s
         self._last_wait_message: str | None = None
         self._is_over = False
@@ -259,9 +259,9 @@ class JobMembership:
         waiting = self._workers.in_phase(Phase.WAITING)
         added = {worker.name for worker in waiting if not (worker.may_have_state or worker.has_lost_slot)}
         removed = {worker.name for worker in members if worker.has_lost_slot}
-        if added | removed <= self._noticed:
+        if added | removed <= self._announced:
             return []
-        self._noticed |= added | removed
+        self._announced |= added | removed
         result = (HostUpdateResult.removed if removed else 0) | (HostUpdateResult.added if added else 0)
         self._notice = Notice(self._notice.number + 1, result)
         return [Announce(self._notice, tuple(worker.name for worker in members))]
@@ -287,8 +287,8 @@ class JobMembership:
         if self._round and self._resets_left() <= 0:
             reason = f"the reset limit of {self._limits.reset_limit} is reached"
             return [Finish(RESET_LIMIT_STATUS, reason, others=self._deaths.list_others())]
-        stopped: list[Action] = [self._deny_rank(worker, now_s) for worker in waiting if worker not in chosen]
-        return [*stopped, *self._begin_round(chosen, now_s)]
+        denials: list[Action] = [self._deny_rank(worker, now_s) for worker in waiting if worker not in chosen]
+        return [*denials, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
         # The first round waits for all workers that are starting.
@@ -369,7 +369,7 @@ class JobMembership:
             actions.append(AssignRank(name, requests[name].number, assignment))
         # Earlier deaths cannot be the cause of a failure in this round.
         self._deaths.since_round.clear()
-        self._noticed, self._too_few_since_s, self._last_wait_message = set(), None, None
+        self._announced, self._too_few_since_s, self._last_wait_message = set(), None, None
         return actions
 
     def _resets_left(self) -> float:

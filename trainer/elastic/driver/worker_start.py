@@ -1,4 +1,4 @@
-"""The start of the process of a worker: the variables and addresses that only an elastic job needs."""
+"""Describes the process of a worker to start, with the variables and addresses that only an elastic job needs."""
 
 from __future__ import annotations
 
