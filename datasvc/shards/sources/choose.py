@@ -1,4 +1,4 @@
-"""Choose the source class for a URL: `--format` decides, or else the names of the files, which are not opened."""
+"""Choose the source class for a URL: by `--format`, or else by the names of the files; no file is opened."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def choose_format(url: str, options: SourceOptions) -> str:
 
 
 def _by_all_names(names: list[str], url: str) -> str:
-    """Return the format of a folder that holds files of these names. Raise ConfigError if it is not clear."""
+    """Return the format of a folder that holds files of these names. Raise ConfigError if the format is unclear."""
     unique_names = set(names)
     if unique_names & _IMAGENET_TARS:
         return "imagenet"
@@ -116,7 +116,7 @@ def _by_all_names(names: list[str], url: str) -> str:
         if name in unique_names:
             return kind
     kinds = Counter(kind for kind in map(_by_file_name, names) if kind is not None)
-    # Image folders often hold notes and lists too, so images decide.
+    # Image folders often hold notes and lists too, so a single image decides.
     if len(kinds) == 1 or "image-folder" in kinds:
         return "image-folder" if "image-folder" in kinds else next(iter(kinds))
     counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common()) or "of no supported format"
@@ -138,7 +138,7 @@ def _by_file_name(name: str) -> str | None:
 
 
 def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
-    """Return the names of the first files below a folder, parents first, about `_MAX_SCANNED_FILES` at most."""
+    """Return the names of about `_MAX_SCANNED_FILES` files below a folder, those of parent folders first."""
     names: list[str] = []
     repositories: list[str] = []
     is_local = isinstance(file_system, LocalFileSystem)

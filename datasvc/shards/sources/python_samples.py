@@ -46,11 +46,11 @@ class PythonSource(StreamedSource):
         for sample in first:
             _check_mapping(sample)
         has_keys = options.key is not None or all(KEY in sample for sample in first)
-        numbered = first if has_keys else [_numbered(sample, number) for number, sample in enumerate(first)]
+        keyed = first if has_keys else [_numbered(sample, number) for number, sample in enumerate(first)]
         self._has_keys = has_keys
-        self._columns: ColumnMap = infer_columns(numbered, key=options.key)
+        self._columns: ColumnMap = infer_columns(keyed, key=options.key)
         names = self._columns.raw_names
-        self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in numbered]).type) for name in names])
+        self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in keyed]).type) for name in names])
         self._samples = itertools.chain(first, iterator)
         self.url = "python"
         self.schema = self._columns.schema
@@ -59,13 +59,13 @@ class PythonSource(StreamedSource):
         self.parts = [SourcePart(options.split or DEFAULT_SPLIT, "python", 0)]
 
     def fingerprint(self) -> Digest:
-        """Return a random digest: the content is unknown before it is read, so no two sources are equal."""
+        """Return a random digest: the content is unknown before it is read, so no two sources count as equal."""
         return digest_of(secrets.token_bytes(32))
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples; a second call yields none. Raise ConfigError for a sample that is not a mapping."""
         names = set(self._raw.names)
-        raw = SampleBatcher(self._raw, part.split)
+        batcher = SampleBatcher(self._raw, part.split)
         for number, original in enumerate(self._samples):
             _check_mapping(original)
             sample = original if self._has_keys else _numbered(original, number)
@@ -74,10 +74,11 @@ class PythonSource(StreamedSource):
             if reason:
                 yield BadSample(part.split, printable(key), reason)
                 continue
-            yield from self._convert(raw.add(sample))
-        yield from self._convert(raw.flush())
+            yield from self._convert(batcher.add(sample))
+        yield from self._convert(batcher.flush())
 
     def _convert(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
+        """Convert raw batches; one of their columns holds the keys."""
         for piece in pieces:
             yield piece if isinstance(piece, BadSample) else self._columns.convert(piece, [])
 

@@ -91,7 +91,8 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
 
     Raises:
         ConfigError: see `read_npy_header`; or the archive declares too large a content for its size.
-        CorruptDataError: the file is not a readable archive, is truncated, or declares sizes that differ.
+        CorruptDataError: the file is not a readable archive or is truncated, or the two declared sizes of an array
+            differ.
     """
     arrays = {}
     with _archive(reader, file.path, file.name) as archive:
@@ -117,7 +118,7 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
 
 @contextmanager
 def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> Iterator[BinaryIO]:
-    """Open the values of samples `start` to `stop` as a stream.
+    """Open a stream that starts at the values of sample `start` and contains at least those before sample `stop`.
 
     Raises:
         CorruptDataError: an archive does not decompress, or a checksum does not match.
@@ -133,7 +134,7 @@ def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> It
 
 
 def check_member(reader: FileReader, array: NpyArray) -> None:
-    """Verify the checksum of an array in an archive: zipfile does so at the end of a read.
+    """Verify the checksum of an array in an archive by reading the array to its end, where zipfile verifies it.
 
     Raises:
         CorruptDataError: the array does not decompress, or its checksum does not match.
@@ -164,7 +165,7 @@ def _parse_header(content: bytes, path: str, member: str | None, name: str) -> N
         else:
             raise ConfigError(f"{name} has the npy version {version}; datasvc reads 1.0 and 2.0: save it again")
     except (ValueError, SyntaxError, TypeError, tokenize.TokenError) as error:
-        if isinstance(error, ConfigError):  # which is a ValueError too
+        if isinstance(error, ConfigError):  # raised above; it is a ValueError too
             raise
         raise CorruptDataError(f"{name} is not a numpy array: {error}") from error
     _check_array(name, dtype, shape, is_fortran=is_fortran)

@@ -1,8 +1,8 @@
 """Source of numpy arrays: `.npy` files and `.npz` archives with the samples along the first axis.
 
-The arrays of one folder, or of one archive, are the columns of a split and have the same length. The name of a split
-in an array's name selects the split and is removed: `train_x.npy`, `train_y.npy`, `x_test` in an archive. Samples of
-more than one value are tensors (see `common.tensors`).
+The arrays of one folder, or of one archive, are the columns of a split and have the same length. If an array's name
+contains a split name (`train_x.npy`, or `x_test` in an archive), the array belongs to that split, and this word is
+dropped from the name of the column. Samples of more than one value are tensors (see `common.tensors`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 _LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
 _UNNAMED: Final = "data"
 _PART_BYTES: Final = 64 << 20
-# Upper bound of a key's size beside the file's name, including its offset.
+# Upper bound of a key's size in an Arrow array, including its offset, but without the file name.
 _KEY_BYTES: Final = 32
 
 
@@ -78,12 +78,12 @@ class NumpySource(FileSource):
 
     @property
     def keys_are_places(self) -> bool:
-        """Whether keys are made of file and row: true unless an array holds them."""
+        """Whether keys are made of file and row: true unless an array holds the keys."""
         return self.key is None
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> NumpySource:
-        """List the source by the headers of its arrays. Raise as `FileSource.list`."""
+        """List the source from its array headers. Raise as `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)
@@ -128,7 +128,7 @@ class NumpySource(FileSource):
                 # The checksum is at the end: verify it before the first sample is used.
                 check_member(reader, array)
             with ExitStack() as stack, map_exceptions("read", part.name):
-                # Local files are read by ranges too: pages of a mapped file would count as memory of the worker.
+                # Local files are read, not mapped: pages of a mapped file would count towards the worker's memory.
                 streams = {
                     name: stack.enter_context(open_array(reader, array, start, stop))
                     for name, array in arrays.items()
@@ -201,7 +201,7 @@ def _split_words(name: str) -> list[str]:
 
 
 def _column_name(name: str) -> str:
-    """Return an array's name without its split: "x" of "train_x"."""
+    """Return an array's name without its split name: "x" for "train_x"."""
     words = _split_words(name)
     if not words:
         return name
@@ -237,8 +237,8 @@ def _choose_key(table: _Table, key: str | None) -> str | None:
 
 
 def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
-    labels = [name for name in columns if name.lower() in _LABELS and _is_label(table.arrays[name])]
-    # A column called "label" is the label; without one, the first of the usual names is.
+    labels = [name for name in columns if name.lower() in _LABELS and _holds_integers(table.arrays[name])]
+    # A column called "label" is the label; otherwise the first column with a usual label name is.
     label = next((name for name in labels if name == LABEL or LABEL not in columns), None)
     fields = [pa.field(KEY, pa.string(), nullable=False)]
     for name in columns:
@@ -247,7 +247,8 @@ def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _is_label(array: NpyArray) -> bool:
+def _holds_integers(array: NpyArray) -> bool:
+    """Return whether each sample is a single integer."""
     return array.sample_bytes == np.dtype(array.dtype).itemsize and np.dtype(array.dtype).kind in "iu"
 
 

@@ -1,4 +1,4 @@
-"""Convert the raw types of a format's columns to their types in samples, and find one type for a column of two files.
+"""Convert the raw types of a format's columns to their types in samples, and join a column's types in several files.
 
 In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.
@@ -88,7 +88,8 @@ def cast_column(column: pa.Array, data_type: pa.DataType) -> pa.Array:
 def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """Return one schema for the raw columns of several files, in the column order of the first file.
 
-    Integers of different widths become the widest, and so do floats; a column without values takes any type.
+    Integers of different widths become the widest, and so do floats; a column without values takes the type that it
+    has in another file.
 
     Args:
         schemas: pairs of a file's name, for messages, and its raw schema.
@@ -186,7 +187,7 @@ def _decoded(raw: pa.DataType) -> pa.DataType:
 def _nested_type(raw: pa.DataType) -> pa.DataType:
     raw = _decoded(raw)
     if is_text(raw) or pa.types.is_null(raw):
-        return pa.string()  # a column of nulls: text holds them, and any value of a later file
+        return pa.string()  # if all values are null: a text column can also hold the values of a later file
     if pa.types.is_binary_view(raw):
         return pa.large_binary()
     if pa.types.is_list(raw):

@@ -2,8 +2,8 @@
 
 Raw columns are those that the reader of a format yields. In samples, blobs are `large_binary`. A blob column whose
 first value starts like an encoded image is an image column. A single image column is renamed to `image`, the name
-that image loaders read. Other columns keep their names, except the label and those that collide with the measured
-size of `image`.
+that image loaders read. Other columns keep their names, except the label, and `width` and `height` beside an `image`:
+the ingest adds its own columns of these names.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
 _LABELS: Final = ("cls", "class", "target")
 _SOURCE_PREFIX: Final = "source_"
+# Errors of building an Arrow array from Python values that do not have its type.
 _MISFITS: Final = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 _Content = TypeVar("_Content")
@@ -62,7 +63,7 @@ class ColumnMap:
         key: raw column of the keys, or None.
 
     Raises:
-        ConfigError: `key` is not a column or not text or integers; or two columns would get the same name.
+        ConfigError: `key` is not a column, or holds neither text nor integers; or two columns would have one name.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ def to_batches(
     Args:
         schema: columns of the samples.
         part: part that is read.
-        contents: pairs of a sample's name and its content, or the error of reading it. If the iterator raises
-            CorruptDataError, the part ends, with this error as its last `BadSample`.
+        contents: pairs of a sample's name and its content, or of its name and the error of reading it. If the
+            iterator raises CorruptDataError, the part ends, with this error as its last `BadSample`.
         to_sample: function that makes a sample of a name and its content, or raises BadSampleError.
     """
     batcher = SampleBatcher(schema, part.split)

@@ -53,7 +53,7 @@ class SourceFile(NamedTuple):
 
     @property
     def extension(self) -> str:
-        """The lower-case extension without that of a compression: ".tar" of "a.TAR.gz"."""
+        """The lower-case extension without that of a compression: ".tar" for "a.TAR.gz"."""
         return extension_of(self.name)
 
     @property
@@ -139,7 +139,8 @@ class FileReader:
     def open(self, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
         """Open a file as a stream, decompressed if its name has the extension of a compression.
 
-        A local file that is read to its end and not compressed is seekable. A remote file is read ahead.
+        The stream can seek only if the file is local and not compressed, and `stop` is None. A remote file is read
+        ahead.
 
         Args:
             path: path of the file.
@@ -280,7 +281,7 @@ def _list_one(url: str) -> list[SourceFile]:
 
 
 def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
-    """Return every file below the folder `root`, unordered, without those of a repository of datasvc.
+    """Return every file below the folder `root`, unordered; the files of a datasvc repository are left out.
 
     Raises:
         ConfigError: a link leads out of the folder, to a missing file, or back to a parent folder.
@@ -309,7 +310,7 @@ def _find_local(root: str) -> Iterator[SourceFile]:
         folder, prefix, parents = pending.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
-                # Asked first: `scandir` knows it without another system call, and nearly all entries are plain files.
+                # This test comes first: it needs no other system call, and it is true for nearly all entries.
                 is_plain_file = entry.is_file(follow_symlinks=False)
                 if not is_plain_file and entry.is_symlink():
                     check_inside(real_root, [entry.path])
@@ -342,7 +343,7 @@ def is_marker(name: str) -> bool:
 
 
 def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
-    """Return every file below the folder `url` by its path relative to it, and the path of the folder itself.
+    """Return the files below the folder `url`, by their paths relative to the folder, and the folder's own path.
 
     Raises:
         NotFoundError: there is no such folder.
@@ -373,7 +374,7 @@ def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, 
 
 
 def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
-    """Return the files, named below their common folder: `{train,val}/0.tar` gives two different names."""
+    """Return the files with names below their common folder: `{train,val}/0.tar` gives two different names."""
     # The common prefix is cut at a folder; `commonpath` would turn "http://" into "http:/".
     root = os.path.commonprefix([file.path for file in files]).rpartition("/")[0]  # noqa: RUF071
     return [file._replace(name=file.path[len(root) :].lstrip("/")) for file in files]
@@ -388,6 +389,7 @@ def _stamp_of(info: dict[str, Any]) -> str:
 
 
 def _choices(inner: str) -> list[str]:
+    """Return the texts that one pair of braces around `inner` stands for. Raise ConfigError."""
     match = _RANGE.fullmatch(inner)
     if match is None:
         return inner.split(",")

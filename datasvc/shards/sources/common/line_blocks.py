@@ -77,7 +77,7 @@ class _Lines:
         self._unconsumed = b""
         while block := self._stream.read(BLOCK_BYTES):
             cut = block.rfind(_NEWLINE) + 1
-            # Only the first line can be longer than the blocks that were read so far.
+            # Only the first line can span several blocks: the loop ends at the first block with a newline.
             first_line_bytes = size_bytes + (block.find(_NEWLINE) if cut else len(block))
             if first_line_bytes > LINE_BYTES:
                 self.offset += size_bytes

@@ -17,7 +17,7 @@ class SourceOptions:
         format: kind of the source, such as "webdataset"; None: detected from its files.
         split: split of all samples; None: taken from the names of folders and files.
         key: column that holds the keys; None: a column called `key`, or else keys are made of file and row.
-        manifest: for image folders: URL of a CSV, JSON lines or Parquet file with files, labels and more columns.
+        manifest: for image folders: URL of a CSV, JSON lines or Parquet file of files, labels and other columns.
         ground_truth: for ImageNet validation: URL of `ILSVRC2012_validation_ground_truth.txt`.
         synsets: for ImageNet validation: URL of the synset list of the devkit as a text file (not `meta.mat`), one
             synset per line in the order of the ILSVRC ids.

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from datasvc.errors import BadSampleError
 
+# Wire types.
 VARINT: Final = 0
 FIXED64: Final = 1
 BYTES: Final = 2
@@ -94,7 +95,7 @@ def varint(number: int) -> bytes:
 
 def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
     """Return the concatenated varints of `int64[n]`."""
-    # Each number gives a row of ten groups of seven bits, which ends at its last group that is not zero.
+    # Each number gives a row of ten groups of seven bits; only the groups up to its last nonzero one are written.
     index = np.arange(_MAX_VARINT_BYTES, dtype=np.uint64)
     groups = (numbers.view(np.uint64)[:, None] >> (index * np.uint64(7))) & np.uint64(0x7F)
     last = np.where(groups.any(axis=1), 9 - np.argmax(groups[:, ::-1] != 0, axis=1), 0)[:, None]

@@ -23,7 +23,7 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.sources.common.files import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
-# Limit of a batch, except of a single larger sample. It is small, since many parts are read at the same time.
+# A batch is larger only if it is a single sample. The limit is small, because many parts are read at the same time.
 BATCH_BYTES: Final = 1 << 20
 BATCH_SAMPLES: Final = 4096
 
@@ -44,8 +44,8 @@ class SourcePart:
     Attributes:
         split: split of its samples.
         name: unique in the source, for messages; in most sources the keys of its samples start with it.
-        size_bytes: approximate number of bytes read for it.
-        num_samples: number of samples; None: the listing does not tell.
+        size_bytes: approximate number of bytes that are read for this part.
+        num_samples: number of samples; None: the listing does not give it.
         stamp: modification time or entity tag of its file; another value means that the content may have changed.
         where: JSON values by which `StreamedSource.read` locates the part.
     """
@@ -65,7 +65,7 @@ class ImageFile(NamedTuple):
         key: path inside its split, unique there.
         path: path on the source's file system.
         size_bytes: size when it was listed.
-        label: index of its class; None without classes.
+        label: index of its class; None: it has no class.
         stamp: modification time or entity tag; another value means that the file may have changed.
         values: values of the source's extra columns, in their order.
     """
@@ -99,7 +99,7 @@ class Source(ABC):
 
     @property
     def keys_are_places(self) -> bool:
-        """Whether keys are made of file and row, so that samples of two splits may have the same key."""
+        """Whether keys are made of file and row, so that different samples of two splits may have the same key."""
         return False
 
     @property
@@ -162,12 +162,12 @@ class StreamedSource(Source):
 
     @abstractmethod
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples of one part in order; the same samples each time.
+        """Yield the samples of one part in order; every call yields the same samples.
 
         Yields:
-            Batches of `schema` of at most `BATCH_SAMPLES` samples and of at most `BATCH_BYTES` or one sample; and a
-            `BadSample` for each sample that cannot be read. If the rest of a part cannot be read (a truncated
-            archive), a single last `BadSample` gives the reason.
+            Batches of `schema` with at most `BATCH_SAMPLES` samples and `BATCH_BYTES` (only a single sample may be
+            larger); and a `BadSample` for each sample that cannot be read. If the rest of a part cannot be read (a
+            truncated archive), a single last `BadSample` gives the reason.
 
         Raises:
             NotFoundError: the part's file no longer exists.
@@ -200,7 +200,7 @@ class FileSource(StreamedSource):
 
 
 def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourcePart:
-    """Return a part that is a whole file; `where` holds JSON values that are added to its path."""
+    """Return a part that is a whole file; `SourcePart.where` holds the file's path and the JSON values `where`."""
     where = {"path": file.path, **where}
     return SourcePart(split_of_file(file.name, options), file.name, file.size_bytes, stamp=file.stamp, where=where)
 

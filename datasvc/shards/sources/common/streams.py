@@ -1,7 +1,7 @@
-"""Binary streams of a source's files: decompress them, limit them, and read pieces of a declared length.
+"""Binary streams of a source's files: decompress them, and read or skip pieces of a declared length.
 
 A file may be truncated or declare a false length. The memory of these readers therefore grows with the bytes that a
-stream gives, not with a declared length.
+stream really gives, not with a declared length.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, zstandard.ZstdError)
 BUFFER_BYTES: Final = 1 << 17
 _STEP_BYTES: Final = 4 << 20
 _COMPRESSED_BYTES: Final = 1 << 18
-_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib's own detection of the header
+_GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib detects by the header which of the two it is
 
 
 def read_up_to(stream: BinaryIO, length: int) -> bytes:
@@ -80,7 +80,7 @@ class _InflatedStream(WrappingStream):
 
     def __init__(self, wrapped: Any) -> None:
         super().__init__(wrapped)
-        self._inflater: Any = None  # None: before a member
+        self._inflater: Any = None  # None: the next member has not started
         self._num_members = 0
         self._compressed = b""
 

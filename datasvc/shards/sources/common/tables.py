@@ -1,8 +1,8 @@
 """Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-A format yields raw batches, and keys for sources in which no column holds them. This module validates and converts
-the batches, and slices them to the size limits of a source. If a sample of a batch does not convert, only this sample
-is left out.
+A format yields raw batches, each with keys that are used if no column holds the keys. This module validates and
+converts the batches, and slices them to the limits of `StreamedSource.read`. If a sample of a batch does not convert,
+only this sample is left out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RawBatch:
 
     Attributes:
         batch: raw columns.
-        keys: `string[samples]`: always the names of bad samples, and also the keys if no column holds them.
+        keys: `string[samples]`; they name bad samples, and they are the keys if no column holds the keys.
     """
 
     batch: pa.RecordBatch
@@ -131,7 +131,7 @@ def list_tables(
     Args:
         url: URL of the source.
         extensions: extensions of its files, with the dots.
-        compressed: whether a whole file may be compressed.
+        compressed: whether files may be compressed as a whole.
 
     Raises:
         NotFoundError: there is no such file, or all are empty.
@@ -187,7 +187,7 @@ def _decoded_bytes(column: pa.Array) -> int:
     if not pa.types.is_dictionary(column.type):
         return int(column.nbytes)
     values = column.dictionary
-    # A value of fixed size has at most 8 bytes; a text at most as many bytes as the longest one.
+    # A value of fixed size has at most 8 bytes; a text or blob has at most as many bytes as the longest one.
     longest = 8
     if len(values) and (is_text(values.type) or is_binary(values.type)):
         longest = pc.max(pc.binary_length(values)).as_py() or 0
@@ -210,6 +210,7 @@ def _convert(
 
 
 def _halve(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield `samples` in batches of at most `BATCH_BYTES`; only a single sample may be larger."""
     if samples.num_rows == 1 or samples.nbytes <= BATCH_BYTES:
         yield samples
         return

@@ -46,7 +46,7 @@ def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Fi
 
 
 def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
-    """Return `values[samples, ...]` as the array of a column from `tensor_field`."""
+    """Return `values[samples, ...]` as the Arrow array of the column `field`, which `tensor_field` made."""
     # Arrow needs contiguous values in the machine's byte order.
     native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     if not pa.types.is_fixed_size_list(field.type):

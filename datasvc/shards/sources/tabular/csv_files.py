@@ -119,7 +119,7 @@ class CsvSource(TableSource):
 
 
 def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
-    """Return `values` as `data_type`, null where one does not convert, and the index and reason of each of these."""
+    """Return `values` as `data_type`, with null for each misfit, and the index and the reason of each misfit."""
     parsed, misfits = [], []
     errors = (pa.ArrowException, UnicodeDecodeError)
     for index, piece in bisect_errors(len(values), lambda start, stop: _parse(values[start:stop], data_type), errors):
@@ -150,7 +150,7 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
-    # Only the start of a remote file is requested. How many compressed bytes hold the header is unknown.
+    # Only the start of the file is requested. A compressed file has no limit: the size of its start is unknown.
     stop = None if file.is_compressed else min(file.size_bytes, _HEADER_BYTES)
     try:
         with reader.open(file.path, stop=stop) as stream:
@@ -208,5 +208,5 @@ def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
 
 
 def _value_type(inferred: pa.DataType) -> pa.DataType:
-    # Arrow infers bytes if some text is not UTF-8. As a column of text, only the rows with such text are bad.
+    # Arrow infers bytes if some text is not UTF-8. The column becomes text, so only the rows with such text are bad.
     return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred

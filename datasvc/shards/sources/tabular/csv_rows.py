@@ -18,9 +18,9 @@ import pyarrow.csv
 
 from datasvc.errors import ConfigError
 
-# A row must fit into one block; if one does not, the next size is tried.
+# Sizes of a block. A row must fit into one block; if a row does not, the next size is tried.
 BLOCKS_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
-# Row numbers, from 0 after the header, and the reason for skipping each row.
+# For each skipped row, its number, counted from 0 after the header, and the reason.
 Skipped = list[tuple[int, str]]
 # Words in the error messages of Arrow.
 _TOO_LONG: Final = "straddling object"
@@ -63,14 +63,14 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
         delimiter: character between values.
 
     Raises:
-        pa.ArrowException, OSError, DECOMPRESSION_ERRORS: the file cannot be read, or a row is longer than a block.
+        pa.ArrowException, OSError, DECOMPRESSION_ERRORS: the file cannot be read, or a row exceeds the largest block.
         ConfigError: the header has changed.
     """
     first = 0
     for block_bytes in BLOCKS_BYTES:
         try:
             for rows in _read_blocks(open_file, names, delimiter, block_bytes):
-                # A larger block reads the file again from its start; the rows that were yielded already are left out.
+                # With a larger block, the file is read again from its start; rows already yielded are left out.
                 if rows.stop > first:
                     yield rows.since(first)
                     first = rows.stop

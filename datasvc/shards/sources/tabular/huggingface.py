@@ -28,7 +28,7 @@ from datasvc.shards.sources.tabular.parquet import EXTENSIONS, ParquetSource, re
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 _DESCRIPTIONS: Final = frozenset({_DICT, _STATE, _INFO, "dataset_infos.json"})
 _HUB_NAME: Final = re.compile(r"([\w.]+)-\d{5,}-of-\d{5,}(?:-[0-9a-f]+)?\.parquet")
-_ROW_GROUPS: Final = "row_groups"
+_ROW_GROUPS: Final = "row_groups"  # only parts of Parquet files have this key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class HuggingFaceSource(TableSource):
         )
         reader_class: type[ArrowSource | ParquetSource] = ArrowSource if saved else ParquetSource
         table = reader_class.of_files(url, [file for _, file in data.values()], ignored, options, features)
-        # The reader derived splits from file names; here the descriptions define them.
+        # `of_files` derived each split from the file name by the general rule; `data` has the split of this layout.
         parts = [replace(part, split=data[part.where["name"]][0]) for part in table.parts]
         return cls(
             url=url,

@@ -129,7 +129,7 @@ def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
             "name": file.name,
             "start": start,
             "stop": stop if stop < file.size_bytes else None,
-            "lines": file.is_compressed,
+            "lines": file.is_compressed,  # whether keys hold line numbers, not byte offsets
         }
         size_bytes = min(length, file.size_bytes - start)
         name = file.name if size_bytes == file.size_bytes else f"{file.name}#{start}"
@@ -138,6 +138,7 @@ def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
 
 
 def _block_position(part: SourcePart, block: LineBlock) -> int:
+    """Return the position of a block's first line; see `_line_positions`."""
     return block.line if part.where["lines"] else block.offset
 
 

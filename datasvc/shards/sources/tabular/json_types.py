@@ -16,12 +16,12 @@ from datasvc.shards.sources.common.columns import bisect_errors
 
 # Arrow's parser recurses once per level while it infers types, and crashes at a few thousand levels.
 _MAX_DEPTH: Final = 64
-_TEXT: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _ARROW_DETAIL: Final = "JSON parse error: "
 
 
 def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch:
-    """Return objects, one per line, as a batch.
+    """Parse objects, one per line, and return them as one batch.
 
     Args:
         content: lines; they may include blank ones.
@@ -47,7 +47,7 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
 
 
 def infer_json_types(content: bytes, name: str) -> pa.Schema:
-    """Return the union of the columns of some lines.
+    """Return the columns that occur in some lines, with their types.
 
     Lines that do not parse are left out: they become bad samples when they are read.
 
@@ -116,6 +116,6 @@ def _depth(line: bytes) -> int:
     if line.count(b"[") + line.count(b"{") <= _MAX_DEPTH:
         return 0
     # Brackets within strings do not nest, so strings are removed first.
-    signs = np.frombuffer(_TEXT.sub(b"", line), np.uint8)
+    signs = np.frombuffer(_STRING.sub(b"", line), np.uint8)
     steps = np.isin(signs, [0x5B, 0x7B]).astype(np.int64) - np.isin(signs, [0x5D, 0x7D])
     return int(np.cumsum(steps).max(initial=0))

@@ -73,7 +73,7 @@ class ParquetSource(TableSource):
         schemas = [(file.name, footer.schema) for file, footer in filled]
         raw = join_schemas(schemas)
         partitions = Partitions([file.name for file, _ in filled])
-        partitions.check_new(raw)
+        partitions.check_no_duplicates(raw)
         raw = pa.schema([*raw, *partitions.schema], metadata=raw.metadata)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
@@ -174,7 +174,7 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
     stop = row + (part.num_samples or 0)
     try:
         for batch in _batches(reader, part):
-            # Rows beyond the footer's count would repeat keys of the next part.
+            # Rows beyond the count in the footer are dropped, because the next part has the same keys.
             counted = batch.slice(0, max(stop - row, 0))
             if counted.num_rows:
                 yield RawBatch(counted, row_keys(name, row, counted.num_rows))
@@ -187,19 +187,19 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
 
 
 def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
-    groups = list(range(*part.where["row_groups"]))
+    group_numbers = list(range(*part.where["row_groups"]))
     with reader.open_seekable(part.where["path"]) as opened:
         metadata = pq.read_metadata(opened)
-        if groups[-1] >= metadata.num_row_groups:
+        if group_numbers[-1] >= metadata.num_row_groups:
             raise ConfigError(f"{part.name} has changed since it was listed; list the source again")
-        listed = [_row_group(metadata.row_group(number)) for number in groups]
-        sample_bytes = sum(group.decoded_bytes for group in listed) / max(1, part.num_samples or 0)
+        groups = [_row_group(metadata.row_group(number)) for number in group_numbers]
+        sample_bytes = sum(group.decoded_bytes for group in groups) / max(1, part.num_samples or 0)
         # Footers count a repeated value once, so decoded samples may be larger: measure a few of them.
         num_probed = min(_PROBED_SAMPLES, _num_samples(sample_bytes))
-        probe = next(_open(opened, metadata).iter_batches(num_probed, groups, use_threads=False))
+        probe = next(_open(opened, metadata).iter_batches(num_probed, group_numbers, use_threads=False))
         sample_bytes = max(sample_bytes, probe.nbytes / max(1, probe.num_rows))
         del probe
-        yield from _open(opened, metadata).iter_batches(_num_samples(sample_bytes), groups, use_threads=False)
+        yield from _open(opened, metadata).iter_batches(_num_samples(sample_bytes), group_numbers, use_threads=False)
 
 
 def _num_samples(sample_bytes: float) -> int:

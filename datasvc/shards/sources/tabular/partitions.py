@@ -18,7 +18,7 @@ Values = Mapping[str, str | None]
 
 
 def partition_of(name: str) -> dict[str, str | None]:
-    """Return the partition columns in the folders of a file name, as values by column."""
+    """Return {column: value} from the folder names in the path `name`."""
     pairs = [folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder]
     return {unquote(column): None if value == _NULL else unquote(value) for column, _, value in pairs if column}
 
@@ -62,7 +62,7 @@ class Partitions:
             batch = batch.append_column(field, pa.array([value] * batch.num_rows, field.type))
         return batch
 
-    def check_new(self, raw: pa.Schema) -> None:
+    def check_no_duplicates(self, raw: pa.Schema) -> None:
         """Raise ConfigError if a partition column is also a column of the files."""
         duplicates = sorted(set(self.schema.names) & set(raw.names))
         if duplicates:
