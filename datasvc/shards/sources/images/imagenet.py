@@ -137,7 +137,7 @@ class _HeaderFile:
         return self._offset
 
     def read(self, length: int) -> bytes:
-        # A store refuses a range that starts at the end of the file.
+        # No range is requested at the end of the file, because a store refuses it.
         length = max(0, min(length, self._file.size_bytes - self._offset))
         content = self._reader.read_range(self._file.path, self._offset, length) if length else b""
         self._offset += len(content)
@@ -192,6 +192,7 @@ def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> d
 
 
 def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
+    """Return an iterator over the members of a tar; it reads only their headers."""
     return TarReader(cast("BinaryIO", _HeaderFile(reader, tar)), reader.location(tar.path))
 
 

@@ -31,7 +31,8 @@ _HOW_TO_LIST: Final = (
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
     """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
-    The synset is the first word of a line. Only the first 1,000 lines, the classes, count; inner nodes follow.
+    The synset is the first word of a line. Only the first 1,000 lines count, which are the classes; inner nodes of
+    the hierarchy follow.
 
     Args:
         folder: path of the folder that holds the tars.
@@ -96,14 +97,14 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
             f"only one of them, such as {differing[0]}; use the list that belongs to this tar"
         )
     index = {synset: label for label, synset in enumerate(classes)}
-    labels = [index[synset] for synset in synsets]
+    by_id = [index[synset] for synset in synsets]
     for number, ilsvrc_id in enumerate(ids, 1):
-        if not 1 <= ilsvrc_id <= len(labels):
+        if not 1 <= ilsvrc_id <= len(by_id):
             raise ConfigError(
-                f"line {number} of the ground truth is the id {ilsvrc_id}, but the synset list has {len(labels)} "
+                f"line {number} of the ground truth is the id {ilsvrc_id}, but the synset list has {len(by_id)} "
                 "lines; use the list that belongs to it"
             )
-    return [labels[ilsvrc_id - 1] for ilsvrc_id in ids]
+    return [by_id[ilsvrc_id - 1] for ilsvrc_id in ids]
 
 
 def _read_text(

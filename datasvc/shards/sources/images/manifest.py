@@ -32,7 +32,7 @@ class ManifestSource(ListedSource):
     """A listed image folder with a manifest.
 
     Attributes:
-        url: URL of the images.
+        url: URL of the folder of the images.
         schema: `key`, `image`, `label` if the manifest has one, and its other columns.
         classes: sorted class names; empty if labels are integers.
         ignored: number of files that are not in the manifest.

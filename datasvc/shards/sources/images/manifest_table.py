@@ -36,7 +36,7 @@ class ManifestTable:
     Attributes:
         table: all columns, with their types in samples.
         location: URL of the manifest for messages.
-        file: column of the files.
+        file: column of the file names.
         key: column of the keys, if any.
         label: column of class names or integers, if any.
         split: column of the splits, if any.
@@ -102,7 +102,7 @@ class ManifestTable:
         return values
 
     def schema(self, labels: Sequence[int | None]) -> pa.Schema:
-        """Return the columns of the samples."""
+        """Return the columns of the samples; the column `label` is nullable if `labels` has None."""
         fields = [pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE)]
         if self.label is not None:
             fields.append(pa.field(LABEL, pa.int32(), nullable=None in labels))
@@ -116,7 +116,7 @@ class ManifestTable:
         """Return the label of each sample (None without one), and the sorted class names.
 
         Raises:
-            ConfigError: labels are neither names nor integers from 0, or mix them.
+            ConfigError: labels are neither class names nor integers from 0, or are both.
         """
         if self.label is None:
             return [None] * self.table.num_rows, ()
@@ -154,7 +154,7 @@ class ManifestTable:
 
 
 def _check_unmixed(names: Sequence[str | None], table: ManifestTable) -> None:
-    """Raise ConfigError if only some labels are integers; in a CSV file they are read as text too."""
+    """Raise ConfigError if only some labels look like integers; a CSV file gives them as text."""
     integers = [index for index, name in enumerate(names) if name is not None and name.lstrip("-").isdecimal()]
     others = [index for index, name in enumerate(names) if name is not None and not name.lstrip("-").isdecimal()]
     if integers and others:

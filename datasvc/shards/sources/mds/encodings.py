@@ -70,7 +70,7 @@ class MdsColumn:
             return [pa.field(self.name, values), pa.field(self.name + SHAPE_SUFFIX, pa.list_(pa.int64()))]
         if self.encoding in _SCALARS:
             return [pa.field(self.name, pa.from_numpy_dtype(np.dtype(_SCALARS[self.encoding])))]
-        return [pa.field(self.name, _simple(self)[0])]
+        return [pa.field(self.name, _type_and_decoder(self)[0])]
 
     def decode(self, content: memoryview) -> dict[str, Any]:
         """Return the values of one sample, by the names of the sample columns that hold this column.
@@ -85,7 +85,7 @@ class MdsColumn:
             if self.encoding in _SCALARS:
                 (value,) = np.frombuffer(content, np.dtype(_SCALARS[self.encoding]).newbyteorder("<"))
                 return {self.name: value.item()}
-            return {self.name: _simple(self)[1](content)}
+            return {self.name: _type_and_decoder(self)[1](content)}
         except ValueError as error:
             raise BadSampleError(f"column {self.name!r} is not a valid {self.encoding}: {error}") from error
 
@@ -100,7 +100,7 @@ class MdsColumn:
             if len(values) != np.prod(shape):
                 raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
             return {self.name: values if len(values) > 1 else values[0]}
-        # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes of each (lower 2 bits).
+        # One byte packs the number of dimensions (upper 6 bits) and log2 of each one's bytes (lower 2 bits).
         packed = _byte(content, offset)
         offset += 1
         stop = offset + ((packed >> 2) << (packed & 3))
@@ -112,7 +112,7 @@ class MdsColumn:
 
 
 def array_type(name: str, settings: str) -> tuple[str | None, tuple[int, ...] | None]:
-    """Return the type and shape of an encoding "ndarray:TYPE:SHAPE"; None for each that it leaves open.
+    """Return the type and shape of an encoding "ndarray:TYPE:SHAPE"; None for what the encoding leaves open.
 
     Raises:
         ConfigError: the type or the shape is invalid.
@@ -137,7 +137,7 @@ def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
     return np.frombuffer(content[offset:], np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
 
 
-def _simple(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
+def _type_and_decoder(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
     if column.encoding == "pkl":
         raise ConfigError(
             f"column {column.name!r} holds pickles, which run code when they are read, so datasvc never reads them; "

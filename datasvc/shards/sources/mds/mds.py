@@ -1,4 +1,4 @@
-"""Source of MosaicML Streaming data sets (MDS, version 2), read without that library; `shard` defines the format."""
+"""Source of MosaicML Streaming data sets (MDS, version 2), read without that library; `mds.shard` has the format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIRST_SAMPLES: Final = 64
 class MdsSource(FileSource):
     """A source of an MDS data set: a folder with an index, or with one folder per split, each with an index.
 
-    Each shard is a part. Without a column that holds it, the key of a sample is `SHARD#ROW`.
+    Each shard is a part. The key of a sample is `SHARD#ROW` unless a column holds the keys.
 
     Attributes:
         columns: columns of the shards, in the order of their values.
@@ -46,7 +46,7 @@ class MdsSource(FileSource):
 
     @property
     def keys_are_places(self) -> bool:
-        """Whether keys are made of shard and row: true unless a column holds them."""
+        """Whether keys are made of shard and row: true unless a column holds the keys."""
         return self.key is None
 
     @classmethod
@@ -84,7 +84,7 @@ class MdsSource(FileSource):
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one shard; see `StreamedSource.read`."""
         reader = FileReader(self.url)
-        # Verified before any sample is read, so that a shard with a wrong hash gives no sample.
+        # Hashes are verified before any sample is read, so that a shard with a wrong hash gives no sample.
         problem = check_hashes(reader, part)
         if problem:
             yield BadSample(part.split, part.name, problem)
@@ -156,14 +156,14 @@ def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[Md
 def _choose_columns(
     columns: tuple[MdsColumn, ...], first: dict[str, Any], key: str | None
 ) -> tuple[pa.Schema, dict[str, str], str | None]:
-    """Return the schema, its names by decoded names, and the decoded name of the key column."""
+    """Return the schema, the schema's name for each decoded name, and the decoded name of the key column."""
     fields = [field for column in columns for field in column.fields(first)]
     names = [field.name for field in fields]
     if len(set(names)) < len(names):
         raise ConfigError(f"two columns would have the same name: {sorted(names)}; rename one of them")
     images = {column.name for column in columns if column.is_image}
     arrays = [
-        # The index declares these columns as images: JPEG magic bytes stand in for their first value.
+        # The index declares which columns are images; `ColumnMap` detects them by these JPEG magic bytes.
         pa.array([b"\xff\xd8\xff" if field.name in images else first[field.name]], field.type)
         for field in fields
     ]

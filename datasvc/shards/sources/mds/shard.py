@@ -1,9 +1,9 @@
 """Read one shard of a MosaicML MDS data set.
 
 A shard consists of the number of samples, the offset of each sample and of the end (uint32, little-endian), a JSON
-description of the columns (not used here), and the samples. A sample is the sizes of its values of variable size,
-then the values. Hashes of `hashlib` (md5, sha1, sha256, ...) are verified before a shard is read; MosaicML's xxhash
-variants (xxh64, ...) are not.
+description of the columns (not used here), and the samples. A sample consists of the sizes of its values of variable
+size, and then of all its values. Hashes of `hashlib` (md5, sha1, sha256, ...) are verified before a shard is read;
+MosaicML's xxhash variants (xxh64, ...) are not verified.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _STEP_BYTES: Final = 4 << 20
 
 
 def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
-    """Return the values of one sample by decoded name.
+    """Return the values of one sample by decoded name: the name of the column, or NAME.shape.
 
     Raises:
         BadSampleError: its sizes do not match its length, or a value does not have the encoding of its column.
     """
-    # Only the sizes of values of variable size are stored, before all values.
+    # A sample stores sizes only for its values of variable size, before all values.
     num_varying = sum(column.size_bytes is None for column in columns)
     start = 4 * num_varying
     if start > len(content):
@@ -53,7 +53,7 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
 
 
 def check_hashes(reader: FileReader, part: SourcePart) -> str:
-    """Return the first mismatch with the hashes in the index; "" if there is none."""
+    """Return a description of the first mismatch with the hashes in the index; "" if there is none."""
     expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
     hashers = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
     if not hashers:
@@ -71,7 +71,7 @@ def check_hashes(reader: FileReader, part: SourcePart) -> str:
 
 
 def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]]:
-    """Yield name and content of each sample of a shard, or the problem with it."""
+    """Yield the name of each sample of a shard, with its content or the error of reading it."""
     path, num_samples, row = part.where["path"], part.num_samples or 0, 0
     with map_exceptions("read", reader.location(path)), _open(reader, path, part.where["compression"]) as stream:
         try:
@@ -82,7 +82,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
             _check_end(stream, part.where["raw_bytes"])
         except (_UnreadableRestError, *DECOMPRESSION_ERRORS) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
-            # One entry stands for all these samples. Its key is the shard if the first sample is one of them.
+            # One entry stands for all these samples. Its key is the shard's name if the first sample is among them.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
 
 
@@ -91,7 +91,7 @@ class _UnreadableRestError(Exception):
 
 
 def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDArray[np.int64]:
-    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`; the stream is at the first one."""
+    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`, and stop at the first sample."""
     # The index and the shard must agree, since the index gives the size of the offset table.
     head = read_up_to(stream, 4)
     stored_samples = int.from_bytes(head, "little")

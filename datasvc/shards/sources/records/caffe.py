@@ -18,6 +18,7 @@ from datasvc.errors import BadSampleError
 from datasvc.shards.sources.common.columns import looks_like_image
 from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_fields, to_signed
 
+# Allowed wire types by field number.
 _WIRE_TYPES: Final = {
     1: (VARINT,), 2: (VARINT,), 3: (VARINT,), 4: (BYTES,), 5: (VARINT,), 6: (FIXED32, BYTES), 7: (VARINT,),
 }  # fmt: skip
@@ -78,7 +79,7 @@ def parse_datum(message: bytes | memoryview) -> Datum:
 
 
 def is_datum(value: bytes | memoryview) -> bool:
-    """Return whether `value` parses as a Datum, and its encoded image, if any, looks like one."""
+    """Return whether `value` parses as a Datum, and its encoded image, if any, looks like an image."""
     try:
         datum = parse_datum(value)
     except BadSampleError:

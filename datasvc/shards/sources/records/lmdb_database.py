@@ -1,7 +1,8 @@
 """Source of LMDB databases on a local disk: Caffe's (each value is a Datum), and plain keys and values.
 
-Datums give `image` and `label`; Datums with floats or with other than 1 or 3 channels give the tensor `data` and
-`label`. Other values give `image` if all of the first ones are images, else `value`. Values are never unpickled.
+A Datum gives the columns `image` and `label`, or, if it holds floats or has other than 1 or 3 channels, the tensor
+`data` and `label`. Other values give the column `image` if the first values are all images, else the column `value`.
+Values are never unpickled.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _VALUE, _DATA = "value", "data"
 _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
 _NAMED_BYTES: Final = 48  # size of the record that the main database keeps for a named one
-# Values that determine the columns.
+# Number of first values that determine the columns.
 _FIRST_VALUES: Final = 8
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14
@@ -66,7 +67,7 @@ class LmdbSource(FileSource):
         parts: list[SourcePart] = []
         for name, path in paths.items():
             split = splits[name]
-            # Two databases of one split may hold the same keys.
+            # Two databases of one split may hold the same keys, so the database's name becomes a prefix of the key.
             prefix = f"{name}/" if num_in_split[split] > 1 else ""
             first_values, database_parts = _list_parts(name, path, split, prefix)
             if not first_values:
@@ -101,7 +102,7 @@ class LmdbSource(FileSource):
 
 
 def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]]:
-    """Yield key and value of the samples of a part. Raise CorruptDataError if the database has fewer."""
+    """Yield key and value of the samples of a part. Raise CorruptDataError if the database has fewer samples."""
     start, num_missing, skip_first = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
     while num_missing:
         problem = "the database has fewer keys than when it was listed"
@@ -145,7 +146,7 @@ def _find(root: str) -> dict[str, str]:
 
 
 def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[bytes], list[SourcePart]]:
-    """Return the first values of a database and its parts, by one pass over its keys; none if it is empty."""
+    """Return the first values of a database and its parts, by one pass over its keys; [] and [] if it is empty."""
     with open_lmdb(path) as env, env.begin(buffers=True) as txn:
         if env.open_db(None, txn=txn).flags(txn)["dupsort"]:  # type: ignore[call-arg]  # missing in its stub
             raise ConfigError(f"{path} has several values of one key (DUPSORT); write each under its own key")
@@ -160,7 +161,7 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
         starts = _scan_keys(env, txn, samples_per_part, num_samples, path)
         first = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
         stamp = f"{os.stat(path).st_mtime_ns}-{env.info()['last_txnid']}"
-    # The first key decides for all: keys that are not UTF-8 are stored in hexadecimal.
+    # The first key decides for all keys: if it is not UTF-8, they become hexadecimal text.
     where = {"path": path, "prefix": prefix, "hex_keys": not _is_text(first[0][0])}
     parts = []
     for number, start in enumerate(starts):

@@ -19,7 +19,7 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
-_MAGIC_OFFSETS: Final = (16, 24)  # after the page header of LMDB 0.9, of 1.0
+_MAGIC_OFFSETS: Final = (16, 24)  # after the page header: of LMDB 0.9, and of LMDB 1.0
 # One opening at a time: py-lmdb refuses to open a file twice in one process.
 _open_once = threading.Lock()
 

@@ -37,7 +37,7 @@ class SequenceExampleError(BadSampleError):
 
 
 def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
-    """Return the features of an Example by name; features without a kind are left out.
+    """Return the features of an Example by name; features whose kind is not set are left out.
 
     Raises:
         SequenceExampleError: the message has feature lists.
@@ -52,7 +52,7 @@ def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
         if number != 1:
             raise BadSampleError(f"not an Example: it has a field {number}")
         for _, entry in _messages(value, "Features"):
-            parts = dict(_messages(entry, "feature"))
+            parts = dict(_messages(entry, "feature"))  # a map entry: 1 is the name, 2 the Feature
             feature = _parse_feature(parts.get(2, memoryview(b"")))
             if feature is not None:
                 features[_name(parts.get(1, memoryview(b"")))] = feature
@@ -66,7 +66,7 @@ class FeatureColumn:
     Attributes:
         column: name in the source's schema; None: the feature is the key.
         kind: type of its values.
-        is_list: whether a sample has several values.
+        is_list: whether a sample may have several values.
         is_text: whether bytes are UTF-8 text.
     """
 
@@ -79,7 +79,8 @@ class FeatureColumn:
         """Return the column's value for one sample; None if the sample lacks the feature.
 
         Raises:
-            BadSampleError: the feature has another kind, or more values, than in the first samples.
+            BadSampleError: the feature has another kind or more values than in the first samples, or is not UTF-8 as
+                they are.
         """
         if feature is None:
             return None
@@ -108,8 +109,8 @@ def choose_columns(
         key: feature that holds the keys; None: one called `key`; without it, the source makes the keys.
 
     Raises:
-        ConfigError: a feature is of two kinds, two would have the same name, or `key` is not a feature of text or
-            integers.
+        ConfigError: a feature is of two kinds, two columns would have the same name, or `key` is not a feature of
+            text or integers.
     """
     names = list(dict.fromkeys(name for example in examples for name in example))
     inferred = {name: _infer(name, [example[name] for example in examples if name in example]) for name in names}
@@ -150,12 +151,13 @@ def _type(column: FeatureColumn) -> pa.DataType:
 
 
 def _usual_name(name: str, names: Sequence[str]) -> str:
+    """Return the name that loaders expect for a feature, or `name` if another feature has that name already."""
     usual = _USUAL_NAMES.get(name, name)
     return name if usual in names else usual
 
 
 def _is_text(value: bytes) -> bool:
-    """Return whether `value` is UTF-8 without NUL bytes: these are valid UTF-8, but a sign of binary data."""
+    """Return whether `value` is UTF-8 without NUL bytes. NUL bytes are valid UTF-8, but a sign of binary data."""
     try:
         return "\0" not in value.decode()
     except UnicodeDecodeError:

@@ -132,7 +132,7 @@ def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> li
 def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
     """Return the first samples of a file, and the problem of the last one that does not parse, if any."""
     examples, problem, size_bytes = [], "", 0
-    # Closed here, since the loop may end before the messages do.
+    # The generator is closed here, because the loop may end before the last message.
     with closing(_read_messages(reader, part)) as messages:
         for name, message in itertools.islice(messages, _FIRST_SAMPLES):
             try:
@@ -150,7 +150,7 @@ def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, F
 
 
 def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str, bytes | BadSampleError], None, None]:
-    """Yield name and content of each message of a file, or the problem with it."""
+    """Yield the name of each message of a file, with its content or the error of reading it."""
     path = part.where["path"]
     with map_exceptions("read", reader.location(path)), _open(reader, path) as stream:
         for row in itertools.count():
@@ -196,7 +196,7 @@ def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
 
 
 def _open(reader: FileReader, path: str) -> BinaryIO:
-    """Open a file; decompress it if it does not start with a length and its checksum."""
+    """Open a file; decompress it if it starts like gzip or zlib, and not with a length and its checksum."""
     stream = reader.open(path)
     if path.lower().endswith(tuple(COMPRESSIONS)):
         return stream  # `open` decompresses it by its name

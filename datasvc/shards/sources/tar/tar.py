@@ -65,7 +65,7 @@ class TarReader:
         self._location = location
         self._position = 0
         self._next_header = 0
-        self._defaults: dict[bytes, bytes] = {}
+        self._global_pax: dict[bytes, bytes] = {}
 
     def __iter__(self) -> Iterator[TarMember]:
         return iter(self._next_member, None)
@@ -77,16 +77,16 @@ class TarReader:
 
     def _next_member(self) -> TarMember | None:
         # Extension headers describe the member that follows them, so they are collected up to its own header.
-        pax, long_name = dict(self._defaults), None
+        pax, long_name = dict(self._global_pax), None
         while (header := self._read_header()) is not None:
             kind = tar_header.kind_of(header)
             size_bytes = self._parsed(tar_header.size_of, header)
             if kind in tar_header.PAX:
                 pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
             elif kind == tar_header.PAX_GLOBAL:
-                self._defaults.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
+                self._global_pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
                 # Values for the next member override global ones.
-                pax = {**self._defaults, **pax}
+                pax = {**self._global_pax, **pax}
             elif kind == tar_header.LONG_NAME:
                 long_name = tar_header.terminated(self._read_extension(size_bytes))
             elif kind == tar_header.LONG_LINK:
@@ -99,11 +99,11 @@ class TarReader:
                 member = self._member(header, name, size_bytes, pax)
                 if member is not None:
                     return member
-                pax, long_name = dict(self._defaults), None  # they described a folder
+                pax, long_name = dict(self._global_pax), None  # they described a folder
         return None
 
     def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:
-        """Return the member, or None for a folder; afterwards the position is at its content."""
+        """Return the member, or None for a folder; the stream is then at the member's content."""
         kind = tar_header.kind_of(header)
         if kind == tar_header.FOLDER or (kind in tar_header.FILE and name.endswith(b"/")):
             return None
@@ -200,7 +200,7 @@ class TarReader:
 
 
 def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
-    """Open the tar at `path`, or in its bytes `start` to `stop`, as a stream that the caller closes.
+    """Open the tar at `path`, or the tar inside it at bytes `start` to `stop`, as a stream that the caller closes.
 
     Its first bytes, not its name, tell how it is compressed, because a name may be "x.tgz" or wrong. Raise as
     `FileReader.open`.

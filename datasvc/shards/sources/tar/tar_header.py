@@ -50,7 +50,7 @@ def size_of(header: bytes) -> int:
     """Return the size of the content: octal digits, or binary if the first bit is set. Raise ValueError."""
     field = header[124:136]
     if field[0] & 0x80:
-        # 0xff starts a negative number; without its sign bit it is out of range.
+        # 0xff starts a negative number, which is refused: without its sign bit it is out of range.
         return _in_range(int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big"))
     return _in_range(_unsigned(field.strip(b" \0") or b"0", 8))
 

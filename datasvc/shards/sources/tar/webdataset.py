@@ -1,8 +1,8 @@
 """Source of WebDataset tars, in which consecutive files with the same key are one sample.
 
 The key of a file is its path up to the first dot of its base name; its field is the rest in lower case: "a/b.seg.png"
-is the field "seg.png" of the sample "a/b". Names without a dot or starting with one, and WebDataset's own `__meta__`
-files, are skipped. Fields become columns by their extensions, see `webdataset_fields`.
+is the field "seg.png" of the sample "a/b". Files whose base name has no dot or starts with a dot are skipped, as are
+WebDataset's own `__meta__` files. Fields become columns by their extensions, see `webdataset_fields`.
 
 A field "key.txt" overrides the key: `datasvc export` writes it for keys that cannot be a path. WebDataset allows the
 same key in several tars; a data set does not, so the ingest reports the second sample.
@@ -179,7 +179,7 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
     samples: list[list[str]] = []
     size_bytes, broken = 0, None
     for number, part in enumerate(parts):
-        # Bounds of samples, bytes and tars, so that listing stays fast; tars without samples are passed over.
+        # These bounds keep the listing fast. `_FIRST_PARTS` does not count until a sample is found.
         if len(samples) >= _FIRST_SAMPLES or size_bytes >= _FIRST_BYTES or (samples and number >= _FIRST_PARTS):
             break
         with open_tar(reader, part.where["path"]) as stream:

@@ -8,7 +8,8 @@
   column has one type.
 - All others are bytes.
 
-The field "key.txt" is the key. A field gets the prefix "source_" if it is called `key` or like one of these columns.
+The field "key.txt" is the key. A field called `key`, `image`, `width`, `height` or `label` gets the prefix "source_"
+if the data set has another column of this name.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
 _SOURCE_PREFIX: Final = "source_"
-_NULLABLE_FROM_ONE_IN: Final = 10  # samples
+_NULLABLE_FROM_ONE_IN: Final = 10  # `image` is nullable if at least one of so many first samples lacks it
 
 
 def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
@@ -73,7 +74,7 @@ def field_value(name: str, content: bytes) -> bytes | str | int:
 
 
 def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> Sequence[str]:
-    """Return the fields that are the column `image`."""
+    """Return the fields that become the column `image`; they may include fields that no sample has yet."""
     extension_only = [name for name in images if "." not in name]
     if not extension_only:
         return images if len(images) == 1 else []

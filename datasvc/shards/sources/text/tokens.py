@@ -1,9 +1,9 @@
 """Source of packed token blocks, made from text by a Hugging Face `tokenizer.json`.
 
-Documents are encoded without truncation, padding or the special tokens of the tokenizer's template. Each is followed
-by the end-of-text token, if the tokenizer has one, and packed (see `token_blocks`). Each part is packed on its own,
-so only the last block of a part has padding. The digest of `tokenizer.json` is part of the schema: it defines the
-meaning of the tokens.
+Documents are encoded without truncation, padding or the special tokens of the tokenizer's template. Each document is
+followed by the end-of-text token, if the tokenizer has one. Each part is packed into blocks on its own (see
+`token_blocks`), so only the last block of a part has padding. The digest of `tokenizer.json` is part of the schema,
+because the tokenizer defines the meaning of the tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TOKENIZER: Final = b"datasvc.tokenizer"
 TOKENS, LENGTH, DOCUMENT_STARTS = "tokens", "length", "document_starts"
 _ENDS_OF_TEXT: Final = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 _PART_BYTES: Final = 64 << 20
-# The tokenizer encodes up to this many characters or documents in one call.
-_BATCH_TEXT: Final = 1 << 20
+# The tokenizer encodes about this many characters, or this many documents, in one call.
+_BATCH_CHARACTERS: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
 # Upper bounds: a document may start at every token; a key is the part's name and a few more characters.
 _START_BYTES: Final = 4
@@ -124,7 +124,7 @@ class TokenSource(FileSource):
         end = end_of_text(tokenizer)
         token_type = self.schema.field(TOKENS).type.value_type
         packer = BlockPacker(self.block_tokens, token_type.to_pandas_dtype(), end or 0)
-        # Blocks per batch, by an upper bound of a block's size.
+        # The number of blocks in a batch follows from an upper bound of a block's size.
         block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
         step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
         number = 0  # of the next block, for its key
@@ -158,7 +158,7 @@ class TokenSource(FileSource):
                     continue
                 documents.append((name, text))
                 size += len(text)
-                if size >= _BATCH_TEXT or len(documents) >= _BATCH_DOCUMENTS:
+                if size >= _BATCH_CHARACTERS or len(documents) >= _BATCH_DOCUMENTS:
                     yield from _encode(tokenizer, end, documents, part.split)
                     documents, size = [], 0
         yield from _encode(tokenizer, end, documents, part.split)
@@ -183,7 +183,7 @@ def load_tokenizer(content: bytes, location: str) -> Tokenizer:
     Raise ConfigError, with the `location` of the file, if it is not a tokenizer or the package `tokenizers` is
     missing.
     """
-    # Worker processes give the parallelism; the tokenizer's own threads can deadlock after a fork.
+    # Worker processes already run in parallel, and the tokenizer's own threads can deadlock after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         from tokenizers import Tokenizer
@@ -214,7 +214,7 @@ def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) 
 
 def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    # `uint16` halves the size, where every token fits.
+    # `uint16` halves the size; it is used if every token fits.
     token = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
     fields = [
         pa.field(KEY, pa.string(), nullable=False),
@@ -241,7 +241,7 @@ def _read_url(url: str) -> bytes:
     return FileReader(url).read(resolve_url(url)[1])
 
 
-# A worker reads many parts with the same tokenizer.
+# Cached, because a worker reads many parts with the same tokenizer.
 @functools.lru_cache(maxsize=1)
 def _tokenizer(url: str, digest: Digest) -> Tokenizer:
     content = _read_url(url)
