@@ -14,7 +14,7 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Counts and size of the files of a unit, or of those that join a split; `about` is what `join` needs of them."""
+    """Counts and size of the files that `write` or `join` wrote; `about` holds what `join` must know of a unit."""
 
     num_samples: int
     num_files: int
@@ -51,7 +51,9 @@ class ExportFormat(ABC):
         """
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the files that join the units of a split; `written` are the results of `write` in their order.
+        """Write the files that describe a split as a whole, such as an index; the default writes none.
+
+        `written` holds the results of `write` for the units of the split, in order.
 
         Raises:
             ConfigError: the format cannot hold the units together.

@@ -69,7 +69,7 @@ def export(
         NotFoundError: the version, the split or a shard does not exist.
         CorruptDataError: a shard is damaged; the destination stays incomplete.
         ConflictError: another process exports into the destination.
-        UnavailableError: a store failed, the disk is full, or a worker was killed; the same call continues.
+        UnavailableError: a store failed, the disk is full, or a worker was killed; repeat the call to continue.
     """
     export_format = choose_format(format)
     if workers < 1:
@@ -103,7 +103,7 @@ def export(
 
 
 def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
-    """Return the units of a split: its shards that have samples, in table order."""
+    """Return the units of a split, in table order: one for each shard that has samples, or one for all of them."""
     # A shard whose samples are all deleted gives no file.
     shards = np.flatnonzero(split.table.samples_per_shard).tolist()
     groups = [tuple(shards)] if export_format.is_one_per_split else [(shard,) for shard in shards]

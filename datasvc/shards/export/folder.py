@@ -41,7 +41,7 @@ _WRITING_THREADS: Final = 16
 
 
 class FolderExport(ExportFormat):
-    """Image files; see the module docstring."""
+    """`SPLIT/CLASS/KEY.jpg` and `SPLIT/metadata.jsonl`; see the module docstring."""
 
     name: ClassVar[str] = "folder"
 
@@ -58,7 +58,7 @@ class FolderExport(ExportFormat):
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
         size_bytes = 0
-        # Plain: the paths of the images hold all other columns, so that no metadata is needed.
+        # Plain: the paths of the images give key and label, and there is no other column, so no metadata is needed.
         is_plain = not _extra_columns(unit.split)
         with ThreadPoolExecutor(_WRITING_THREADS, thread_name_prefix="datasvc-export") as pool:
             for batch in unit.batches():
@@ -66,14 +66,14 @@ class FolderExport(ExportFormat):
                 files = [_file_name(sample, unit.split) for sample in samples]
                 is_plain = is_plain and all(file == sample[KEY] for file, sample in zip(files, samples, strict=True))
                 paths = [f"{split_name}/{file}" for file in files]
-                # Finish a batch before the next: pending writes hold the memory of their batch.
+                # A batch is finished before the next one is read, because pending writes keep their batch in memory.
                 size_bytes += sum(pool.map(destination.put, paths, [sample[IMAGE] for sample in samples]))
                 lines += map(partial(_metadata_line, split=unit.split), samples, files)
         destination.put(unit_path(unit.split.name, unit.number, "jsonl"), b"".join(lines))
         return WrittenFiles(len(lines), len(lines), size_bytes, {"is_plain": is_plain})
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the metadata of the split, unless the files hold everything.
+        """Write the metadata of the split, unless the paths and images hold everything.
 
         Raises:
             ConfigError: two samples have the same file name.
@@ -136,7 +136,7 @@ def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> byt
 def _check_unique(split: Split, num_units: int, destination: Destination) -> None:
     """Raise ConfigError if two samples have the same file name, such as "1" and "1.jpg"."""
     names = _all_names(split, num_units, destination)
-    # Digests and not names, so that a split of many samples fits into memory.
+    # Digests of the names are compared, so that those of a split of many samples fit into memory.
     digests = np.frombuffer(b"".join(blake3(name.encode()).digest(16) for name in names), "V16")
     ordered = np.sort(digests)
     duplicates = ordered[1:][ordered[1:] == ordered[:-1]]

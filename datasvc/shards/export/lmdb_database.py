@@ -1,4 +1,4 @@
-"""Export format of Caffe's LMDB: a database per split, Datum messages under `00000000_KEY`, unchanged images."""
+"""Export format of Caffe's LMDB: one database per split, with a Datum of the unchanged image under `00000000_KEY`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _datum(sample: dict[str, Any]) -> bytes:
 def _open_database(folder: Path, map_bytes: int) -> Iterator[Any]:
     """Open a new database; sync it once when the block ends. Raise UnavailableError."""
     try:
-        # Without a lock file or earlier syncs, since the folder has a temporary name until it is complete.
+        # No lock file and no earlier sync is needed, because the folder has a temporary name until it is complete.
         with lmdb.open(str(folder), map_size=map_bytes, lock=False, sync=False, metasync=False) as database:
             yield database
             database.sync(True)

@@ -1,8 +1,8 @@
 """Export format of MosaicML's MDS: one `.mds` file per shard, and an `index.json` per split that describes them.
 
-A file consists of the number of samples, the offset of each sample and of the end (uint32 throughout, little-endian),
-the description of its columns as JSON, and the samples. A sample is the sizes of its values of variable size, then
-all values, in the order of the column names. The encodings are chosen for each shard from its values.
+A file consists of the number of samples, the offset of each sample and of the end (all uint32, little-endian), the
+description of its columns as JSON, and the samples. A sample consists of the sizes of its values of variable size,
+and then of all its values, in the order of the column names. The encodings are chosen for each shard from its values.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _is_number(data_type: pa.DataType) -> bool:
 
 
 def _has_empty_or_null(array: pa.Array) -> bool:
-    """Return whether a list is empty or holds a null; an MDS array can be neither."""
+    """Return whether a list is empty or holds a null; MDS arrays allow neither."""
     lengths = array.value_lengths()
     return bool(array.flatten().null_count) or bool(len(lengths) and lengths.to_numpy().min() == 0)
 

@@ -1,7 +1,7 @@
 """Derive file names from keys: each key gives a name below the destination, and different keys give different names.
 
 Characters that are special in a file system, a URL or a shell are percent-encoded, byte by byte of their UTF-8. A `%`
-without two hexadecimal digits marks what cannot be encoded: an empty part, or a name that was shortened.
+that no two hexadecimal digits follow marks what cannot be encoded: an empty part, or a name that was shortened.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ _UNSAFE: Final = re.compile(r'[\x00-\x1f\x7f%/\\:*?"<>|]|^\.|[. ]$')
 # File systems allow 255 bytes per name; the rest is left for an extension.
 _MAX_PART_BYTES: Final = 200
 _MAX_PATH_BYTES: Final = 1000
-# Bytes that start a shortened name: readable, and short enough even if each is encoded by three bytes.
+# Number of bytes of a name that its shortened form keeps, so that it stays readable. They fit even if each byte is
+# percent-encoded, by three bytes.
 _KEPT_BYTES: Final = 50
 _MAGIC: Final = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp"}
+# File extensions by the usual extension of their format.
 _SPELLINGS: Final = {
     "jpg": ("jpg", "jpeg", "jpe"),
     "png": ("png",),

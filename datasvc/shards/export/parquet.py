@@ -31,13 +31,13 @@ class ParquetExport(ExportFormat):
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one file. Raise as `ExportFormat.write`."""
         schema = described_schema(unit.split)
-        # A dictionary of encoded images costs time and saves nothing.
+        # Dictionary encoding of images costs time and saves nothing, because they differ.
         dictionary_columns = [field.name for field in schema if not is_blob(field.type)]
         name = f"{safe_part(unit.split.name)}-{unit.number:05d}-of-{unit.num_units:05d}.parquet"
         with destination.writing(name) as file:
             with pq.ParquetWriter(file, schema, compression="zstd", use_dictionary=dictionary_columns) as writer:
                 for batch in unit.batches():
-                    writer.write_batch(batch.cast(schema))  # becomes a row group
+                    writer.write_batch(batch.cast(schema))  # each batch becomes a row group
             size_bytes = file.tell()
         return WrittenFiles(unit.num_samples, 1, size_bytes)
 

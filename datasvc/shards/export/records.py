@@ -26,7 +26,7 @@ _PLAN_FILE: Final = f"{_FOLDER}/plan"  # cannot collide with a unit: units have 
 
 
 def unit_path(split: str, number: int, extension: str = "json") -> str:
-    """Return the path of a unit's record, or, with another extension, of data that its format keeps until the end."""
+    """Return the path of a unit's record, or, with another extension, of data that its format keeps for `join`."""
     return f"{_FOLDER}/{safe_part(split)}-{number:06d}.{extension}"
 
 
@@ -58,7 +58,7 @@ class ExportRecords:
     def record(self, split: str, number: int, written: WrittenFiles) -> None:
         """Record that a unit is written and durable. Raise UnavailableError."""
         path = unit_path(split, number)
-        # The files of the unit are durable before this record declares them complete.
+        # `ExportFormat.write` made the unit's files durable, so this record may declare them complete.
         self._destination.put(path, _encode(asdict(written)))
         self._recorded.add(path.rpartition("/")[2])
 
@@ -96,7 +96,7 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)
-        # Killed between the summary and the removal of the records: the same export ends here.
+        # The export was killed before it removed its records; the same export has only this left to do.
         if _FOLDER in names and {name: summary.get(name) for name in plan} == plan:
             return summary, True
         raise ConfigError(

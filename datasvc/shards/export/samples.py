@@ -1,4 +1,4 @@
-"""Read the samples of an export unit: those of its shards that are not deleted, in shard order."""
+"""Read the samples of an export unit, in shard order and without the deleted ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ExportUnit:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in its shards that are not deleted."""
+        """Number of samples, without the deleted ones."""
         return self._total(self.split.table.samples_per_shard)
 
     @property

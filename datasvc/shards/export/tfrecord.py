@@ -24,7 +24,7 @@ from datasvc.shards.sources.common.protobuf import bytes_field, packed_varints
 from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split
 
-_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # of Feature in TensorFlow's feature.proto
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # field numbers of Feature in TensorFlow's feature.proto
 _SUPPORTED_BY: Final = "parquet, webdataset, mds"
 
 _Encoder = Callable[[Sequence[Any]], bytes]

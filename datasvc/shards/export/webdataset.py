@@ -1,8 +1,8 @@
-"""Export format of WebDataset: one tar per shard, the same bytes each time, the files of a sample in a row.
+"""Export format of WebDataset: one tar per shard, with the files of a sample in a row; each run gives the same bytes.
 
 WebDataset takes the part of a file name before the first dot as the key of the sample. Therefore the extension of an
-image is removed from the key, and other dots are percent-encoded. Where the name differs from the key, the exact key
-follows as `NAME.key.txt`.
+image is removed from the key, and other dots are percent-encoded. If the name differs from the key, the file
+`NAME.key.txt` holds the exact key.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iter
     present = {column: value for column, value in values.items() if value is not None}
     if present:
         yield "json", encode_json(present, sample[KEY])
-    # This file also keeps a sample that has no other file.
+    # A sample without any other file also gets this file, since it would be lost otherwise.
     if name != sample[KEY] or not (num_members or present):
         yield "key.txt", sample[KEY].encode()
 
