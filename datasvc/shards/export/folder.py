@@ -54,7 +54,7 @@ class FolderExport(ExportFormat):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the images of a shard, and their metadata for `join`. Raise as `ExportFormat.write`."""
+        """Write the images of a shard, and their metadata for `join`. For errors, see `ExportFormat.write`."""
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
         size_bytes = 0

@@ -47,7 +47,7 @@ class LmdbExport(ExportFormat):
                 raise refused_column(self.name, column, _SUPPORTED_BY)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the database of a split. Raise as `ExportFormat.write`."""
+        """Write the database of a split. For errors, see `ExportFormat.write`."""
         target = destination.folder / safe_part(unit.split.name)
         table = unit.split.table
         # An upper bound: a sample wastes at most a page and its entry. LMDB allocates only what it uses.

@@ -68,7 +68,7 @@ class MdsExport(ExportFormat):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one file. Raise as `ExportFormat.write`."""
+        """Write one file. For errors, see `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
         batches = list(unit.batches())  # views of the mapped shard
         fields = sorted([schema.field(KEY), *given_columns(schema)], key=lambda field: field.name)
@@ -109,7 +109,7 @@ class MdsExport(ExportFormat):
         )
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the split's `index.json`. Raise as `ExportFormat.join`."""
+        """Write the split's `index.json`. For errors, see `ExportFormat.join`."""
         index = {"version": _VERSION, "shards": [dict(files.about) for files in written]}
         content = json.dumps(index, sort_keys=True).encode()
         return WrittenFiles(0, 1, destination.put(f"{safe_part(split.name)}/index.json", content))

@@ -29,7 +29,7 @@ class ParquetExport(ExportFormat):
                 raise refused_column("parquet", column, "none; export a version without this column")
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one file. Raise as `ExportFormat.write`."""
+        """Write one file. For errors, see `ExportFormat.write`."""
         schema = described_schema(unit.split)
         # Dictionary encoding of images costs time and saves nothing, because they differ.
         dictionary_columns = [field.name for field in schema if not is_blob(field.type)]

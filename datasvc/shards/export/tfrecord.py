@@ -42,7 +42,7 @@ class TfRecordExport(ExportFormat):
                 raise refused_column(self.name, column, _SUPPORTED_BY if is_json(column.type) else "parquet")
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one file. Raise as `ExportFormat.write`."""
+        """Write one file. For errors, see `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
         columns = [schema.field(KEY), *given_columns(schema)]
         size_bytes = 0

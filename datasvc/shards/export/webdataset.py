@@ -42,7 +42,7 @@ class WebDatasetExport(ExportFormat):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write one tar. Raise as `ExportFormat.write`."""
+        """Write one tar. For errors, see `ExportFormat.write`."""
         columns = given_columns(unit.split.table.sample_schema)
         used_names: set[str] = set()
         with destination.writing(f"{safe_part(unit.split.name)}-{unit.number:06d}.tar") as file:

@@ -88,7 +88,7 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
 
 
 def choose_format(url: str, options: SourceOptions) -> str:
-    """Return the format of the files at `url`. Raise as `open_source`."""
+    """Return the format of the files at `url`. For errors, see `open_source`."""
     if options.manifest is not None:
         return "manifest"
     first = expand_braces(url)[0]

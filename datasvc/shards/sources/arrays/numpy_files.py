@@ -83,7 +83,7 @@ class NumpySource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> NumpySource:
-        """List the source from its array headers. Raise as `FileSource.list`."""
+        """List the source from its array headers. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)

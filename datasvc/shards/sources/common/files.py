@@ -132,7 +132,7 @@ class FileReader:
                 return opened.read()
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset`, fewer at the end of the file. Raise as `read`."""
+        """Return `length` bytes from `offset`, fewer at the end of the file. For errors, see `read`."""
         with map_exceptions("read", self.location(path)):
             return bytes(self.file_system.cat_file(path, start=offset, end=offset + length))
 
@@ -166,7 +166,7 @@ class FileReader:
 
     @contextmanager
     def open_seekable(self, path: str) -> Iterator[pa.NativeFile]:
-        """Open a file for random access by Arrow, without decompressing it. Raise as `open`.
+        """Open a file for random access by Arrow, without decompressing it. For errors, see `open`.
 
         For a remote file, blocks are cached and the next one is read ahead.
         """
@@ -302,7 +302,7 @@ def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
 
 
 def _find_local(root: str) -> Iterator[SourceFile]:
-    """Yield every file below a local folder, about ten times faster than fsspec. Raise as `find_files`."""
+    """Yield every file below a local folder, about ten times faster than fsspec. For errors, see `find_files`."""
     real_root = os.path.realpath(root)
     # Folders to list: path, prefix of the names in it, and the real paths of the folder and its parents.
     pending: list[tuple[str, str, tuple[str, ...]]] = [(root, "", (real_root,))]

@@ -78,7 +78,7 @@ class TableSource(FileSource):
 
     @abstractmethod
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-        """Yield the samples of one part with raw columns. Raise as `StreamedSource.read`."""
+        """Yield the samples of one part with raw columns. For errors, see `StreamedSource.read`."""
 
 
 def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:

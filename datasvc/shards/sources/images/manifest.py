@@ -52,7 +52,7 @@ class ManifestSource(ListedSource):
 
         Raises:
             NotFoundError: the folder, the manifest, or files that it lists are missing.
-            ConfigError: the manifest has no column of files; a line does not parse, repeats a file, or lists one
+            ConfigError: the manifest has no column of files; a line does not parse, repeats a file, or lists a file
                 outside the source; labels mix names and integers; or a link leads out of the source.
             UnavailableError: the store does not respond.
         """

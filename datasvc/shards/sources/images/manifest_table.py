@@ -127,7 +127,7 @@ class ManifestTable:
                 if value is not None and not 0 <= value <= _MAX_LABEL:
                     raise ConfigError(
                         f"{self.line(index)} has the label {value}; expected 0 to {_MAX_LABEL}, or an empty value "
-                        "without a class"
+                        "for a sample that has no class"
                     )
             return values, ()
         if not is_text(column.type):

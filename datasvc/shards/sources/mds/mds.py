@@ -51,7 +51,7 @@ class MdsSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> MdsSource:
-        """List the source by its index. Raise as `FileSource.list`.
+        """List the source from its index. For errors, see `FileSource.list`.
 
         NotFoundError also means that a shard of the index is missing; ConfigError, that a column holds pickles or has
         an unknown encoding.

@@ -49,7 +49,7 @@ class LmdbSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> LmdbSource:
-        """List the source by one pass over its keys. Raise as `FileSource.list`.
+        """List the source by one pass over its keys. For errors, see `FileSource.list`.
 
         ConfigError also means that the source is remote, or has named databases or several values of a key.
         """

@@ -28,7 +28,7 @@ def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list
     """Return copies of up to `count` keys and values, from the first key that is not below `start`.
 
     Fewer are returned once the values reach `BATCH_BYTES`. With `skip_first`, the key `start` itself is left out.
-    Raise as `open_lmdb`.
+    For errors, see `open_lmdb`.
     """
     pairs: list[tuple[bytes, bytes]] = []
     size_bytes = 0

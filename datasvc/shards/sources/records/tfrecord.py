@@ -63,7 +63,7 @@ class TfRecordSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> TfRecordSource:
-        """List the source; the first samples of each split determine the columns. Raise as `FileSource.list`."""
+        """List the source; each split's first samples determine the columns. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)

@@ -51,7 +51,7 @@ class ArrowSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ArrowSource:
-        """List the source by the schemas of its files. Raise as `FileSource.list`."""
+        """List the source from the schemas of its files. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS)
         return cls.of_files(url, files, ignored, options)
@@ -65,7 +65,7 @@ class ArrowSource(TableSource):
         options: SourceOptions,
         features: Mapping[str, Any] | None = None,
     ) -> ArrowSource:
-        """Return the source of listed `files`; `ignored` counts the other files by extension. Raise as `list`.
+        """Return the source of listed `files`; `ignored` counts the other files by extension. For errors, see `list`.
 
         `features` are Hugging Face features by column; None: taken from the files.
         """
@@ -87,7 +87,7 @@ class ArrowSource(TableSource):
 
 
 def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of an Arrow file. Raise as `StreamedSource.read`."""
+    """Yield the raw samples of an Arrow file. For errors, see `StreamedSource.read`."""
     name, row = part.where["name"], 0
     try:
         with _open_batches(reader, part.where["path"]) as (batches, release_pages):

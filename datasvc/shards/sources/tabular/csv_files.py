@@ -64,7 +64,7 @@ class CsvSource(TableSource):
     def list(cls, url: str, options: SourceOptions | None = None, *, texts: Sequence[str] = ()) -> CsvSource:
         """List the source: read every header, and the first block of each file until one has a row.
 
-        Columns named in `texts` hold text even if all their values look like numbers. Raise as
+        Columns named in `texts` hold text even if all their values look like numbers. For errors, see
         `FileSource.list`.
         """
         options = options or SourceOptions()

@@ -39,7 +39,7 @@ class HuggingFaceSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> HuggingFaceSource:
-        """List the source by its descriptions, or by the names of its Parquet files. Raise as `FileSource.list`."""
+        """List the source from its descriptions or its Parquet files' names. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         files = {file.name: file for file in list_files(url)}

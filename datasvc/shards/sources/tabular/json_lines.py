@@ -50,7 +50,7 @@ class JsonLinesSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> JsonLinesSource:
-        """List the source by the first lines of each split. Raise as `FileSource.list`."""
+        """List the source from the first lines of each split. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS, compressed=True)
         reader = FileReader(url)

@@ -50,7 +50,7 @@ class ParquetSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ParquetSource:
-        """List the source by the footers of its files. Raise as `FileSource.list`."""
+        """List the source from the footers of its files. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         files, ignored = list_tables(url, EXTENSIONS)
         return cls.of_files(url, files, ignored, options)
@@ -169,7 +169,7 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
 
 
 def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of a part from `plan_parts`. Raise as `StreamedSource.read`."""
+    """Yield the raw samples of a part from `plan_parts`. For errors, see `StreamedSource.read`."""
     name, row = part.where["name"], part.where["row"]
     stop = row + (part.num_samples or 0)
     try:

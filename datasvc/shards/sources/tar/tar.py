@@ -202,7 +202,7 @@ class TarReader:
 def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
     """Open the tar at `path`, or the tar inside it at bytes `start` to `stop`, as a stream that the caller closes.
 
-    Its first bytes, not its name, tell how it is compressed, because a name may be "x.tgz" or wrong. Raise as
+    Its first bytes, not its name, tell how it is compressed, because a name may be "x.tgz" or wrong. For errors, see
     `FileReader.open`.
     """
     stream = reader.open(path, start=start, stop=stop)

@@ -47,7 +47,7 @@ class WebDatasetSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> WebDatasetSource:
-        """List the tars; the first samples of each split determine the columns. Raise as `FileSource.list`.
+        """List the tars; the first samples of each split determine the columns. For errors, see `FileSource.list`.
 
         CorruptDataError is raised only if a split has no readable sample; `read` reports other damaged tars.
         """

@@ -71,7 +71,7 @@ class TokenSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> TokenSource:
-        """List the source, and load the tokenizer. Raise as `FileSource.list`.
+        """List the source, and load the tokenizer. For errors, see `FileSource.list`.
 
         NotFoundError also means that there is no tokenizer; ConfigError, that none is set or that it is not valid.
         """
