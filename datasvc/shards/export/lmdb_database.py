@@ -56,7 +56,7 @@ class LmdbExport(ExportFormat):
         with _replacing_folder(target) as folder, _open_database(folder, map_bytes) as database:
             samples = enumerate(unit.samples())
             has_more = True
-            # Several transactions, since LMDB keeps the pages of an open one in memory.
+            # There are several transactions, because LMDB keeps the pages of an open transaction in memory.
             while has_more:
                 with database.begin(write=True) as transaction:
                     has_more = _fill(transaction, samples, digits)

@@ -45,7 +45,7 @@ class ExportRecords:
         self.summary = summary
         self._destination = destination
         self._plan = plan
-        # Listed once: one request in place of one per unit.
+        # The folder is listed once, which replaces one request for each unit.
         self._recorded = set(destination.storage.list(_FOLDER))
 
     def written(self, split: str, number: int) -> WrittenFiles | None:

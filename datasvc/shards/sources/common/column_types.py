@@ -26,7 +26,7 @@ _BINARY: Final = (
 def sample_type(raw: pa.DataType) -> pa.DataType:
     """Return the type in samples of a column whose raw type is `raw`."""
     raw = _decoded(raw)
-    # All bytes at the top level get one type, because readers return its values as zero-copy views.
+    # All columns of bytes get one type, because readers return the values of this type as zero-copy views.
     if is_binary(raw) or is_file(raw):
         return pa.large_binary()
     if pa.types.is_list_view(raw) or pa.types.is_large_list_view(raw):

@@ -285,7 +285,7 @@ def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images
 
 
 def _holds_images(column: pa.Array | pa.ChunkedArray) -> bool:
-    # Only the first value is inspected: the type of a column is fixed before the rest is read.
+    # Only the first value is inspected, because the type of a column is fixed before the other values are read.
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
         for value in decode_column(chunk):

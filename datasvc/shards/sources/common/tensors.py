@@ -15,7 +15,7 @@ from datasvc.errors import ConfigError
 
 # Key in the field's metadata; its value is the shape of one sample's tensor as JSON.
 SHAPE: Final = b"datasvc.shape"
-MAX_SAMPLE_BYTES: Final = 256 << 20
+MAX_SAMPLE_BYTES: Final = 256 << 20  # a larger sample is refused
 
 
 def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Field:

@@ -51,7 +51,8 @@ class ImageNetSource(FileSource):
     def list(cls, url: str, options: SourceOptions | None = None) -> ImageNetSource:
         """List the headers of the training tar and the labels of the validation images.
 
-        For errors, see `FileSource.list`. ConfigError also means that ground truth, synsets and training tar contradict each other.
+        For errors, see `FileSource.list`. ConfigError also means that ground truth, synsets and training tar
+        contradict each other.
         """
         options = options or SourceOptions()
         reader = FileReader(url)

@@ -93,7 +93,7 @@ def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadS
         with _open_batches(reader, part.where["path"]) as (batches, release_pages):
             mapped_bytes = 0
             for batch in batches:
-                batch.validate()  # a damaged batch fails here, not in a slice of it
+                batch.validate()  # a damaged batch fails here as a whole, not later in one of its slices
                 for piece in split_by_size(batch):
                     yield RawBatch(piece, row_keys(name, row, piece.num_rows))
                     row += piece.num_rows

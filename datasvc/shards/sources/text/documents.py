@@ -64,7 +64,7 @@ def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list
 
 
 def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
-    """Raise ConfigError if the first line is an object without `column`; other faults are found on reading."""
+    """Raise ConfigError if the first line is an object without `column`; `read_documents` finds other faults."""
     with map_exceptions("read", reader.location(piece.path)):
         _, line = next(_read_lines(reader, piece), ("", b""))
     try:
