@@ -1,4 +1,4 @@
-"""Plan of the gradient buckets: which gradients are sent together; equal on all ranks and in all runs of a model."""
+"""Plans which gradients are sent together, as a bucket. All ranks and all runs of a model get the same plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan_groups(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[list[int]]:
-    """Make each group of parameters a bucket, or one bucket per kind, and group the other parameters by size.
+    """Make each group of parameters a bucket (one bucket per kind), and group the other parameters by size.
 
     See `plan_buckets` for the result and the other arguments. `groups` has positions of parameters, each in at most
     one group. The buckets of the groups come first, in their order; `bucket_bytes` does not limit them.

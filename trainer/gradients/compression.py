@@ -12,7 +12,7 @@ from datasvc.trainer.gradients.top_k import TopK
 
 
 class Compressor:
-    """Base class of compressors, also of custom ones. Its own methods do not change tensors."""
+    """Base class of all compressors, including a user's own. The methods of this class return tensors unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

@@ -16,7 +16,7 @@ from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 
 Memory = dict[int, dict[str, Any]]
-"""The memory of a compression on one rank: for each position of a parameter, tensors and numbers by name."""
+"""The memory of a compression on one rank: by position of the parameter, then tensors and numbers by name."""
 
 RESIDUAL = "residual"
 """Name of the unsent part of the gradients in a memory; it has the shape of the parameter."""
@@ -43,11 +43,11 @@ class CompressionWithMemory(ABC):
         """Return a bucket that sends compressed gradients and stores its state in `memory`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - as `Compressor`
-        """Reject the use without a memory. Raises ValueError: always."""
+        """Reject a call as a plain `Compressor`, which has no memory. Raises ValueError: always."""
         raise ValueError(f"{self} stores the unsent part of gradients, so only DistributedOptimizer can use it")
 
     def check(self, op: ReduceOp) -> None:
-        """Check the reduction: error feedback needs a linear one.
+        """Check the reduction: it must be linear, because error feedback adds parts of a gradient in different steps.
 
         Raises:
             ValueError: `op` is neither Average nor Sum.

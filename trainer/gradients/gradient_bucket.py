@@ -80,14 +80,14 @@ class Bucket(ABC):
 
     def launch(self) -> None:
         """Send the bucket, with zeros for missing gradients."""
-        # This rank did not use these parameters in the step, but the other ranks expect the whole bucket.
+        # This rank did not use the remaining parameters in the step, but the other ranks expect the whole bucket.
         for position in self.parameters.keys() - self._filled:
             self._take(position)
         self.is_launched = True
         self._handle = self._send()
 
     def send_second(self) -> None:  # noqa: B027 - most buckets have one message
-        """Send the second message of a bucket that has one; called before `collect`."""
+        """Send the second message, if this kind of bucket has two; called before `collect`."""
 
     @abstractmethod
     def collect(self) -> None:
@@ -179,8 +179,8 @@ class DenseBucket(Bucket):
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if fits(gradient, view):
-            # Assigned at once, so that the backward pass can reuse the gradient's memory for the next gradient:
-            # allocating new memory takes longer than the copy.
+            # Assigned at once, which frees the gradient's own memory for the next gradient of the backward pass.
+            # Allocating new memory would take longer than the copy.
             parameter.grad = view
 
     def _send(self) -> Handle:
@@ -230,5 +230,5 @@ def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
 
 
 def fits(gradient: Tensor, view: Tensor) -> bool:
-    """Return whether the view can replace the gradient without a visible change of dtype or strides."""
+    """Return whether the view can replace the gradient: both have the same dtype and strides."""
     return gradient.dtype == view.dtype and gradient.stride() == view.stride()

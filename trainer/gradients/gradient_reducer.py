@@ -43,7 +43,7 @@ class Exchange:
         groups: positions of parameters whose gradients are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back.
         memory: memory of the compression on this rank.
-        sparse: positions of parameters with sparse gradients.
+        sparse: positions of parameters known to have sparse gradients; positions are added when one occurs.
     """
 
     reduction: GradientReduction
@@ -81,7 +81,7 @@ class GradientReducer:
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
         trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
-        # A parameter whose gradient was sparse before gets a bucket of its own, unless it is sent as a dense tensor.
+        # A parameter that had a sparse gradient before gets its own bucket, unless it is sent as a dense tensor.
         gathered = frozenset() if exchange.sparse_as_dense else exchange.sparse
         self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
@@ -143,7 +143,7 @@ class GradientReducer:
             self._bucket_of[position].add(position)
 
     def _hook(self, position: int) -> RemovableHandle:
-        # A weak reference: after the model is wrapped again, the hooks of a deleted optimizer must have no effect.
+        # A weak reference, so that the hooks do nothing once the user has deleted the optimizer to wrap it again.
         reducer = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
@@ -165,7 +165,7 @@ class GradientReducer:
                 bucket.launch()
 
     def _settle_layout(self, position: int) -> None:
-        """Convert a sparse gradient to a dense one, or move its parameter from its bucket to one of its own."""
+        """If the gradient is sparse, convert it to a dense one, or move its parameter to a bucket of its own."""
         parameter = self._parameters[position]
         if parameter.grad is None or parameter.grad.layout is torch.strided:
             return
@@ -181,7 +181,7 @@ class GradientReducer:
             return
         for position in self._exchange.sparse & self._bucket_of.keys():
             parameter = self._parameters[position]
-            # One sparse dimension, independent of the local gradient, so that all ranks have the same elements.
+            # Always one sparse dimension, whatever the local gradient had, so that all ranks store the same elements.
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 

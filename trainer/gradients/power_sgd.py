@@ -1,7 +1,7 @@
 """PowerSGD: gradients as products of two thin matrices, from one step of a power iteration (Vogels et al. 2019).
 
-The algorithm is that of torch's DDP hook, with its helper functions and the allreduce of this trainer. The shapes of
-the matrices and the choice of compressed parameters are the same; parameters of one dimension are sent uncompressed.
+The algorithm is that of torch's DDP hook; it uses the hook's helper functions, but the allreduce of this trainer. The
+matrix shapes and the compressed parameters are those of the hook; parameters of one dimension are not compressed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class PowerSGD(CompressionWithMemory):
 
     Args:
         rank: number of columns of the two matrices.
-        start_iteration: number of first steps without compression, while gradients change fast.
-        min_compression_rate: minimum compression ratio of a parameter that is compressed.
+        start_iteration: number of initial steps without compression, because gradients change fast in these steps.
+        min_compression_rate: smallest compression ratio at which a parameter is compressed.
         seed: seed of the first basis.
 
     Raises:
@@ -137,7 +137,7 @@ class _PowerSGDBucket(Bucket):
         return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:
-        # In the order of the bucket, because gradients may become complete in another order on each rank.
+        # Put both in the order of the bucket, because gradients may become complete in another order on each rank.
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
         self._uncompressed = {i: self._uncompressed[i] for i in self.parameters if i in self._uncompressed}
         lefts = [factors.left for factors in self._factors.values()]
@@ -164,7 +164,7 @@ class _PowerSGDBucket(Bucket):
         return _Factors(matrix, matrix @ right, right)
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
-        """Return the basis of the last step; a random one in the first step, or if the last one is zero."""
+        """Return the basis of the last step, or a random basis if there is none or it is zero."""
         # The random basis is equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
@@ -178,7 +178,7 @@ class _PowerSGDBucket(Bucket):
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right
-        # With Sum, the approximation is that of all ranks together; each rank counts an equal part of it as sent.
+        # With Sum, the approximation is the sum over all ranks; each rank counts an equal share of it as sent.
         is_sum = self.reduction.op is ReduceOp.SUM
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)

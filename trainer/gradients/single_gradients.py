@@ -30,8 +30,8 @@ class SparseGradient(Bucket):
         (parameter,) = self.parameters.values()
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
-            # A missing gradient is sent as an empty sparse tensor. The model did not compute a dense gradient; it is
-            # the zeros that `broadcast_optimizer_state` adds.
+            # A missing gradient is sent as an empty sparse tensor. A dense gradient was not computed by the model: it
+            # is the zeros that `broadcast_optimizer_state` adds.
             gradient = empty_sparse_like(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 

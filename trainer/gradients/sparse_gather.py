@@ -17,7 +17,7 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
     # Coalesced, so that an index that occurs twice on this rank is sent once.
     compact = tensor.detach().coalesce()
     return submit_allgather(
-        # Transposed, because an allgather concatenates along the first dimension: it must count the values.
+        # Transposed to [values, dimensions], because an allgather concatenates along the first dimension.
         [compact.indices().t().contiguous(), compact.values()],
         name=name,
         is_grouped=True,

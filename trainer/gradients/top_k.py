@@ -25,7 +25,8 @@ class TopK(CompressionWithMemory):
     """Compression that sends the largest absolute values of each parameter, with their indices, in each step.
 
     Traffic grows with the number of ranks: each rank receives a fraction `ratio * size()` of the values, with 4 bytes
-    of index for each. It does not work with ranks that have joined, because values are gathered.
+    of index for each. It fails if a rank has joined, because joined ranks take part in allreduces only, and not in
+    the allgather that this compression uses.
 
     Args:
         ratio: fraction of the values of a parameter to send; at least one value is sent.
@@ -48,7 +49,7 @@ class TopK(CompressionWithMemory):
 
 
 def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
-    """Take the values of largest magnitude out of a contiguous tensor, and set their places in it to zero.
+    """Return the values of largest magnitude of a contiguous tensor, and set them to zero in the tensor.
 
     Returns:
         Values, and their indices in the flattened tensor: int64[max(1, ceil(ratio * numel))]; both empty for an empty
@@ -80,8 +81,8 @@ class _TopKBucket(Bucket):
         parameters = self.parameters.values()
         sample = next(iter(parameters))
         flat = torch.zeros(sum(p.numel() for p in parameters), dtype=sample.dtype, device=sample.device)
-        # Added rank by rank: no index occurs twice within a rank, so the order of additions is fixed, and all ranks
-        # get the same bits.
+        # Values are added rank by rank. No index occurs twice within a rank, so the order of additions is fixed, and
+        # all ranks get the same bits.
         for rank_values, rank_indices in zip(torch.split(values, rows), torch.split(indices, rows), strict=True):
             flat.index_add_(0, rank_indices, rank_values)
         if self.reduction.op is ReduceOp.AVERAGE:

@@ -6,11 +6,11 @@ operation once under the same name; operations of different names may be submitt
 Args:
     name: name that identifies the operation on all ranks. Calls without a name are numbered per process set, so they
         must be made in the same order on its ranks.
-    process_set: ranks that take part, by default all. A root rank is a global rank, also in a smaller set.
+    process_set: ranks that take part, by default all. A root rank is always a global rank, not a rank in the set.
 
 Raises:
     ValueError: the trainer is not initialized; the name is still in flight on this rank; this rank is not in the
-        process set; an argument is invalid whatever the other ranks submit.
+        process set; an argument is invalid by itself, that is, without regard to the other ranks.
     HorovodInternalError: ranks disagree on shape, dtype, reduction, root, factors or device, or a rank is lost.
         Raised by the synchronous operations and by `synchronize`.
 """

@@ -16,7 +16,7 @@ from datasvc.trainer.ops import autograd
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Concatenate the tensors of the ranks in rank order, into a new tensor.
 
-    Differentiable: the gradient is averaged over the ranks, and each rank gets the part that belongs to its rows.
+    Differentiable: the gradient is averaged over the ranks, and each rank gets the part for the rows that it sent.
 
     Args:
         tensor: tensor with at least one dimension; only the first dimension may differ between ranks.

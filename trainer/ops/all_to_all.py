@@ -52,7 +52,7 @@ def alltoall_async(
     """Start an `alltoall`; do not change the tensor before `synchronize`. Not differentiable."""
     handle = submit_alltoall(tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set)
     if splits is not None:
-        # `synchronize` adds the received splits, because they are not known yet.
+        # The received splits are known only after the operation, so `synchronize` adds them to the result.
         handle.present = lambda result: _with_splits(result, handle.received_splits, splits)
     return handle
 

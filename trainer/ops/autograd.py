@@ -100,8 +100,8 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
         handle = submit_allreduce(tensors, outputs, name=name, **vars(reduction))
-        # If the user gave no name, a numbered one was generated. The backward pass derives its name from it, so that
-        # this name is equal on all ranks too.
+        # The backward pass derives its name from the name of the forward pass, which is equal on all ranks even if
+        # it was generated.
         ctx.arguments = (f"{handle.name}.gradient", reduction)
         handle.wait()
         return tuple(outputs)
@@ -112,7 +112,7 @@ class _Allreduce(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Reducescatter; the gradients of the rows are gathered, and scaled as the values were."""
+    """Reducescatter; the backward pass gathers the gradients of the rows, and scales them like the values."""
 
     @staticmethod
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Broadcast: every rank gets the tensor of the root."""
+"""Broadcast: every rank gets the tensor of one rank, the root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reducescatter: every rank gets its rows of the reduction over all ranks."""
+"""Reducescatter: the tensors of all ranks are reduced, and every rank gets its share of the rows."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def sparse_allreduce_async(
     """
     if not tensor.is_sparse:
         raise ValueError(f"'{name}': sparse_allreduce_async needs a sparse COO tensor, not {tensor.layout}")
-    # Gathered values are added; the other reductions would need the zeros too.
+    # Only the stored values are gathered and added; the other reductions would need the zeros too.
     if op not in (Average, Sum):
         raise ValueError(f"'{name}': sparse_allreduce_async supports Average and Sum, not {op.value}")
     reduction = GradientReduction(op=op, process_set=process_set)

@@ -1,4 +1,4 @@
-"""Waiting: for an asynchronous operation, at a barrier, or for the ranks that have more data (`join`)."""
+"""Functions that wait: for an asynchronous operation, at a barrier, or for the ranks that have more data (`join`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datasvc.trainer.job.submit import restart_names, submit_barrier, submit_joi
 
 
 def poll(handle: Handle) -> bool:
-    """Return whether an operation has finished, so that `synchronize` does not block."""
+    """Return whether an operation has finished; if so, `synchronize` does not block."""
     return handle.is_finished()
 
 
@@ -30,8 +30,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's signature
     """Wait until all ranks have joined; a rank joins when it has no more data.
 
     Until then, this rank takes part in the allreduces of the others with neutral values: zeros, or the neutral
-    element of Min, Max and Product. An Average still divides by the number of all ranks. Other operations fail on the
-    ranks that call them. Afterwards the numbering of unnamed operations restarts on all ranks.
+    element of Min, Max and Product. An Average still divides by the number of all ranks. Operations other than
+    allreduce fail on the ranks that call them. Afterwards the numbering of unnamed operations restarts on all ranks.
 
     Args:
         device: ignored; the neutral values are created on the device of the other ranks' tensors.
