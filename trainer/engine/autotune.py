@@ -46,7 +46,7 @@ class Autotuner:
 
     @property
     def tuning(self) -> Tuning:
-        """The values to use now: the candidate under trial, or the best one at the end."""
+        """The values to use now: those under trial, or after the search the best ones."""
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
@@ -57,7 +57,7 @@ class Autotuner:
             self._since_s = now_s
             return False
         if not (num_bytes or self._num_bytes):
-            # A pause before the first bytes of a sample, such as an evaluation, must not lower its throughput.
+            # Start the sample again: a pause before its first bytes, such as an evaluation, must not count.
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes
@@ -67,8 +67,8 @@ class Autotuner:
         self._num_bytes, self._since_s = 0, now_s
         if len(self._samples) < _NUM_WARMUPS + _NUM_SAMPLES:
             return False
-        # The first sample is left out: some of its operations ran with the previous values. The median ignores a
-        # pause within a sample.
+        # The first sample is left out, because some of its operations ran with the previous values. Of the others the
+        # median is used, so that one sample with a pause has no effect.
         self._score(median(self._samples[_NUM_WARMUPS:]))
         self._samples = []
         return True

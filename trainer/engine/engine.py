@@ -33,7 +33,7 @@ from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
-# Maximum pause of an idle rank between two exchanges, in cycles. The second one holds if no operation can run before
+# Maximum pauses of an idle rank between two exchanges, in cycles: in general, and while no operation can run before
 # this rank submits one.
 _MAX_IDLE_CYCLES = 5.0
 _MAX_UNNEEDED_CYCLES = 50.0
@@ -108,7 +108,7 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
-            # Remembered for a later join, when this rank has no tensor that shows the device.
+            # Stored for a later join: then this rank submits no tensors from which the device could be read.
             if submission.inputs and submission.inputs[0].is_cuda:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
@@ -133,8 +133,8 @@ class Engine:
         try:
             reason = self._serve()
         except Exception as cause:
-            # Only the text is kept: a traceback would keep the groups alive, and with them the connections. The other
-            # ranks detect the failure when these connections close.
+            # Keep only the text, because a traceback would keep the groups and their connections alive. The other
+            # ranks detect the failure only when these connections close.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
         # `drain` returns, because every collective in flight ends: all ranks have begun it, and the connections of a
@@ -150,7 +150,7 @@ class Engine:
     def _serve(self) -> str:
         while True:
             messages = self._cycle()
-            # A failure is the better reason: other ranks that leave in the same cycle may leave because of it.
+            # Failures come first, because ranks that leave in the same cycle may leave because of the failure.
             failures = [message.failure for message in messages if message.failure]
             if failures:
                 return failures[0]
@@ -180,7 +180,7 @@ class Engine:
             self._settle(outcomes)
         tuning = messages[0].tuning
         if tuning is not None:
-            # All ranks adopt it in the same cycle: different fusion sizes would plan different buffers.
+            # All ranks adopt the values in the same cycle, because different fusion sizes lead to different buffers.
             self._cycle_time_s = tuning.cycle_time_s
             self._executor.set_fusion(tuning.fusion_bytes)
         self._watch_stalls()
@@ -238,7 +238,7 @@ class Engine:
 
     def _watch_stalls(self) -> None:
         warnings, failure = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
-        # One rank is enough: all ranks have the same state of the negotiation.
+        # One rank warns for all, because all ranks have the same state of the negotiation.
         if self._transport.rank == 0:
             for warning in warnings:
                 logger.warning("%s", warning)

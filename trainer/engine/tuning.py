@@ -33,7 +33,7 @@ class Tuner:
         return self._autotuner.tuning
 
     def observe(self, requests: Sequence[Request]) -> None:
-        """Record operations that have begun."""
+        """Record the bytes of operations that have begun."""
         num_bytes = sum(
             prod(shape) * wire_dtype(dtype).itemsize
             for request in requests
@@ -57,7 +57,7 @@ class Tuner:
             for trial in self._autotuner.trials
         ]
         try:
-            # Renamed after writing, so that readers never see a partial file.
+            # Written under another name and then renamed, so that readers never see a partial file.
             temporary = self._log.with_name(f".{self._log.name}.new")
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
             temporary.replace(self._log)

@@ -31,8 +31,8 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     subclass: Any = type(base.__name__, (methods, base), {})
     # Do not call the constructor, because it would create new state and parameter groups.
     wrapped = subclass.__new__(subclass)
-    # A learning-rate scheduler stores a bound step() in the optimizer's __dict__; if copied, that step() would hide
-    # ours.
+    # Do not copy "step": a learning-rate scheduler stores a bound step() in the optimizer's __dict__, which would
+    # hide the step() of `methods`.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return wrapped
 
@@ -92,7 +92,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, then replace its change of the parameters by the combined change of all ranks."""
-        # Listed in each step, because parameters may be frozen or added between steps.
+        # List the parameters in each step, because some may be frozen or added between steps.
         parameters = [parameter for parameter in parameters_of(self) if parameter.requires_grad]
         before = [parameter.detach().clone() for parameter in parameters]
         loss = super().step(closure) if closure is not None else super().step()

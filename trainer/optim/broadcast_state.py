@@ -100,7 +100,7 @@ def broadcast_optimizer_state(
     Args:
         optimizer: plain or distributed optimizer, over the same parameters in the same order on every rank.
         root_rank: global rank to copy from.
-        model: model whose sparse embeddings get no gradient of zeros, because it would be dense.
+        model: model whose sparse embeddings get no gradient of zeros, because that gradient would be dense.
 
     Raises:
         ValueError: `optimizer` is LBFGS, whose state is not kept per parameter.
@@ -183,7 +183,7 @@ def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: l
         if state:
             optimizer.state[parameter] = state
         else:
-            # Optimizers initialize absent state; some would mistake an empty entry for initialized state.
+            # Delete the entry, because some optimizers would mistake an empty entry for initialized state.
             optimizer.state.pop(parameter, None)
     for group, options in zip(optimizer.param_groups, values[len(parameters) :], strict=True):
         group.update(options)

@@ -94,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """The methods that the subclass adds; with one rank, or outside the process set, they do not communicate."""
+    """The methods that `wrap_optimizer` adds. With one rank, or outside the process set, they do not communicate."""
 
     def set_up(self, names: dict[Tensor, str], exchange: Exchange, passes_per_step: int) -> None:
         """Initialize the added attributes."""
@@ -159,7 +159,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the combined gradients and make a step; with a closure, combine them after each call of it."""
+        """Wait for the combined gradients, then make a step. After each call of a closure, combine them again."""
         # A closure computes the gradients inside of `step`, possibly several times, as for LBFGS.
         if closure is not None and self._reducer is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))

@@ -47,7 +47,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # The name has no count of calls, because that would differ between ranks after epochs of different lengths.
+        # The name contains no count of calls, because the counts would differ after epochs of different lengths.
         self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -92,7 +92,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
             process_set=process_set,
         )
         converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
-        # Share the tables of the module itself, so that entries that are None or not persistent stay so.
+        # Share the dicts themselves, so that entries that are None, or buffers that are not persistent, stay so.
         converted._parameters, converted._buffers = module._parameters, module._buffers  # noqa: SLF001
         converted.training = module.training
         return converted

@@ -1,4 +1,4 @@
-"""Numbers of optimizers and modules, for the names of their operations, which must be equal on all ranks.
+"""Numbers optimizers and modules, because the names of their operations must be equal on all ranks.
 
 The numbers count creations, not live objects: garbage collection happens at different times on different ranks. In an
 elastic job, ranks that join later have created fewer objects, so all ranks raise their counts to the maximum whenever

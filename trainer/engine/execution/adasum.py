@@ -20,7 +20,7 @@ def combine_over_tree(
     Args:
         parts: flat tensors.
         flat: flat tensor that is exchanged.
-        place: number of this rank's place, from 0; a place is a rank, or a node.
+        place: number of this rank's place, from 0. A place is one rank, or one node whose ranks are averaged before.
         num_places: number of places, a power of two.
         swap: function that sends a tensor to a place and returns the received tensor.
     """

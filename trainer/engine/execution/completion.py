@@ -1,4 +1,4 @@
-"""Completion of collectives in flight, in the order in which they began, in a separate thread.
+"""Completes collectives in flight in a separate thread, in the order in which they began.
 
 Meanwhile the engine's own thread negotiates and packs the next operations.
 """
@@ -39,7 +39,7 @@ class Completions:
         Args:
             work: collective that has begun.
             after: completion function, called with the work; an exception in it ends the job.
-            is_short: whether to complete it in the calling thread if the queue is empty; faster for short work.
+            is_short: whether to complete the work in the calling thread if the queue is empty; faster for short work.
         """
         if is_short and not self._pending:
             after(work)
@@ -66,8 +66,8 @@ class Completions:
             while self._complete_next():
                 pass
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine reports the error to waiting threads
-            # Only the text is kept: a traceback refers to the work, and the work to its connections. They must be
-            # closed, because this tells the other ranks about the failure.
+            # Keep only the text, because a traceback refers to the work, and the work to its connections. These must
+            # close, because the other ranks detect the failure by that.
             self._on_error(str(error))
             with self._changed:
                 self._is_broken = True
@@ -80,7 +80,7 @@ class Completions:
             self._changed.wait_for(lambda: self._pending or self._is_closing)
             if self._is_closing:
                 return False
-            # It stays in the queue while it runs, so that `drain` waits for it and `add` completes nothing before it.
+            # The work stays queued until it is complete, so that `drain` waits and `add` completes nothing earlier.
             work, after = self._pending[0]
         after(work)
         # Delete them before `drain` returns, because after that no thread may refer to a tensor of the work.

@@ -1,4 +1,4 @@
-"""Plan of the fusion buffers: which ready allreduces are packed together and reduced as one. Pure.
+"""Plans the fusion buffers, that is, which ready allreduces are packed together and reduced as one. Pure.
 
 Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
 depends on the position in the buffer, so only a fixed packing gives the same bits in every run. A single request is
@@ -78,7 +78,7 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
 def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, ...]:
     """Return the value that tensors must have in common to share a buffer."""
     if request.is_grouped:
-        # The number of the operation keeps every other request out of its buffers.
+        # The number is unique to this request, so no other request shares its buffers.
         return (operation, dtype)
     factors = (request.prescale_factor, request.postscale_factor)
     return (None, request.process_set, dtype, request.reduce_op, factors, request.device_type)

@@ -24,7 +24,7 @@ class Handle:
         self.received_splits: tuple[int, ...] = ()
         """After an alltoall: the number of rows from each rank, in rank order."""
         self.present: Callable[[Result], Result] | None = None
-        """Converts the engine's result to the submitter's; None for no conversion."""
+        """Converts the engine's result to the value that `wait` returns; None for no conversion."""
         self._finished = threading.Event()
         self._result: Result = None
         self._error: Exception | None = None
@@ -37,7 +37,7 @@ class Handle:
         return bool(self._cuda_done[0].query())  # type: ignore[no-untyped-call]  # untyped in torch
 
     def wait(self) -> Result:
-        """Wait for the result and return it. On CUDA, the current stream waits for it, not the host.
+        """Wait for the result and return it. For CUDA work, the current stream waits, not the host.
 
         Raises:
             HorovodInternalError: the operation failed.
@@ -83,7 +83,7 @@ class Submission:
     Attributes:
         request: properties of the operation, for the other ranks.
         inputs: tensors that the engine reads.
-        outputs: tensors that it writes; may be the inputs. Empty if the engine allocates them, as for allgather.
+        outputs: tensors that the engine writes; may be the inputs. Empty if it allocates them, as for allgather.
         result: value for the submitter: usually the outputs, as one tensor or as a list.
         is_prescaled: whether the inputs include the prescale factor already, so that the engine does not apply it.
         cuda_ready: event after which the tensors are valid; None on a CPU.

@@ -48,8 +48,8 @@ class Movements:
             if self.transport.rank == root_rank:
                 copy_into(tensor, output)
             if output.numel():
-                # This copies only an output that cannot be sent itself: one that is strided, lazily negated, or on a
-                # GPU without NCCL.
+                # `wire` is the output itself, unless the output cannot be sent: then it is a copy. This is the case
+                # for outputs that are strided, lazily negated, or on a GPU without NCCL.
                 wire = _materialized(output).to(self.transport.wire_device(output.device)).contiguous()
                 self.transport.broadcast(as_bytes(wire), root_rank, ready.request.process_set)
                 copy_into(wire, output)
@@ -66,7 +66,7 @@ class Movements:
             wire = _materialized(tensor[: sum(sent)]).to(self.transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
-            # All ranks decide alike whether anything is sent, so all take part in the collective or none does.
+            # The condition has the same value on all ranks, so either all take part in the collective or none does.
             if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
                 self.transport.alltoall(
                     as_bytes(output),

@@ -22,7 +22,7 @@ def profiled(work: str) -> AbstractContextManager[object]:
     if _IS_UNDER_NVTX_TOOL:
         nvtx: AbstractContextManager[object] = torch.cuda.nvtx.range(f"datasvc.engine.{work}")
         return nvtx
-    # This flag is global. torch's public checks are per thread, and the profiler runs in the user's thread.
+    # Read this global flag: torch's public checks are per thread, and the user starts the profiler in another thread.
     if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return _OFF
     return profiler.record_function(f"datasvc.engine.{work}")

@@ -21,7 +21,7 @@ from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, 
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
-# Up to this size a switch to the thread that completes collectives takes longer than the collective.
+# Collectives up to this size are completed in the engine's thread: a switch to the other thread would take longer.
 _SHORT_BYTES = 64 * 1024
 
 
@@ -83,7 +83,7 @@ class Reductions:
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
                 flat, scratch = self._pack(buffer, inputs, outputs)
-                # Usually no part is prescaled yet, so that one pass scales the whole buffer.
+                # Usually no submission is prescaled yet; then one pass scales the whole buffer.
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
                     _scale(flat, factor=request.prescale_factor)
                 else:

@@ -1,4 +1,4 @@
-"""CUDA ordering between the user's stream and the engine's thread. Has no effect for CPU tensors.
+"""Orders CUDA work between the user's stream and the engine's stream. Has no effect for CPU tensors.
 
 Invariant: the engine works on a separate stream, which first waits for the event of the submission; the stream that
 uses the result waits for the engine's stream. The host waits only if tensors are sent through its memory.

@@ -59,8 +59,8 @@ class CompletedWork:
 class Transport:
     """The network interface of the engine; this class is the transport of a job with one rank, without a network.
 
-    Any exception ends the job. Tensors are flat and contiguous; `process_set` is a number; ranks in arguments are
-    global.
+    Any exception of a method ends the job. Tensors are flat and contiguous; `process_set` is the number of a set;
+    ranks in arguments are global.
     """
 
     rank: int = 0
@@ -83,7 +83,7 @@ class Transport:
         """Destroy the group of a process set. All ranks call this."""
 
     def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:  # noqa: ARG002 - one rank
-        """Begin to reduce a tensor in place; AVERAGE only sums."""
+        """Begin to reduce a tensor in place; AVERAGE only sums, because the engine divides afterwards."""
         return CompletedWork()
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - one rank
@@ -219,7 +219,7 @@ class GroupTransport(Transport):
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
         """See `Transport`."""
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
-        # torch requires the call on all ranks; ranks outside the set have no use for the result.
+        # torch requires this call on all ranks, but ranks outside the set do not need the group.
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         if self.rank in ranks:
             self._groups[process_set] = group
@@ -275,7 +275,7 @@ class GroupTransport(Transport):
         self._control = None
         while groups:
             group = groups.pop()
-            # The user may have destroyed the default group, and with it every other.
+            # If the user has destroyed the default group, torch has destroyed every other group too.
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 

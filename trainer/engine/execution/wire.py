@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# gloo does not support int16. A wider type also prevents overflow of a sum before it is averaged, and of a sum of
-# True.
+# gloo does not support int16. The wider type also keeps a sum from overflowing before it is averaged, and can hold a
+# sum of bool values.
 _WIRE_DTYPES: Final = {torch.int16: torch.int32, torch.bool: torch.int32}
 
 REDUCIBLE_DTYPES: Final = (

@@ -1,4 +1,4 @@
-"""The rules by which the requests of several ranks form one operation: the properties that must be equal.
+"""The properties that the requests of several ranks must have in common to form one operation.
 
 Pure, so that every rank gets the same result and the same error message.
 """
@@ -53,7 +53,7 @@ def find_disagreement(requests: Mapping[int, Request]) -> str | None:
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):
         return None  # a cached request: the ranks have agreed on it before
-    # The kind is compared first: the properties of one kind say nothing about another.
+    # `_EVERY_KIND` compares the kinds first, because the other properties depend on the kind.
     for title, get_value in (*_EVERY_KIND, *_BY_KIND[first.kind]):
         if any(get_value(request) != get_value(first) for request in requests.values()):
             return _describe(requests, title, get_value)

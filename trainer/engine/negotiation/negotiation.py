@@ -15,7 +15,7 @@ from datasvc.trainer.engine.negotiation.agreement import find_disagreement, name
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, Request
 
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
-# A rank that has joined takes part in these kinds with neutral values, or without values.
+# These kinds can run while some ranks have joined: those ranks send neutral values, or none for a barrier.
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
 # These kinds change the state of the negotiation.
 _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
@@ -83,7 +83,7 @@ class Negotiation:
         """Process the new submissions of one cycle, by rank, and return the outcomes of complete operations.
 
         Returns:
-            The outcomes in the order in which the operations became complete, reading rank 0's submissions first.
+            The outcomes in the order in which the operations become complete if ranks are processed in rank order.
         """
         assert len(submitted) == self._num_ranks
         if self._are_agreed(submitted):

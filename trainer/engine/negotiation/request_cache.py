@@ -1,7 +1,7 @@
 """Cache of the requests on which all ranks have agreed, which are sent as numbers.
 
 Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
-request on every rank. A training step repeats its requests, and its negotiation then needs a few bytes only.
+request on every rank. Training steps repeat their requests, so most negotiations need a few bytes only.
 """
 
 from __future__ import annotations

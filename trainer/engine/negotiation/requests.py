@@ -1,6 +1,6 @@
 """Requests: what one rank sends to the others about an operation that it submits, without the tensors.
 
-The ranks must agree on most of its properties (`agreement`).
+The requests of all ranks for one operation must have most properties in common; see `agreement`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Detection of stalls: operations that some ranks have not submitted for a long time.
 
-A missing submission would otherwise look like a hang without a cause. Pure: the clock is an argument.
+Without this detection, a missing submission would look like a hang without a cause. Pure: the clock is an argument.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Predicts the time of a step on other clusters. Pure."""
+"""Predicts the duration of a training step on other clusters. Pure."""

@@ -45,9 +45,9 @@ class Cluster:
 
     Attributes:
         num_nodes: number of nodes.
-        network: link of a node to the others; its ranks share it.
+        network: link of a node to the other nodes, shared by the node's ranks.
         ranks_per_node: ranks on each node.
-        inside: link of a rank to the others of its node; None if these use the network too.
+        inside: link of a rank to the other ranks of its node; None if they communicate over the network too.
         message_s: software overhead of each all-reduce: negotiation, launch, wake-up.
     """
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 
-# The last message is ready when the backward pass ends, or later by the rounding of a sum in another order.
+# A message may be ready this much after the backward pass ends, because sums in another order round differently.
 _ROUNDING_S: Final = 1e-9
 
 

@@ -17,7 +17,7 @@ _TARGETS_BYTES: Final = 8  # an int64
 class Prediction:
     """Predicted steps on a cluster, by mode.
 
-    `samples_per_s` is over all ranks. `efficiency` is the time of a step on one rank divided by its time here.
+    `samples_per_s` is over all ranks. `efficiency` is the time of a step on one rank alone, divided by `step_s`.
     """
 
     cluster: Cluster
@@ -28,7 +28,7 @@ class Prediction:
 
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
-    """Predict steps on a cluster whose ranks have the measured batch size, processors and loader each."""
+    """Predict steps on a cluster. Each of its ranks has the batch size, processors and loader that were measured."""
     predicted, alone = costs_on(costs, cluster), costs_alone(costs)
     step_s = {mode: step_time(predicted, mode) for mode in StepMode}
     return Prediction(
@@ -41,7 +41,7 @@ def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
 
 
 def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
-    """Return the costs with the communication of a cluster, with the same messages.
+    """Return the costs of the same messages and computation, with the all-reduce times of a cluster.
 
     The wait for the slowest rank and the contention for processors stay as measured. With many more ranks the real
     wait is longer; `simulate` models it.
@@ -71,7 +71,8 @@ def all_reduce_s(size_bytes: int, cluster: Cluster) -> float:
         return 0.0
     if cluster.inside is None:
         return cluster.message_s + ring_s(size_bytes, cluster.world_size, cluster.network)
-    # Every rank of a node has a ring of its own over the nodes, for its part; together they fill the network.
+    # Each rank of a node sends its part through its own ring over the nodes. All rings of a node share its network
+    # link, so together they take as long as one ring with all bytes.
     within_s = ring_s(size_bytes, cluster.ranks_per_node, cluster.inside)
     return cluster.message_s + within_s + ring_s(size_bytes, cluster.num_nodes, cluster.network)
 

@@ -75,7 +75,7 @@ class InputSystem:
 
 
 UNLIMITED = InputSystem(batch_bytes=0, data_bytes=1, cache_bytes=1, origin_bytes_per_s=math.inf)
-"""Everything is in the node's cache."""
+"""An input system that never delays a batch: everything is in the node's cache."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Training:
     Attributes:
         costs: costs of a step of one rank.
         cluster: cluster to simulate.
-        mode: arrangement of the parts of a step.
+        mode: arrangement of the parts of a step, see `step_time`.
         jitter: standard deviation of the logarithm of a rank's compute time in a step; the mean does not change.
         prefetch: number of batches that a loader prefetches.
         samples_from: caches and stores that the loaders read from.

@@ -86,7 +86,7 @@ def contention_s(costs: StepCosts, mode: StepMode) -> float:
 
 def exposed_reduce_s(costs: StepCosts) -> float:
     """Return t_c^no: the seconds of all-reduces after the end of the backward pass."""
-    # Rounding: a sum in another order can exceed reduce_s by a few ulp.
+    # At most reduce_s: the difference can exceed it by a few ulp, because its sum has another order.
     return min(costs.reduce_s, max(0.0, last_reduced_s(costs.messages) - costs.compute_s))
 
 
