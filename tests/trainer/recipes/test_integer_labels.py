@@ -118,7 +118,7 @@ def labels_of(repository, labels, name="odd"):
     ("labels", "message"),
     [
         ([0, 1, -1], r"1 samples of .* have labels outside 0\.\.1, such as -1: delete them"),
-        ([0, 1, 10**9], r"go up to 1000000000, .*number the classes 0, 1, 2"),
+        ([0, 1, 10**9], r"go up to 1000000000, .*renumber them from 0"),
         ([0, 1, None], r"1 samples of .* have no label: delete them .*label is null"),
         ([None, None], r"not counted: there are none"),
     ],

@@ -28,7 +28,7 @@ def test_padding_counts_nowhere_and_every_image_once(digits):
     logits, targets = torch.randn(50, 10), torch.randint(10, (50,))
     mask = torch.rand(50) < 0.7
     halves = Examples(logits, targets, mask).split(32)
-    found = task.metrics(sum(task.count(as_it_is, part) for part in halves))
+    found = task.metrics(sum(task.sum_metrics(as_it_is, part) for part in halves))
     logits, targets = logits[mask], targets[mask]
     ranks = (logits > logits.gather(1, targets[:, None])).sum(1)
     assert found["val_accuracy"] == (ranks < 1).double().mean().item()
@@ -55,7 +55,7 @@ def test_tokens_without_a_next_one_count_nowhere():
     mask = torch.tensor([True, True, True, False])
     examples = Examples(logits, targets, mask)
     counted = (targets != -100) & mask[:, None]
-    found = task.metrics(task.count(as_it_is, examples))
+    found = task.metrics(task.sum_metrics(as_it_is, examples))
     loss = F.cross_entropy(logits[counted], targets[counted]).item()
     assert found["val_loss"] == pytest.approx(loss)
     assert found["val_perplexity"] == pytest.approx(math.exp(loss))

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _trace(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
-    """Return the parts of a step, and in further rows the layers of another step, which ran with hooks."""
+    """Return the spans of the trace: the parts of a step, and the layers of another step, which ran with hooks."""
     # The layers are shown as if that other step had begun its forward pass together with this one.
     origin_ns = next(span.start_ns for span in parts if span.name == "forward")
     spans = list(parts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TextIO
 
 _CLEAR: Final = "\r\x1b[K"
-_KEPT: Final = 0.9  # weight of the previous mean in the new one, at each step
+_KEPT: Final = 0.9  # weight of the previous mean in the new mean, at each report of a step
 
 
 class EventSink(Protocol):
@@ -19,7 +19,7 @@ class EventSink(Protocol):
 
 
 class JsonEvents:
-    """Writes one JSON object per line, each with one write, so that lines of ranks on one pipe do not mix."""
+    """Writes one JSON object per line, each with one write, so that lines of ranks that share a pipe stay whole."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -40,7 +40,7 @@ class TensorBoardLog:
 
         # purge_step hides the points that a killed run logged after its last checkpoint.
         self._writer: Any = SummaryWriter(f"{folder}/{name}", purge_step=step)
-        # Indented, which TensorBoard's Markdown shows as a block of code.
+        # TensorBoard shows text as Markdown, in which indented lines are a block of code.
         self._writer.add_text("config", "\n".join(f"    {key} = {value!r}" for key, value in config.items()), step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -32,7 +32,7 @@ class StepClock:
         self._began = ended
 
     def take(self) -> tuple[float, float]:
-        """Return the mean duration of a step since the last call, and its mean wait for data, in seconds."""
+        """Return the mean duration of the steps since the last call, and their mean wait for data, in seconds."""
         num_steps = max(self._num_steps, 1)  # a call before the first step returns zeros
         means = self._took_s / num_steps, self._waited_s / num_steps
         self._took_s = self._waited_s = 0.0

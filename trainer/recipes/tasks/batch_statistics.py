@@ -10,7 +10,7 @@ import datasvc.trainer as hvd
 
 @torch.no_grad()
 def replace_statistics_by_averages(model: nn.Module) -> None:
-    """Set the running means and variances of all ranks to their average; training does not read them.
+    """Set the running means and variances on every rank to their average over the ranks; training does not read them.
 
     Every rank calls this before an evaluation.
     """
@@ -23,9 +23,9 @@ def replace_statistics_by_averages(model: nn.Module) -> None:
 def compute_average_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the averages over all ranks, keyed as in `state_dict()`. Every rank calls this.
 
-    The model keeps its own statistics, because saving must not influence the training.
+    The model keeps its own statistics, because saves use this function and must not influence the training.
     """
-    # Copies, because the all-reduce writes in place.
+    # Average copies, because the all-reduce overwrites its tensors.
     statistics = {name: statistic.clone() for name, statistic in batch_statistics(model).items()}
     if statistics and hvd.size() > 1:
         hvd.grouped_allreduce_(list(statistics.values()), name="batch_statistics", op=hvd.Average)

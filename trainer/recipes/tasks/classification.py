@@ -93,9 +93,9 @@ class Classification:
             ),
         )
 
-    def count(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_metrics(self, model: nn.Module, examples: Examples) -> Tensor:
         """Return the numbers of top-1 hits and top-5 hits, the sum of cross entropies, and the number of samples."""
-        # In float32, also under autocast: 16 bits are too few for sums of logarithms.
+        # In float32, because autocast may return 16 bits, which are too few for the logarithms of cross entropy.
         logits = model(examples.inputs).float()
         losses = F.cross_entropy(logits, examples.targets, reduction="none")
         best = logits.topk(min(_TOP, logits.shape[1]), dim=1).indices
@@ -112,7 +112,7 @@ class Classification:
 def count_classes(split: Split) -> int:
     """Return the number of classes of a split.
 
-    Without class names the classes are 0 to the largest label of any split of the version.
+    Without class names, the classes are numbered 0 to the largest label in any split of the version.
 
     Raises:
         ConfigError: the split has no labels, or labels that are not class numbers.
@@ -126,8 +126,8 @@ def count_classes(split: Split) -> int:
         num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
     if num_classes > MAX_CLASSES:
         raise ConfigError(
-            f"the labels of {split!r} go up to {num_classes - 1}, and a label is the number of a class below "
-            f"{MAX_CLASSES}: number the classes 0, 1, 2 ..., or make them class names, and ingest it again"
+            f"the labels of {split!r} go up to {num_classes - 1}, but labels must be below {MAX_CLASSES}: "
+            "renumber them from 0, or convert them to class names, and ingest the data again"
         )
     _check_labels(split, num_classes)
     return num_classes

@@ -30,10 +30,10 @@ def evaluate(
     totals: torch.Tensor | None = None
     for batch in loader:
         with autocast(precision, device):
-            counts = task.count(model, task.unpack(batch, device))
-        # Sums, not means: batches have different numbers of samples that are not padding.
+            counts = task.sum_metrics(model, task.unpack(batch, device))
+        # Sums, not means, because batches differ in their number of samples that are not padding.
         totals = counts if totals is None else totals + counts
     model.train()
     assert totals is not None, "a loader with tail='pad' has at least one step"
-    # Sums of float64 on the CPU, combined once, so that all ranks compute the metrics from the same bits.
+    # The ranks' sums are added in one all-reduce, so that all ranks compute the metrics from the same bits.
     return task.metrics(hvd.allreduce(totals, name="evaluate.totals", op=hvd.Sum))

@@ -20,7 +20,7 @@ from datasvc.trainer.recipes.tasks.classification import choose_order
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
 _NO_TARGET: Final = -100  # the label that cross entropy ignores; the loader sets it
-_MAX_EXPONENT: Final = 700.0  # exp of more overflows a float64
+_MAX_EXPONENT: Final = 700.0  # the exponential of a larger number can overflow a float64
 
 
 class LanguageModelling:
@@ -94,7 +94,7 @@ class LanguageModelling:
             label_smoothing=self._config.label_smoothing,
         )
 
-    def count(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_metrics(self, model: nn.Module, examples: Examples) -> Tensor:
         """Return the number of correct tokens, the sum of cross entropies, and the number of tokens."""
         logits = model(examples.inputs, **examples.extra).float()
         counted = (examples.targets != _NO_TARGET) & examples.mask[:, None]

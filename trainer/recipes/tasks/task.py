@@ -51,7 +51,7 @@ class DataPlacement:
 class Task(Protocol):
     """A learning task; built from the settings of a run and the split to train on."""
 
-    unit: ClassVar[str]  # what throughput counts, such as "images"
+    unit: ClassVar[str]  # name of the samples, for throughput, such as "images"
     default_model: ClassVar[str]
     targets_vary: ClassVar[bool]  # whether ranks may have different numbers of targets in a step
 
@@ -72,8 +72,8 @@ class Task(Protocol):
     def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
         """Return the loss, summed over all targets: `float32[]`."""
 
-    def count(self, model: nn.Module, examples: Examples) -> Tensor:
-        """Return sums over the samples that are not masked: `float64[k]` on the CPU; see `metrics`."""
+    def sum_metrics(self, model: nn.Module, examples: Examples) -> Tensor:
+        """Return the sums that `metrics` needs, over the samples that are not padding: `float64[k]` on the CPU."""
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return the metrics of an evaluation by name, from the sums of `count` over all samples."""
+        """Return the metrics of an evaluation by name, from the sums of `sum_metrics` over all batches and ranks."""

@@ -1,6 +1,6 @@
-"""Measures processor contention: the share of a processor that each thread of a rank gets.
+"""Measures processor contention, from the share of a processor that each thread of a rank gets.
 
-The number of processors alone does not determine it: ranks share a node, containers have quotas, other programs run.
+The number of processors does not tell this share: ranks share a node, containers have quotas, other programs run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def contention_of(alone: float, beside: float, num_beside: int) -> float:
     """Return the seconds that a pool of threads loses per second of processor time of m concurrent threads.
 
     Alone, each thread of the pool gets a share p of a processor. Beside m other threads, each thread gets a share q.
-    The m threads do w seconds of work in w / (m q) seconds. What the pool does in that time would take it q / p of
-    that time alone, so it loses w (1 - q / p) / (m q) seconds: 0 with idle processors, up to w / (processors of the
-    pool) if all are busy. `alone` is p, `beside` is q, `num_beside` is m. The result is for w = 1.
+    The m threads do w seconds of work in w / (m q) seconds. Alone, the pool would do its work of that time in q / p
+    of the time, so it loses w (1 - q / p) / (m q) seconds: 0 with idle processors, up to w / (processors of the pool)
+    if all are busy. `alone` is p, `beside` is q, `num_beside` is m. The result is for w = 1.
     """
-    # A share of 0, or one that grows with the load, is noise of short measurements.
+    # Limit both: a share of 0, or a share that grows with the load, is noise of short measurements.
     alone = max(_MIN_SHARE, alone)
     beside = min(alone, max(_MIN_SHARE, beside))
     return (1 - beside / alone) / (num_beside * beside)

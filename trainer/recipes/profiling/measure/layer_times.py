@@ -30,7 +30,7 @@ class HostClock:
         return time.perf_counter()
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """Return the seconds from the first stamp to each; wait for the device."""
+        """Return the seconds from the first stamp to each stamp; wait until the device has reached the last one."""
         return [stamp - stamps[0] for stamp in stamps]
 
 
@@ -90,7 +90,10 @@ class LayerTimes:
 
 @dataclass
 class _Stamps:
-    """Stamps of a pass, and the layer and pass that begin at each."""
+    """Stamps of both passes, and for each stamp the layer that begins there and whether its backward pass begins.
+
+    `ready` has each parameter whose gradient is ready, with the index of its stamp.
+    """
 
     moments: list[Any] = field(default_factory=list)
     begins: list[tuple[str, bool]] = field(default_factory=list)
@@ -157,7 +160,7 @@ class LayerTimer:
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal inputs_made_by
-            # Recorded before the call: a module that works in place gives its input another node.
+            # Recorded before the call, because a module that works in place replaces the node of its input.
             inputs_made_by = list(_nodes((*args, *kwargs.values())))
             self._stamp(name, is_backward=False)
 
@@ -168,7 +171,7 @@ class LayerTimer:
                 # Hook the node, because torch's backward hook of a module forbids in-place changes of the
                 # activations.
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
-            inputs_made_by = ()  # released: a node keeps its whole graph alive
+            inputs_made_by = ()  # release the nodes, because a node keeps its whole graph alive
 
         self._removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after).remove)

@@ -1,4 +1,4 @@
-"""Measures the cost of each layer of a step, before the model is compiled: afterwards its layers cannot be timed."""
+"""Measures the cost of each layer. This must precede the compilation of the model, which hides its layers."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
     run.reduce_during_backward(overlapped=False)
     timer = LayerTimer(run.model, choose_clock(run.device))
     plain, hooked = [], []
-    # In turn, so that other load on the machine slows both kinds of steps alike.
+    # Alternate, so that other load on the machine slows both kinds of steps equally.
     for _ in range(_WARM_UP_STEPS + num_steps):
         plain.append(_plain_step(run, batch))
         hooked.append(time_pass(run, batch, timer))
     plain, hooked = plain[_WARM_UP_STEPS:], hooked[_WARM_UP_STEPS:]
-    # A hooked step runs one of the `num_passes` passes of a step.
+    # `plain` has the times of all passes of a step, `hooked` those of one of its `num_passes` passes.
     bare_s = np.mean(plain, axis=0)
     hooked_s = np.mean([(times.forward_s, times.backward_s) for times in hooked], axis=0)
     return Layers(

@@ -61,7 +61,7 @@ class Bench:
         forward_s, backward_s = float(means[_FORWARD, WALL]), float(means[_BACKWARD, WALL])
         costs = StepCosts(
             io_s=io_s,
-            # Noise can make a prefetched batch seem slower; `ahead_over_io` reports it.
+            # Limited to io_s, because noise can make a prefetched batch seem slower; `ahead_over_io` reports that.
             ahead_s=min(io_s, ahead_s),
             caller_s=min(io_s, float(np.mean(caller))),
             transfer_s=float(means[_TRANSFER, WALL]),
@@ -154,7 +154,7 @@ def _caller_s(totals: Totals) -> float:
 
 
 def _host_share(means: npt.NDArray[np.float64]) -> float:
-    """Return the share of a step in which the host of a GPU is busy; contention costs time only then.
+    """Return the share of a step in which the host of a GPU is busy; only then does contention cost time.
 
     `means` is `[part, kind of time]`.
     """

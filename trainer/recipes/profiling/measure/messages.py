@@ -44,7 +44,7 @@ class TimedBucket:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The messages of a step; `message_s`, the all-reduce time of one number, is the fixed cost of each message."""
+    """The messages of a step, and the fixed cost of each: `message_s`, the time to all-reduce a single number."""
 
     buckets: tuple[TimedBucket, ...]
     message_s: float
@@ -108,7 +108,7 @@ def _measure_all_reduce(num_elements: int, like: Tensor) -> float:
         hvd.grouped_allreduce_([tensor], name="profile.message", op=hvd.Sum)
         synchronize(like.device)
         times_s.append(time.perf_counter() - began)
-    # The first repeat is a warm-up. The rank that arrives last waits for no other, so its time is the transfer alone.
+    # The first repeat is a warm-up. The rank that arrives last does not wait, so the shortest time is the transfer.
     shortest_s = [min(rank_times_s) for rank_times_s in zip(*hvd.allgather_object(times_s[1:]), strict=True)]
     return float(statistics.median(shortest_s))
 

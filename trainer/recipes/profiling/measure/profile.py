@@ -16,7 +16,7 @@ from datasvc.trainer.recipes.profiling.predict.predict import Prediction
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
-_NOISE: Final = 1.1  # a larger `ahead_over_io` in most rounds gets a note
+_NOISE: Final = 1.1  # if `ahead_over_io` is larger in most rounds, the profile has a note
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class MeasuredRound:
 
     Attributes:
         costs: costs that were measured in this round.
-        ahead_over_io: time of a prefetched batch divided by that of one without prefetching, before t_a is limited
-            to t_io.
+        ahead_over_io: time per batch with prefetching divided by the time without; measured values, before t_a is
+            limited to t_io.
         measured_s: seconds per step of each mode that was run.
     """
 
@@ -223,7 +223,7 @@ def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
     messages = tuple(
         Message(
             size_bytes=repeats[0].size_bytes,
-            # A median can exceed the sum of two other medians, which `StepCosts` refuses.
+            # Limited, because this median can exceed the sum of two other medians, which `StepCosts` refuses.
             ready_s=min(end_s, statistics.median(message.ready_s for message in repeats)),
             reduce_s=statistics.median(message.reduce_s for message in repeats),
         )

@@ -19,7 +19,7 @@ from datasvc.trainer.recipes.update import Learner
 
 
 class LoadersInTurn:
-    """Yields batches over endless epochs from two loaders of one order; `turn_to` selects the loader.
+    """Yields endless batches from one of two loaders with the same order; `turn_to` selects the loader.
 
     The selected loader continues at the position of the other one. Both therefore read shards that neither has read
     before, and their costs can be compared. Only one loader is open at a time, so a cache needs room for one window.
@@ -73,7 +73,7 @@ class ProfiledRun(Learner):
 
     def reduce_during_backward(self, *, overlapped: bool) -> None:
         """Choose whether gradients are all-reduced during the backward pass or after it; reset the counted passes."""
-        # An optimizer that expects one more pass than there is sends nothing before `synchronize`.
+        # If the optimizer expects one more pass than the step has, it sends nothing before `synchronize`.
         self.optimizer.set_backward_passes_per_step(self.batches.num_passes + (not overlapped))
 
 
@@ -96,7 +96,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
             stack.callback(nodes.close)
 
         def open_loader(prefetch: int) -> Loader[Any]:
-            # A task of its own, because the loader takes its settings from the configuration of the task.
+            # Each loader needs its own task, because it takes `prefetch` from the configuration of the task.
             loader_task = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
             return loader_task.open_loader(
                 split, training=True, batch_size=batches.batch_size, cache=cache, place=place
@@ -105,7 +105,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         loaders = LoadersInTurn(open_loader(0), open_loader(max(1, config.prefetch)))
         stack.callback(loaders.close)
         learner = build_learner(config, task, batches, place)
-        # Steps compute all that training computes, and leave the weights as they are.
+        # At rate 0 a step does all the work of a training step, but does not change the weights.
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.0
         yield ProfiledRun(**vars(learner), loaders=loaders, num_threads=place.num_threads)

@@ -18,7 +18,7 @@ _THREAD: Final = 1  # the row of the training thread in a trace
 
 
 class StepPartTimer:
-    """Records the time at the end of each part, after the device has completed it. Starts when constructed.
+    """Measures the parts of a step, each until the device has completed it. The first part starts at construction.
 
     Attributes:
         table: `float64[part, 3]`: seconds of each part, processor time of this thread without waiting for the device,
