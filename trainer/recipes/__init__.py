@@ -1,1 +1,1 @@
-"""The training program: a training loop over the loaders, `DistributedOptimizer` and checkpoints."""
+"""The training program: a training loop that uses the loaders, `DistributedOptimizer` and checkpoints."""

@@ -2,7 +2,7 @@
 
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
 and the random states and batch statistics of every rank. A run that was killed and resumed at the same world size
-therefore ends with the same bits as an uninterrupted one, wherever its checkpoints were made.
+therefore ends with the same bits as an uninterrupted run, no matter at which steps its checkpoints were made.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def commit(run: Run, *, due: bool = False) -> None:
         due: whether this save is periodic. With `checkpoint_overlap="refuse"`, a periodic save is refused while an
             earlier one is running; any other save waits for the earlier one.
     """
-    # Only a periodic save may be refused; a save after an evaluation or a signal has to be committed.
+    # A save after an evaluation or a signal must not be refused, so it waits for the saves that are running.
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()
@@ -82,7 +82,7 @@ def commit(run: Run, *, due: bool = False) -> None:
             metrics=run.metrics,
         )
     except BusyError:
-        # Expected with `checkpoint_overlap="refuse"`; the next periodic save has the newer state.
+        # Expected with `checkpoint_overlap="refuse"`. Nothing is lost, because the next save has a newer state.
         if hvd.rank() == 0:
             run.events.report("refused", step=run.step, epoch=run.loader.epoch)
     else:
@@ -138,7 +138,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.version} has the {part} {saved!r}, this run {configured!r}; "
                 "use another --name, or --resume never"
             )
-    # Load the loader first, because it refuses a checkpoint of other data before anything of this run has changed.
+    # Load the loader's state first: it refuses a checkpoint of other data, and nothing of this run has changed yet.
     run.loader.load_state_dict(state["loader"])
     try:
         run.model.load_state_dict(state["model"])
@@ -166,7 +166,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         random_state.reinstate(rank_state["random"])
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
-        # The step is part of the seed, so that draws of earlier steps are not repeated.
+        # Another world size: seed again. The step is part of the seed, so that earlier draws are not repeated.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
 
 
@@ -176,7 +176,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     Raises:
         ValueError: the state has other parameters or parameter groups.
     """
-    # `load_state_dict` also loads the settings of the groups, which the command line of this run decides.
+    # `load_state_dict` also overwrites the settings of the groups, so restore those that this run chose.
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):

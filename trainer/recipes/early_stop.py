@@ -11,7 +11,7 @@ from datasvc.models.registry.metric_mode import choose_metric_mode
 
 
 class EarlyStop:
-    """Counts evaluations without a new best value. A function of the metrics only, so it is equal on all ranks.
+    """Counts evaluations without a new best value. The count depends on the metrics only, so all ranks have the same.
 
     Args:
         metric: name of the metric.
@@ -25,7 +25,7 @@ class EarlyStop:
     def __init__(self, metric: str, patience: int | None, mode: str | None = None) -> None:
         self._metric = metric
         self._patience = patience
-        # Without patience nothing is compared, so any name is accepted.
+        # Without patience no values are compared, so the metric may have any name.
         lower = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
         self._sign = -1 if lower else 1
         self._best: float | None = None

@@ -40,13 +40,13 @@ class WeightAverage:
     def update(self) -> None:
         """Add the present weights to the average; call it after each step."""
         self._num_updates += 1
-        # A smaller decay at first: the initial weights must not dominate the average of a short run.
+        # The decay is smaller at first, because the initial weights must not dominate the average of a short run.
         decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
         torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Exchange the weights for their average inside the context; do not train there."""
+        """Exchange the weights for their average inside the context; do not train inside it."""
         # The values are exchanged in place, because the optimizer and a compiled model refer to the weights' tensors.
         self._swap()
         try:

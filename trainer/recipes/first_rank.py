@@ -21,7 +21,7 @@ def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     pickle, in a broadcast called `name`.
 
     Raises:
-        DatasvcError: `function` raised it, or raised another exception, which it describes.
+        DatasvcError: `function` raised this error, or another exception, which this error describes.
     """
     error: Exception | None = None
     result: T | None = None

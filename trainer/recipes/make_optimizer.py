@@ -28,7 +28,7 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
         named_parameters=model.named_parameters(),
         compression=_COMPRESSORS[config.compression],
         backward_passes_per_step=num_passes,
-        # Each rank divides its loss by the targets of all ranks, so the gradients sum up to that of the global batch.
+        # Each rank divides its loss by the targets of all ranks, so their sum is the gradient of the global batch.
         op=hvd.Sum,
     )
 
@@ -56,7 +56,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:
-    """Set the learning rate of a step in every group. `progress`: epochs served before the step."""
+    """Set the learning rate of the next step in every group. `progress` is the number of epochs served before it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
         if "sgd_share" in group:

@@ -18,7 +18,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_of_rank(seed: int, rank: int, *, step: int = 0) -> int:
-    """Return the seed of a rank's draws from a step on; it differs between ranks, as dropout masks must."""
+    """Return the seed of a rank's draws from a step on. Ranks have different seeds, so their dropout masks differ."""
     # SeedSequence mixes the three numbers; their sum would give neighbouring ranks and steps the same seed.
     words = np.random.SeedSequence((seed % (1 << 64), rank, step)).generate_state(1, np.uint64)
     return int(words[0])

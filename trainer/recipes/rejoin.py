@@ -13,7 +13,7 @@ from datasvc.trainer.recipes.first_rank import call_on_first_rank
 
 @dataclass(frozen=True)
 class Newest:
-    """The source of a state.
+    """The state that the job continues.
 
     Attributes:
         source: "memory" of a surviving rank, or "repository".
@@ -33,7 +33,7 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
     at the start of a job, or if the repository has a later step.
 
     Args:
-        state: synchronized elastic state with a `step`.
+        state: elastic state with a `step`, already synchronized by `elastic.run`.
         model: manager of the job's checkpoints, opened after the last rendezvous.
         load: loads a checkpoint into `state`, including its step.
 
@@ -41,7 +41,7 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
-    # One rank decides for all: a save that completes now could otherwise be found by some ranks only.
+    # One rank decides for all, because a save that completes now could be found by some ranks only.
     stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)

@@ -29,7 +29,7 @@ class Run(Learner):
         logs: experiment trackers, on rank 0.
         nodes: servers that this rank started for its node.
         checkpoints: manager that saves the run.
-        reading: tracker of the samples consumed since the start, or since the version that the run continues.
+        reading: tracker of the samples consumed since the run started, or since the version that it continues.
         step: optimizer steps so far.
         version: newest checkpoint of this run, or the checkpoint that it continues; None before the first one.
         saves: saves not reported yet, each with the epoch of its state.
@@ -57,7 +57,7 @@ class Run(Learner):
 
         Equal on all ranks, since position, step and metrics are.
         """
-        # After its last batch and before its loop ends, an epoch is served but still the loader's current one.
+        # Between the last batch of an epoch and the end of its loop, `loader.epoch` still counts that epoch.
         epochs_left = self.config.epochs - self.loader.epoch
         is_served = epochs_left < 1 or (epochs_left == 1 and not self.loader.steps_left)
         return is_served or self.is_cut_short

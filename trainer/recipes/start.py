@@ -45,7 +45,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    # Resolved on one rank only, because `latest` may move while the ranks start.
+    # Resolve names on one rank only, because `latest` may move while the ranks start.
     data, version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
@@ -57,10 +57,10 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     place = choose_place(config)
     cache, nodes = open_cache(config)
     loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
-    # Opened before the first step, so that its errors appear now. Without a `val` split nothing is evaluated.
+    # Open the validation loader now, so that its errors appear before the first step.
     val_loader = None
     if "val" in dataset:
-        # A batch is one forward pass, so it is as large as those of training.
+        # An evaluation runs one forward pass per batch, so its batches are as large as one pass of training.
         val_loader = task.open_loader(
             dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
         )

@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs it, all ranks save together, rank 0 reports."""
+"""The training loop. Every rank runs the loop, all ranks save together, and rank 0 reports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def go_through_epochs(run: Run) -> None:
     """Train until no step is left or a stop signal arrived. On return, a save of the last state is queued."""
     clock = StepClock()
     while not run.is_over:
-        # Read before the batch is taken: the loader counts a batch as soon as it returns it.
+        # Read the progress before taking a batch, because the loader counts a batch as soon as it returns it.
         progress = run.loader.progress
         for batch in run.loader:
             clock.got_batch()
@@ -62,7 +62,7 @@ def go_through_epochs(run: Run) -> None:
             progress = run.loader.progress
             loss = update(run, batch)
             run.step += 1
-            # Reading the loss waits for the device. All ranks do it, so that no rank runs ahead of the measured ones.
+            # Reading the loss waits for the device. All ranks read it, so that none runs ahead of rank 0.
             shown_loss = float(loss) if run.step % run.config.report_every == 0 else None
             clock.ended_step()
             if shown_loss is not None:
@@ -96,7 +96,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
     """Return the metrics of the weights and, with prefix `ema_`, of their average; {} without a validation split."""
     if run.val_loader is None:
         return {}
-    # Closed before the evaluation, so that the cache need not hold the shards of both loaders at once.
+    # Close the training loader first, so that the cache need not hold the shards of both loaders at once.
     run.loader.close()
     replace_statistics_by_averages(run.model)
     metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)

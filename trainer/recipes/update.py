@@ -17,7 +17,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.task import Task
 
 Mark = Callable[[str], None]
-"""Called with the name of a part of a step once its work is submitted to the device."""
+"""A function that is called with the name of a part of a step, once the part's work is submitted to the device."""
 
 
 @dataclass
@@ -59,14 +59,14 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     num_global_targets = num_targets * hvd.size()
     if run.task.targets_vary:
         num_global_targets = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
-        num_global_targets = max(num_global_targets, 1)  # blocks of padding only have no target and no gradient
+        num_global_targets = max(num_global_targets, 1)  # 0 if all blocks are padding; their gradient is 0 too
         mark("targets")
     total = torch.zeros((), device=run.device)
     for part in examples.split(run.batches.micro_batch):
         with autocast(run.config.precision, run.device):
             loss = run.task.sum_loss(run.model, part)
         mark("forward")
-        # Divided by the size of the global batch, not of this rank's or pass's part (Goyal et al. 2017, remark 3).
+        # Divide by the targets of all ranks and passes, not by those of this part (Goyal et al. 2017, remark 3).
         run.loss_scale.scale(loss / num_global_targets).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         mark("backward")

@@ -1,4 +1,4 @@
-"""Output of models with auxiliary classifiers in training, and the sum of their losses.
+"""The output, in training, of models with auxiliary classifiers, and the sum of the losses of all classifiers.
 
 In evaluation these models return logits only, as all others do. A training loop that uses `combine_losses` and
 `main_logits` works with both kinds of output.

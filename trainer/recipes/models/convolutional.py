@@ -31,8 +31,8 @@ def initialise(model: nn.Module) -> None:
 def require_image_size(images: torch.Tensor, minimum: int, model: str) -> None:
     """Check that images `[batch, channels, height, width]` are large enough for every pooling of a model.
 
-    A layer inside the model would fail with an error that does not name the size. `minimum` is in pixels; `model` is
-    the name in the message.
+    Without this check, a layer inside the model would fail with an error that does not name the size. `minimum` is in
+    pixels; `model` is the name in the message.
 
     Raises:
         ConfigError: the images are smaller, or have not four dimensions.

@@ -93,7 +93,7 @@ class GoogLeNet(nn.Module):
         initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor | LogitsWithAuxiliary:
-        """Return logits of images `[batch, 3, height, width]` from 15x15 up; in training, see the class.
+        """Return logits of images `[batch, 3, height, width]` from 15x15 up; the class says what training returns.
 
         Raises:
             ConfigError: the images are smaller.
@@ -144,7 +144,7 @@ def _pool_half(kernel: int) -> nn.MaxPool2d:
 
 
 def _make_blocks(channels: int, table: tuple[_Widths, ...], kernel: int) -> tuple[nn.Sequential, int]:
-    """Return the blocks of some rows of table 1, and the number of their output channels."""
+    """Return the blocks for some rows of table 1, and the number of output channels of the last block."""
     blocks = []
     for widths in table:
         blocks.append(Inception(channels, widths, kernel))

@@ -63,7 +63,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        # Tied weights have no module of their own, so checkpoints and broadcasts contain them once.
+        # With tied weights there is no module for the head, so checkpoints and broadcasts contain the weights once.
         self.head = None if tie_weights else nn.Linear(width, num_classes, bias=False)
         self._initialise()
 

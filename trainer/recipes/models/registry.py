@@ -97,14 +97,14 @@ def _import_function(name: str) -> Callable[..., Any]:
 def _describe_import_error(module_name: str, error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r}; install it, start in its folder, or add that folder to PYTHONPATH"
-    if isinstance(error, SyntaxError):  # its traceback lacks the position, which is in the exception
+    if isinstance(error, SyntaxError):  # the position is in the exception, not in its traceback
         return f"importing {module_name!r} failed in {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
     at = traceback.extract_tb(error.__traceback__)[-1]
     return f"importing {module_name!r} failed in {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
 
 
 def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check options against the signature: a TypeError of the call itself could also come from inside the model."""
+    """Check options against the signature, because a TypeError of the call could also come from inside the model."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some built-in functions have no signature
@@ -120,7 +120,7 @@ def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[s
 
 
 def _check_types(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Check that a value has the type of the default: the string "false" would otherwise count as true."""
+    """Check that each value has the type of its default. Otherwise the string "false" would count as true."""
     parameters = inspect.signature(function).parameters
     for key, value in options.items():
         expected = type(parameters[key].default)

@@ -1,8 +1,8 @@
 """Residual networks (He et al. 2016, "Deep Residual Learning for Image Recognition", arXiv:1512.03385).
 
-Bottleneck blocks are those of "v1.5": the stride is in the 3x3 convolution. The paper has it in the first 1x1
-convolution, which ignores three of four positions. Goyal et al. 2017 (arXiv:1706.02677) train v1.5 too. The number of
-parameters is the same.
+Bottleneck blocks are those of "v1.5": the stride is in the 3x3 convolution. The paper has the stride in the first 1x1
+convolution, which then ignores three of four positions. Goyal et al. 2017 (arXiv:1706.02677) train v1.5 too. Both
+forms have the same number of parameters.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ResNet(nn.Module):
         zero_init_residual: whether gamma of the last batch normalisation of each branch starts at 0, which makes
             training with large batches more stable at the start (Goyal et al., section 5.1).
         small_input: whether the stem is for images of about 32x32: one 3x3 convolution with stride 1 and no pooling,
-            as in section 4.2 of the paper. The stages are those for ImageNet.
+            as in section 4.2 of the paper. The stages are still those for ImageNet.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from torch import nn
 def small_cnn(num_classes: int) -> nn.Module:
     """Return a network of four strided convolutions for small images, about 100,000 parameters.
 
-    Group normalisation uses the statistics of a single image, so results do not depend on the number of ranks.
+    Group normalisation uses statistics of one image at a time, so results do not depend on the number of ranks.
     """
     widths = (16, 32, 64, 128)
     layers: list[nn.Module] = []

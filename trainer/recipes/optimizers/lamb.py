@@ -51,7 +51,7 @@ class LAMB(ForeachOptimizer):
         torch._foreach_lerp_(means, gradients, 1 - keep_mean)
         torch._foreach_mul_(squares, keep_square)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - keep_square)
-        # Averages that start at zero are too small in the first steps; these divisions correct that.
+        # Bias correction: averages that start at zero are too small in the first steps, so they are divided below.
         divisors = list(torch._foreach_div(squares, [1 - keep_square**count for count in counts]))  # noqa: SLF001
         torch._foreach_sqrt_(divisors)
         torch._foreach_add_(divisors, group["eps"])

@@ -16,7 +16,7 @@ class LARS(ForeachOptimizer):
 
     For each layer, `local = trust_coefficient * |w| / (|g| + weight_decay * |w|)` (algorithm 1),
     `u = momentum * u + local * (g + weight_decay * w)` and `w = w - lr * u`. The paper accumulates `lr * u` instead
-    of `u`. Both are equal at a constant rate; at a change of the rate, this form includes the momentum correction of
+    of `u`. Both are equal at a constant rate. If the rate changes, this form includes the momentum correction of
     Goyal et al. 2017 (section 3, remark 2).
 
     Args:

@@ -1,4 +1,4 @@
-"""Parameter groups: weights get weight decay and layer-wise rates, biases and normalisations get neither."""
+"""Groups parameters: weights get weight decay and layer-wise rates; biases and normalisations get neither."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Mixed precision: autocast to 16 bits, and the loss scale that prevents underflow of float16 gradients.
 
-Weights, gradients in the all-reduce and optimizer states stay float32 (Micikevicius et al. 2018, arXiv:1710.03740).
+Weights, all-reduced gradients and optimizer states stay float32 (Micikevicius et al. 2018, arXiv:1710.03740).
 bfloat16 has the range of float32 and needs no loss scale. float16 gradients are unscaled and checked for infinities
 after the all-reduce: all ranks check the same values, so either every rank skips the step or none does.
 """

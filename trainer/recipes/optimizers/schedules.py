@@ -86,8 +86,8 @@ def scale_rate(rate: float, *, rule: str, global_batch: int, reference_batch: in
 
     "linear" multiplies the rate by the ratio of the batch sizes (Goyal et al. 2017, section 2.1: "0.1 kn / 256");
     "sqrt" by its root, which keeps the variance of the steps (Krizhevsky 2014; You et al. 2019 for LAMB);
-    "none" returns it unchanged. The rate is scaled, never the loss: with weight decay the two differ (Goyal et al.,
-    remark 1). Batches are samples per step over all ranks; `rate` was chosen for `reference_batch`.
+    "none" returns it unchanged. The rate is scaled, never the loss, because the two differ with weight decay (Goyal
+    et al., remark 1). Batches are samples per step over all ranks; `rate` was chosen for `reference_batch`.
     """
     ratio = global_batch / reference_batch
     return rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]

@@ -40,6 +40,6 @@ def plan_batches(config: TrainConfig, world_size: int) -> BatchPlan:
                 "use a multiple, or set --batch-size, the samples of one rank"
             )
     micro_batch = min(config.micro_batch or batch_size, batch_size)
-    # Rounded up: the last pass takes the remaining samples.
+    # Rounded up, because the last pass takes the remaining samples.
     num_passes = -(-batch_size // micro_batch)
     return BatchPlan(batch_size * world_size, batch_size, num_passes, micro_batch)

@@ -120,7 +120,8 @@ class TrainConfig:
         lanes: lanes of a windowed shuffle; see `OrderConfig`.
         block: block of a windowed shuffle; see `OrderConfig`.
         prefetch: batches that the loader prepares ahead; 0: none.
-        evaluate_every: epochs between evaluations, each with a checkpoint; None: at the end of the run only.
+        evaluate_every: epochs between evaluations; each evaluation is followed by a checkpoint. None: evaluate at the
+            end of the run only.
         patience: number of consecutive evaluations without a new best `stop_metric` after which the run ends; None:
             never.
         stop_metric: metric of the evaluation that `patience` compares.
@@ -209,7 +210,7 @@ class TrainConfig:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        # All that can be checked without the data is checked here, before ranks wait for each other.
+        # Check here all that does not need the data, before ranks wait for each other.
         check_name(self.name, "model")
         self._check_ranges()
         self._check_together()
@@ -287,5 +288,5 @@ class TrainConfig:
         if self.patience is not None and self.evaluate_every is None:
             raise ConfigError("patience counts evaluations: set their period with --evaluate-every")
         if self.patience is not None:
-            # Raises if the name does not imply the mode, before the first evaluation needs it.
+            # Raises if the mode cannot be chosen, now instead of at the first evaluation.
             choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

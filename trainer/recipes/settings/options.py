@@ -99,10 +99,10 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
             setting = Setting(field.default, "required" if field.default is _REQUIRED else "default")
         settings[field.name] = setting
     if "batch_size" in given and "global_batch" not in given:
-        # The global batch of a preset would override the --batch-size of the user.
+        # Remove the global batch of a preset, because it would override the user's --batch-size.
         settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
     options = Options(settings, preset_name, show_config)
-    # `--show-config` shows missing options as "?" instead.
+    # With `--show-config` this is no error: missing options are shown as "?".
     if options.missing and not show_config:
         parser.error(f"the following arguments are required: {', '.join(options.missing)}")
     return options

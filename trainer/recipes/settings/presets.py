@@ -20,7 +20,7 @@ class Choice:
 
     Attributes:
         value: value of the field of `TrainConfig`.
-        source: section of the paper; where the paper gives no value, the origin of ours.
+        source: section of the paper; if the paper gives no value, where the value used here comes from.
     """
 
     value: Any
