@@ -146,7 +146,7 @@ def test_every_source_that_is_made_is_ingested_by_the_page():
     sources = (ROOT / "tools" / "make_sources.py").read_text()
     names = re.findall(r'^    "([\w-]+)": \w+\.write_', sources, re.MULTILINE)
     assert len(names) > 20
-    assert [name for name in names if f"examples/{name} " not in text and f"examples/{name}/" not in text] == []
+    assert [name for name in names if f"sources/{name} " not in text and f"sources/{name}/" not in text] == []
 
 
 def test_every_program_of_the_page_on_testing_runs(tmp_path, monkeypatch):
