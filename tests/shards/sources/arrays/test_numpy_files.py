@@ -270,7 +270,7 @@ def test_a_flipped_byte_of_an_archive_is_found_before_a_sample_is_used(tmp_path,
 
 
 def test_an_archive_that_claims_absurdly_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasvc.shards.sources.arrays.npy._MAX_UNBOUND_BYTES", 1 << 20)
+    monkeypatch.setattr("datasvc.shards.sources.arrays.npy._ALWAYS_ALLOWED_BYTES", 1 << 20)
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros((40, 1 << 18), np.uint8))
     with pytest.raises(ConfigError, match="refused as a zip bomb"):
         NumpySource.list(str(tmp_path))
