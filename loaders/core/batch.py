@@ -64,4 +64,5 @@ class Batch(ABC, Generic[A]):
             return change(value) if isinstance(value, torch.Tensor) else value
 
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every batch is a dataclass
-        return dataclasses.replace(self, **{field.name: convert(getattr(self, field.name)) for field in fields})  # type: ignore[type-var]  # likewise
+        changed = {field.name: convert(getattr(self, field.name)) for field in fields}
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every batch is a dataclass

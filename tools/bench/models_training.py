@@ -64,10 +64,8 @@ def main() -> None:
     parser.add_argument("--frozen", action="store_true")
     parser.add_argument("--model", default="resnet50")
     settings = parser.parse_args()
-    training, console = (
-        Training(settings.optimizer, frozen=settings.frozen, model=settings.model),
-        Console(stderr=True),
-    )
+    training = Training(settings.optimizer, frozen=settings.frozen, model=settings.model)
+    console = Console(stderr=True)
     numbers = track(range(settings.checkpoints), "training", console=console, disable=not console.is_terminal)
     for number in numbers:
         for _ in range(settings.steps):

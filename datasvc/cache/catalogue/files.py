@@ -133,7 +133,7 @@ class Files:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # The shared lock was free, so nobody fetches the object. The exclusive lock waits for other callers.
+            # The shared lock was free, so no fetch is in progress. Wait for the other callers of this method.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
             fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -142,7 +142,7 @@ class CachedSource:
             self._cache.release(digest)
 
     def _check_cached(self, digest: Digest) -> None:
-        """Let the cache hash its copy again, once. The cache quarantines a bad copy; then fetch the object anew."""
+        """Let the cache verify its copy, once per object. If the cache quarantines it, fetch the object again."""
         with self._lock:
             checking = self._checking.setdefault(digest, threading.Lock())
         with checking:

@@ -35,7 +35,7 @@ class MappedFile:
 
     def __init__(self, path: Path | str) -> None:
         self._path = path
-        self._descriptor = _open(path)
+        self._descriptor = _with_raised_limit(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
         # The file is not closed at exit, when other threads may still read it; the kernel closes it anyway.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
@@ -80,22 +80,15 @@ class MappedFile:
         self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
-def _open(path: Path | str) -> int:
-    try:
-        return _with_raised_limit(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path} does not exist") from error
-    except OSError as error:
-        raise UnavailableError(f"{path} cannot be opened: {error}; check the disk and its permissions") from error
-
-
 def _with_raised_limit(open_file: Callable[[], Opened], path: Path | str) -> Opened:
     """Call `open_file`; at the limit of open files, raise the limit to its maximum and call it again."""
     try:
         return open_file()
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} does not exist") from error
     except OSError as error:
         if error.errno != errno.EMFILE:
-            raise
+            raise UnavailableError(f"{path} cannot be opened: {error}; check the disk and its permissions") from error
     # A mapping and its file need a descriptor each, and many systems allow a process only 1,024 by default.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # if the limit stays, the second call reports it

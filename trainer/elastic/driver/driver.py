@@ -247,7 +247,7 @@ class _Driver:
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # With a time-out: after the job no process ends any more, and without it this thread would wait for ever.
+            # The time-out lets this thread see that the job has finished: no process ends after that.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # the default keeps it

@@ -1,6 +1,6 @@
 """Completes collectives in flight in a separate thread, in the order in which they began.
 
-Meanwhile the engine's own thread negotiates and packs the next operations.
+At the same time, the engine's thread negotiates and packs the next operations.
 """
 
 from __future__ import annotations
