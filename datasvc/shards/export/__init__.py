@@ -1,4 +1,4 @@
-"""Write data-set versions as files of other formats: one module per format."""
+"""Write data-set versions as files of other formats, for `datasvc export`: one module per format."""
 
 from datasvc.shards.export.export_format import WrittenFiles
 from datasvc.shards.export.exporter import ExportReport, export

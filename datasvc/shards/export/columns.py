@@ -1,4 +1,4 @@
-"""Classify the columns of samples for export formats: labels, images, text, lists, JSON; and refuse the others."""
+"""Column checks that the export formats share: the kind of a column's values, and errors for unsupported columns."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
 from datasvc.shards.versions.dataset import Split
 
+# Types whose values are JSON scalars.
 _PLAIN_JSON: Final = (
     pa.types.is_null,
     pa.types.is_boolean,
@@ -73,7 +74,8 @@ def encode_json(value: Any, key: str) -> bytes:
     """Return `value` as compact JSON.
 
     Raises:
-        ConfigError: `value` holds NaN or an infinity, which JSON cannot represent; `key` names the sample.
+        ConfigError: `value` holds NaN or an infinity, which JSON cannot represent. The message names the sample by
+            its `key`.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

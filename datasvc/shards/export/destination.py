@@ -1,4 +1,4 @@
-"""Destination of an export: a local folder or any fsspec URL.
+"""Destination of an export, to which the export formats write their files: a local folder or any fsspec URL.
 
 Each file in it is complete or absent, so an interrupted export can continue after the last complete file.
 """
@@ -21,7 +21,7 @@ from datasvc.repository.store.storage import redact_url
 
 
 class Destination:
-    """A folder that an export writes. Names in it are relative, with forward slashes.
+    """The folder of an export. File names are paths relative to this folder, with forward slashes.
 
     Args:
         url: local folder or any fsspec URL.
@@ -50,13 +50,13 @@ class Destination:
         return folder
 
     def put(self, name: str, content: bytes | memoryview) -> int:
-        """Write a complete file; return its size in bytes. Raise ConfigError or UnavailableError."""
+        """Write a complete file; return its size in bytes. For errors, see `writing`."""
         self.storage.put_bytes(name, content)
         return memoryview(content).nbytes
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file of any size for writing; it appears, complete, only when the block succeeds.
+        """Open a file of any size for writing; the file appears, complete, after the `with` block succeeds.
 
         Raises:
             ConfigError: writing is not permitted.
@@ -69,7 +69,7 @@ class Destination:
                 with durable.replacing(path) as file:
                     yield file
                 return
-        # A store takes a file as a whole: write it to a local file first.
+        # A remote store accepts only whole files, so the content is collected in a local file first.
         with tempfile.TemporaryDirectory(prefix="datasvc-export-") as folder:
             local_file = Path(folder) / "whole"
             with map_exceptions("write", str(local_file)), local_file.open("xb") as file:
@@ -79,7 +79,7 @@ class Destination:
             self.storage.adopt(name, local_file)
 
     def sweep(self) -> None:
-        """Remove the temporary files of a killed export. Raise UnavailableError."""
+        """Remove the temporary files of an interrupted export. For errors, see `writing`."""
         if not self.is_local:
             return
         with map_exceptions("clean up", self.location):

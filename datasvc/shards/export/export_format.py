@@ -1,4 +1,8 @@
-"""Interface of an export format, such as Parquet; each format implements it in a module of its own."""
+"""Interface of an export format, such as Parquet; each format implements it in a module of its own.
+
+An export consists of units, usually one for each shard. `write` writes the files of one unit, and `join` writes the
+files that describe a whole split.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,14 @@ from datasvc.shards.versions.dataset import Split
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """Counts and size of the files that `write` or `join` wrote; `about` holds what `join` must know of a unit."""
+    """Counts and size of the files that one call of `ExportFormat.write` or `ExportFormat.join` wrote.
+
+    Attributes:
+        num_samples: number of samples in the files.
+        num_files: number of files.
+        size_bytes: total size of the files.
+        about: JSON values about a unit, which `write` returns and `join` reads.
+    """
 
     num_samples: int
     num_files: int
@@ -41,7 +52,7 @@ class ExportFormat(ABC):
 
     @abstractmethod
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the samples of a unit; the bytes are the same each time, and replace those of an interrupted export.
+        """Write the files of a unit. Each call writes the same bytes, and replaces files of an interrupted export.
 
         Raises:
             ConfigError: the format cannot hold a value; the message names the sample.
@@ -53,7 +64,10 @@ class ExportFormat(ABC):
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
         """Write the files that describe a split as a whole, such as an index; the default writes none.
 
-        `written` holds the results of `write` for the units of the split, in order.
+        Args:
+            split: the split.
+            written: results of `write` for the units of the split, in order.
+            destination: destination of the export.
 
         Raises:
             ConfigError: the format cannot hold the units together.

@@ -1,6 +1,8 @@
-"""Export data-set versions to other formats: plan the units of a split, write each in one worker, and join them.
+"""Export data-set versions to other formats, for `datasvc export`.
 
-The files depend only on the version and the format, not on the number of workers or interruptions.
+Each split is divided into units, usually one for each shard. One worker writes the files of a unit. After all units,
+the format writes the files that describe the whole split. The files depend only on the version and
+the format, not on the number of workers or on interruptions.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def export(
 
 
 def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
-    """Return the units of a split, in table order: one for each shard that has samples, or one for all of them."""
+    """Return one unit for each shard that has samples, in table order, or a single unit if the format requires it."""
     # A shard whose samples are all deleted gives no file.
     shards = np.flatnonzero(split.table.samples_per_shard).tolist()
     groups = [tuple(shards)] if export_format.is_one_per_split else [(shard,) for shard in shards]
@@ -125,7 +127,7 @@ def _write_units(
             missing.append(unit)
         else:
             progress.advance(unit.stored_bytes)
-    # Other processes cannot write into the memory of this one.
+    # A `memory:` destination exists only in this process, so worker processes cannot write to it.
     is_in_memory = destination.storage.url.startswith("memory:")
     in_processes = workers > 1 and len(missing) > 1 and not is_in_memory
     done = (
@@ -145,7 +147,7 @@ def _join(
     destination: Destination,
     records: ExportRecords,
 ) -> WrittenFiles:
-    """Join the units of a split; return the totals of the split."""
+    """Write the files that describe a whole split; return the totals of the split."""
     # The results come from the records, because an earlier run may have written some units.
     parts = []
     for unit in units:

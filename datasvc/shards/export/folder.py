@@ -54,11 +54,11 @@ class FolderExport(ExportFormat):
                 raise refused_column(self.name, column)
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
-        """Write the images of a shard, and their metadata for `join`. For errors, see `ExportFormat.write`."""
+        """Write the images of a unit, and their metadata for `join`. For errors, see `ExportFormat.write`."""
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
         size_bytes = 0
-        # Plain: the paths of the images give key and label, and there is no other column, so no metadata is needed.
+        # Plain: the image paths give keys and labels, and there are no other columns, so metadata would add nothing.
         is_plain = not _extra_columns(unit.split)
         with ThreadPoolExecutor(_WRITING_THREADS, thread_name_prefix="datasvc-export") as pool:
             for batch in unit.batches():
@@ -73,7 +73,7 @@ class FolderExport(ExportFormat):
         return WrittenFiles(len(lines), len(lines), size_bytes, {"is_plain": is_plain})
 
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
-        """Write the metadata of the split, unless the paths and images hold everything.
+        """Write the metadata file of the split, unless the images and their paths already hold all values.
 
         Raises:
             ConfigError: two samples have the same file name.
@@ -95,7 +95,7 @@ def _extra_columns(split: Split) -> list[str]:
 
 
 def _file_name(sample: Mapping[str, Any], split: Split) -> str:
-    """Return the path of a sample's image below its split. Raise ConfigError."""
+    """Return the path of a sample's image below its split. Raise ConfigError for a null or an unknown class."""
     image = sample[IMAGE]
     key: str = sample[KEY]
     if image is None:
@@ -136,7 +136,7 @@ def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> byt
 def _check_unique(split: Split, num_units: int, destination: Destination) -> None:
     """Raise ConfigError if two samples have the same file name, such as "1" and "1.jpg"."""
     names = _all_names(split, num_units, destination)
-    # Digests of the names are compared, so that those of a split of many samples fit into memory.
+    # Digests of 16 bytes are compared instead of the names, so that those of a large split fit into memory.
     digests = np.frombuffer(b"".join(blake3(name.encode()).digest(16) for name in names), "V16")
     ordered = np.sort(digests)
     duplicates = ordered[1:][ordered[1:] == ordered[:-1]]

@@ -1,4 +1,4 @@
-"""The supported export formats by name."""
+"""The supported export formats by name, for `--format` and the worker processes of an export."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMATS: Final[Mapping[str, ExportFormat]] = {
 
 
 def choose_format(name: str) -> ExportFormat:
-    """Return the format called `name`. Raise ConfigError."""
+    """Return the format called `name`. Raise ConfigError if there is none."""
     if name not in FORMATS:
         raise ConfigError(f"cannot export as {name!r}; expected one of {', '.join(FORMATS)}")
     return FORMATS[name]

@@ -1,4 +1,7 @@
-"""Export format of Caffe's LMDB: one database per split, with a Datum of the unchanged image under `00000000_KEY`."""
+"""Export format of LMDB as Caffe reads it: one database per split.
+
+Each sample is a Datum (Caffe's message of an image and its label) under the key `00000000_KEY`. Images are unchanged.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +53,14 @@ class LmdbExport(ExportFormat):
         """Write the database of a split. For errors, see `ExportFormat.write`."""
         target = destination.folder / safe_part(unit.split.name)
         table = unit.split.table
-        # An upper bound: a sample wastes at most a page and its entry. LMDB allocates only what it uses.
+        # LMDB needs an upper bound of the size: a sample takes at most its bytes, the unused rest of a page, and an
+        # index entry. LMDB allocates only the pages that it uses.
         map_bytes = table.size_bytes + unit.num_samples * 3 * _PAGE_BYTES + (64 << 20)
         digits = max(8, len(str(unit.num_samples)))
         with _replacing_folder(target) as folder, _open_database(folder, map_bytes) as database:
             samples = enumerate(unit.samples())
             has_more = True
-            # There are several transactions, because LMDB keeps the pages of an open transaction in memory.
+            # LMDB keeps the pages of an open transaction in memory, so there are several transactions.
             while has_more:
                 with database.begin(write=True) as transaction:
                     has_more = _fill(transaction, samples, digits)
@@ -64,7 +68,7 @@ class LmdbExport(ExportFormat):
 
 
 def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digits: int) -> bool:
-    """Put samples until the transaction is full, and return true; return false when no samples remain."""
+    """Write samples up to about `_TRANSACTION_BYTES`; return whether samples may remain."""
     size_bytes = 0
     for number, sample in samples:
         name = f"{number:0{digits}d}_{sample[KEY]}".encode()
@@ -108,13 +112,13 @@ def _open_database(folder: Path, map_bytes: int) -> Iterator[Any]:
 
 @contextmanager
 def _replacing_folder(target: Path) -> Iterator[Path]:
-    """Create a folder that becomes `target` when the block succeeds. Raise ConfigError or UnavailableError."""
+    """Create a folder that becomes `target` if the `with` block succeeds. For errors, see `Destination.writing`."""
     temporary = target.with_name(f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     with map_exceptions("write", str(target)):
         try:
             durable.make_folder(temporary)
             yield temporary
-            if target.is_dir():  # complete, but its export was interrupted before recording it
+            if target.is_dir():  # an earlier run completed it, but was interrupted before it recorded this
                 shutil.rmtree(target)
             durable.fsync_folder(temporary)
             os.rename(temporary, target)

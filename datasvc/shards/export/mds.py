@@ -70,7 +70,7 @@ class MdsExport(ExportFormat):
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one file. For errors, see `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
-        batches = list(unit.batches())  # views of the mapped shard
+        batches = list(unit.batches())  # views of the mapped shard, without a copy
         fields = sorted([schema.field(KEY), *given_columns(schema)], key=lambda field: field.name)
         columns = [_choose_encoding(field, batches, unit.split) for field in fields]
         described = {
@@ -87,7 +87,7 @@ class MdsExport(ExportFormat):
         samples = [sample for batch in batches for sample in _encode_batch(batch, columns)]
         sizes = [sum(len(piece) for piece in sample) for sample in samples]
         start = 4 + 4 * (len(samples) + 1) + len(header)
-        # Summed as int64: a uint32 would wrap around, and a file that is too large would not be noticed.
+        # Summed as int64: a uint32 would wrap around, and the check below would miss a file that is too large.
         offsets = start + np.cumsum([0, *sizes], dtype=np.int64)
         name = f"shard.{unit.number:05d}.mds"
         if offsets[-1] > _MAX_FILE_BYTES:
@@ -150,7 +150,7 @@ def _has_empty_or_null(array: pa.Array) -> bool:
 
 
 def _encode_batch(batch: pa.RecordBatch, columns: list[_ColumnEncoding]) -> list[list[Any]]:
-    """Return the pieces of each sample; blobs are views."""
+    """Return for each sample the byte strings that it consists of, in order; blobs are views."""
     keys = batch.column(KEY).to_pylist()
     encoded = [_encode_column(batch.column(column.field.name), column, keys) for column in columns]
     # A sample starts with the sizes of its values of variable size, in the order of the columns.
@@ -161,6 +161,7 @@ def _encode_batch(batch: pa.RecordBatch, columns: list[_ColumnEncoding]) -> list
 
 
 def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) -> list[Any]:
+    """Return the encoded value of each sample; blobs are views. Raise ConfigError for a null blob or NaN in JSON."""
     if is_blob(array.type):
         views = blob_views(array)
         if array.null_count:

@@ -1,7 +1,7 @@
-"""Derive file names from keys: each key gives a name below the destination, and different keys give different names.
+"""Derive the file names of an export from keys: no name leads out of the destination, and no two keys share a name.
 
 Characters that are special in a file system, a URL or a shell are percent-encoded, byte by byte of their UTF-8. A `%`
-that no two hexadecimal digits follow marks what cannot be encoded: an empty part, or a name that was shortened.
+without two hexadecimal digits after it marks an empty part of a path, or a name that was shortened.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _UNSAFE: Final = re.compile(r'[\x00-\x1f\x7f%/\\:*?"<>|]|^\.|[. ]$')
 # File systems allow 255 bytes per name; the rest is left for an extension.
 _MAX_PART_BYTES: Final = 200
 _MAX_PATH_BYTES: Final = 1000
-# Number of bytes of a name that its shortened form keeps, so that it stays readable. They fit even if each byte is
-# percent-encoded, by three bytes.
+# A shortened name keeps this many bytes of the name, so that it stays readable. The result fits into a part even if
+# each of these bytes is percent-encoded as three bytes.
 _KEPT_BYTES: Final = 50
 _MAGIC: Final = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp"}
-# File extensions by the usual extension of their format.
+# All extensions of an image format, by the usual extension of the format.
 _SPELLINGS: Final = {
     "jpg": ("jpg", "jpeg", "jpe"),
     "png": ("png",),
@@ -68,6 +68,7 @@ def split_extension(key: str, extension: str | None) -> tuple[str, str]:
 
 
 def _cut(name: str, limit_bytes: int) -> str:
+    """Return `name`, shortened if it has more than `limit_bytes` bytes."""
     raw = name.encode()
     if len(raw) <= limit_bytes:
         return name

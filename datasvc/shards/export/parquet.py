@@ -1,4 +1,4 @@
-"""Export format of Parquet: one file per shard with all columns, and names and metadata as Hugging Face expects."""
+"""Export format of Parquet: one file per shard with all columns, named and described as Hugging Face does it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ParquetExport(ExportFormat):
 
 
 def described_schema(split: Split) -> pa.Schema:
-    """Return the columns of a split, with the class names in Hugging Face's metadata if there are any."""
+    """Return the columns of a split; class names, if any, are in the metadata that Hugging Face `datasets` reads."""
     schema = split.table.sample_schema
     if not split.classes or not has_label(schema):
         return schema

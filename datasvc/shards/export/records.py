@@ -1,7 +1,7 @@
-"""Records of an unfinished export, kept in its destination, so that the same export can continue after a kill.
+"""Records of an unfinished export, kept in its destination, so that an interrupted export can continue.
 
 The folder `.datasvc-export` marks a destination as unfinished. It holds the plan of the export, and a record for each
-complete unit. `datasvc-export.json` is written last: a destination that has it is complete.
+complete unit (usually one shard). `datasvc-export.json` is written last: a destination that has it is complete.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
         ConflictError: another process exports into it.
         UnavailableError: the store failed, or the disk is full.
     """
-    _inspect(destination, plan)  # before the lock creates a file: a foreign folder stays untouched
+    _inspect(destination, plan)  # before the lock creates a file, so that a folder of other files stays unchanged
     with _exclusive(destination):
         summary, is_started = _inspect(destination, plan)  # again: it may have changed before the lock
         if is_started:
@@ -96,13 +96,13 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)
-        # The export was killed before it removed its records; the same export has only this left to do.
+        # The export was interrupted before it removed its records; a repeated call only removes them.
         if _FOLDER in names and {name: summary.get(name) for name in plan} == plan:
             return summary, True
         raise ConfigError(
             f"{destination.location} holds a finished export ({SUMMARY_FILE}); choose a new or empty folder"
         )
-    # Without a plan, the export was killed before it began, and its folder holds at most the lock.
+    # Without a plan, the export was interrupted before it began, and its folder holds at most the lock.
     if _FOLDER not in names or destination.storage.size(_PLAN_FILE) is None:
         if names - {_FOLDER}:
             raise ConfigError(
@@ -122,7 +122,7 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
 
 @contextmanager
 def _exclusive(destination: Destination) -> Iterator[None]:
-    """Lock a local folder against other exports."""
+    """Lock a local folder against other exports. Raise ConflictError if another process has the lock."""
     # A store has no lock and needs none, since two runs of the same export write the same bytes.
     if not destination.is_local:
         yield

@@ -1,4 +1,4 @@
-"""Read the samples of an export unit, in shard order and without the deleted ones."""
+"""Units of an export, which are the shards that one worker writes at a time, and the samples in them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ExportUnit:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of its shards' files in bytes."""
+        """Size in bytes of the stored shards, including deleted samples."""
         return self._total(self.split.table.bytes_per_shard)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -75,7 +75,7 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _live_rows(split: Split, number: int) -> Integers | None:
-    """Return the stored rows that are not deleted, ascending; None if none is deleted."""
+    """Return the rows of a stored shard that are not deleted, `int64[samples]` ascending; None if none is deleted."""
     # None lets the caller use the batches of a shard without deletions as they are, without a copy.
     if not split.table.deleted_per_shard[number]:
         return None

@@ -1,7 +1,7 @@
 """Export format of TFRecord: one file of `tf.Example` messages per shard, with a feature for each non-null column.
 
-`tf.Example` has bytes, float32 and int64. Text is stored as UTF-8, booleans as 0 or 1, lists as features of several
-values. A column whose values could lose precision is refused.
+`tf.Example` holds only bytes, float32 and int64. Text is stored as UTF-8, booleans as 0 or 1, lists as features with
+several values. A column whose values could lose precision is refused.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class TfRecordExport(ExportFormat):
 
 
 def _framed(message: bytes) -> bytes:
+    """Return a message in the TFRecord frame: its length, a checksum of the length, the message, its checksum."""
     length = struct.pack("<Q", len(message))
     return b"".join([length, struct.pack("<I", masked_crc(length)), message, struct.pack("<I", masked_crc(message))])
 
 
 def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
+    """Return a sample as an encoded `tf.Example`. Raise ConfigError for a null in a list or too large an integer."""
     entries = []
     for column in columns:
         value = sample[column.name]
@@ -79,6 +81,7 @@ def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
                 f"tfrecord cannot hold {column.name!r} of sample {sample[KEY]!r}: its integers have 63 bits and a "
                 f"sign; formats that can: {_SUPPORTED_BY}"
             ) from error
+        # An entry of the map of features: field 1 is the name, field 2 the Feature.
         entries.append(bytes_field(1, bytes_field(1, column.name.encode()), bytes_field(2, feature)))
     return bytes_field(1, *entries)
 

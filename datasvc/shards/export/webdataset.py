@@ -1,8 +1,8 @@
-"""Export format of WebDataset: one tar per shard, with the files of a sample in a row; each run gives the same bytes.
+"""Export format of WebDataset: one tar per shard, in which the files of a sample are consecutive.
 
 WebDataset takes the part of a file name before the first dot as the key of the sample. Therefore the extension of an
 image is removed from the key, and other dots are percent-encoded. If the name differs from the key, the file
-`NAME.key.txt` holds the exact key.
+`NAME.key.txt` holds the exact key. Each export of a version writes the same bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class WebDatasetExport(ExportFormat):
 
 
 class _TarWriter:
-    """Writer of tars without times, owners or other values that change from run to run."""
+    """Writer of tars without times, owners or other values that differ between two exports of a version."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -93,7 +93,8 @@ def _is_file(column: pa.Field) -> bool:
 
 def _image_kind(sample: dict[str, Any]) -> str | None:
     image = sample.get(IMAGE)
-    return image_extension(image) if isinstance(image, memoryview) else None  # only blobs are views
+    # Blobs are views; a column `image` of another type may hold other values.
+    return image_extension(image) if isinstance(image, memoryview) else None
 
 
 def _member_name(key: str, extension: str | None) -> str:

@@ -1,4 +1,4 @@
-"""Write the units of an export in worker processes; each process writes one unit at a time."""
+"""Write the units of an export (usually one shard each) in worker processes, one unit at a time in each process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from datasvc.shards.versions.dataset import Split, open_dataset
 def write_in_processes(
     units: Sequence[ExportUnit], export_format: ExportFormat, destination: Destination, workers: int
 ) -> Iterator[tuple[ExportUnit, WrittenFiles]]:
-    """Write units in worker processes; yield each when it is written, in any order.
+    """Write units in worker processes; yield each unit with its result when it is written, in any order.
 
     Raises:
         UnavailableError: a worker was killed.
