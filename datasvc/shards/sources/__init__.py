@@ -1,4 +1,4 @@
-"""Readers of the formats that can be ingested: a module or sub-package per format."""
+"""Readers of the formats that `datasvc ingest` accepts: one module or sub-package per format."""
 
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import (

@@ -1,4 +1,4 @@
-"""Choose the source class for a URL: by `--format`, or else by the names of the files; no file is opened."""
+"""Choose the source class for the URL of an ingest: by `--format`, or else by the names of the files there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
 
-# The classes are imported on use, because an image folder needs neither tokenizers nor lmdb.
+# A class is imported when it is chosen, so that an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {
     "image-folder": "images.image_folder.ImageFolderSource",
     "manifest": "images.manifest.ManifestSource",
@@ -60,13 +60,13 @@ _BY_NAME: Final = {
     "index.json": "mds",
 }
 _IMAGENET_TARS: Final = frozenset({"ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"})
-# The summary that `datasvc export` writes beside the exported files.
+# The summary that `datasvc export` writes into the folder of the exported files.
 _EXPORT_SUMMARY: Final = "datasvc-export.json"
 _MAX_SCANNED_FILES: Final = 1000
 
 
 def open_source(url: str, options: SourceOptions | None = None) -> Source:
-    """List the source at `url`.
+    """Return the source at `url`, with its files listed.
 
     Raises:
         ConfigError: the format is unknown or cannot be detected; or see the `list` method of the source class.
@@ -124,6 +124,7 @@ def _by_all_names(names: list[str], url: str) -> str:
 
 
 def _by_file_name(name: str) -> str | None:
+    """Return the format that the name of a file indicates; None if it indicates none."""
     file_name = os.path.basename(name.rstrip("/"))
     if file_name in _IMAGENET_TARS:
         return "imagenet"
@@ -145,6 +146,7 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
     # fsspec's own walk of local files reads the attributes of each file; only the names are needed here.
     walk = os.walk(root, followlinks=True) if is_local else file_system.walk(root)
     for folder, _, files in walk:
+        # The files of a datasvc repository are not part of a source.
         if any(map(is_marker, files)):
             repositories.append(f"{folder.rstrip('/')}/")
         if f"{folder.rstrip('/')}/".startswith(tuple(repositories)):

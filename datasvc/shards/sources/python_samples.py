@@ -59,7 +59,7 @@ class PythonSource(StreamedSource):
         self.parts = [SourcePart(options.split or DEFAULT_SPLIT, "python", 0)]
 
     def fingerprint(self) -> Digest:
-        """Return a random digest: the content is unknown before it is read, so no two sources count as equal."""
+        """Return a random digest: samples cannot be compared before they are read, so no two sources are equal."""
         return digest_of(secrets.token_bytes(32))
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
@@ -78,7 +78,7 @@ class PythonSource(StreamedSource):
         yield from self._convert(batcher.flush())
 
     def _convert(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
-        """Convert raw batches; one of their columns holds the keys."""
+        """Convert batches of the given columns to batches of `schema`; one given column holds the keys."""
         for piece in pieces:
             yield piece if isinstance(piece, BadSample) else self._columns.convert(piece, [])
 

@@ -1,4 +1,4 @@
-"""Convert the raw types of a format's columns to their types in samples, and join a column's types in several files.
+"""Map raw types (those of a column in its file) to types in samples, and join the types of a column in several files.
 
 In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.
@@ -124,7 +124,7 @@ def check_unique(names: list[str], location: str) -> None:
 
 
 def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequence[str]) -> None:
-    """Raise ConfigError if the column `names` of the file `name` are not those expected by the file `first`."""
+    """Raise ConfigError if the column `names` of the file `name` differ from `expected`, those of the file `first`."""
     missing = [column for column in expected if column not in names]
     extra = [column for column in names if column not in expected]
     if missing or extra:
@@ -135,6 +135,7 @@ def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequ
 
 
 def _join_two(first_name: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
+    """Return `joined`, the schema of the files from `first_name` on, joined with the schema of the file `name`."""
     check_same_names(first_name, joined.names, name, schema.names)
     fields = []
     for field in joined:
@@ -185,9 +186,10 @@ def _decoded(raw: pa.DataType) -> pa.DataType:
 
 
 def _nested_type(raw: pa.DataType) -> pa.DataType:
+    """Return a raw type with its dictionaries decoded and its text as `string`, at any depth."""
     raw = _decoded(raw)
     if is_text(raw) or pa.types.is_null(raw):
-        return pa.string()  # if all values are null: a text column can also hold the values of a later file
+        return pa.string()  # a column of nulls becomes text, because later files may have text in it
     if pa.types.is_binary_view(raw):
         return pa.large_binary()
     if pa.types.is_list(raw):

@@ -2,8 +2,9 @@
 
 Raw columns are those that the reader of a format yields. In samples, blobs are `large_binary`. A blob column whose
 first value starts like an encoded image is an image column. A single image column is renamed to `image`, the name
-that image loaders read. Other columns keep their names, except the label, and `width` and `height` beside an `image`:
-the ingest adds its own columns of these names.
+that image loaders read, and the column of class indices to `label`. If there is an `image`, raw columns called
+`width` and `height` get the prefix `source_`, because the ingest adds its own columns of these names. Other columns
+keep their names.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def looks_like_image(blob: bytes | None) -> bool:
     if not blob:
         return False
     is_webp = blob[:4] == b"RIFF" and blob[8:12] == b"WEBP"
-    is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # a text may start with the two letters
+    is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # the zeros exclude a text that starts with "BM"
     return blob.startswith(_MAGIC) or is_webp or is_bitmap
 
 
@@ -212,7 +213,7 @@ def to_batches(
 def bisect_errors(
     num_samples: int, convert: Callable[[int, int], _Converted], errors: tuple[type[Exception], ...]
 ) -> Iterator[tuple[int, _Converted | Exception]]:
-    """Convert samples together; where that fails, convert halves, so that only the samples that fail are lost.
+    """Convert samples together; if this fails, convert each half alone, so that only the samples that fail are lost.
 
     Args:
         num_samples: number of samples.
@@ -231,7 +232,7 @@ def bisect_errors(
             if stop - start == 1:
                 yield start, error
                 continue
-            # Arrow does not tell which sample fails. Bad samples are rare, so halving is faster than one by one.
+            # An error of Arrow does not name the sample. Bad samples are rare, so halving is faster than one by one.
             middle = (start + stop) // 2
             pending += [(middle, stop), (start, middle)]
         else:
@@ -277,6 +278,7 @@ def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | No
 
 
 def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str]) -> pa.Field:
+    """Return the sample field of a raw column; an image field is nullable only if a first sample lacks the image."""
     field_type = sample_type(raw.type)
     column = None if first is None else first.column(raw.name)
     if is_blob(field_type) and (raw.name in images or (column is not None and _holds_images(column))):

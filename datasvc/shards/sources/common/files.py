@@ -254,6 +254,7 @@ class _ErrorMappingFile(WrappingStream):
 
 
 def _list_one(url: str) -> list[SourceFile]:
+    """Return the files at a URL without braces, ordered by name. For errors, see `list_files`."""
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
         # A file is tested before a pattern, because a question mark may start the query of a web address.
@@ -389,7 +390,7 @@ def _stamp_of(info: dict[str, Any]) -> str:
 
 
 def _choices(inner: str) -> list[str]:
-    """Return the texts that one pair of braces around `inner` stands for. Raise ConfigError."""
+    """Return the texts that `inner`, the text between two braces, stands for. Raise ConfigError for a false range."""
     match = _RANGE.fullmatch(inner)
     if match is None:
         return inner.split(",")

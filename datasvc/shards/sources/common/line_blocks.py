@@ -1,6 +1,6 @@
-"""Split a stream into blocks of whole lines of bounded size, each with its offset and line number.
+"""Split a text file, or a range of it, into blocks of whole lines, each block with its offset and line number.
 
-Workers read ranges of one file side by side, so each line must belong to exactly one range.
+Workers read ranges of one file in parallel, so each line must belong to exactly one range.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 BLOCK_BYTES: Final = 1 << 20
-LINE_BYTES: Final = 64 << 20
+LINE_BYTES: Final = 64 << 20  # a longer line is skipped
 _NEWLINE: Final = b"\n"
 
 
@@ -50,7 +50,7 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
         content = lines.take()
         if content == b"":
             return
-        # A line without end would need memory without bound: it is skipped and reported.
+        # A longer line is skipped and reported, since a file without newlines would need unbounded memory.
         if content is None:
             yield LineBlock(None, offset, line)
             line += 1
@@ -94,7 +94,7 @@ class _Lines:
         return b"".join(pieces)
 
     def skip_line(self) -> None:
-        """Discard the rest of the current line."""
+        """Read and discard the rest of the current line, with its newline."""
         block = self._unconsumed or self._stream.read(BLOCK_BYTES)
         while block:
             newline = block.find(_NEWLINE)

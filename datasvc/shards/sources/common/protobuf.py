@@ -1,4 +1,4 @@
-"""Decode and encode Protocol Buffers messages without generated code: Caffe's Datum and TensorFlow's Example.
+"""Decode and encode Protocol Buffers messages without generated code, for Caffe's Datum and TensorFlow's Example.
 
 Format: https://protobuf.dev/programming-guides/encoding/
 """

@@ -1,9 +1,9 @@
-"""Interface between the formats that can be ingested and the ingest.
+"""Interface of sources, through which the ingest lists and reads data of any supported format.
 
 A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: the ingest assigns its
-samples to shards one by one. Any other source is a `StreamedSource`: the ingest assigns its parts to units of work,
-and one worker reads each part from start to end. Both are pickled to worker processes, so they hold no open file or
-client.
+samples to shards one by one. Any other source is a `StreamedSource`: the ingest assigns its parts (such as files) to
+units of work, and one worker reads each part from start to end. Both are pickled to worker
+processes, so they hold no open file or client.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ class Source(ABC):
         """Return a digest of the listing; it differs if the source has changed."""
 
     def _digest(self, listed: list[Any]) -> Digest:
+        """Return a digest of `listed` (JSON values of the listing) and of the attributes of the source."""
         # The URL is redacted, because new credentials do not make another source.
         described = [self.kind, redact_url(self.url), str(self.schema), list(self.classes), listed]
         return digest_of(json.dumps(described, sort_keys=True, default=str).encode())

@@ -59,7 +59,7 @@ def decompress(stream: BinaryIO, compression: str) -> BinaryIO:
 
 
 class WrappingStream(io.RawIOBase):
-    """Base of streams that read another one; closing it closes the other one too."""
+    """Base of streams that read from another, wrapped stream; closing one closes the wrapped stream too."""
 
     def __init__(self, wrapped: Any) -> None:
         self._wrapped = wrapped

@@ -1,8 +1,8 @@
 """Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-A format yields raw batches, each with keys that are used if no column holds the keys. This module validates and
-converts the batches, and slices them to the limits of `StreamedSource.read`. If a sample of a batch does not convert,
-only this sample is left out.
+The reader of a format yields raw batches (with the columns as the file has them), and keys that are used if no column
+holds the keys. This module validates and converts the batches, and slices them to the limits of `StreamedSource.read`.
+If a sample of a batch does not convert, only this sample is left out.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def list_tables(
 ) -> tuple[list[SourceFile], Counter[str]]:
     """Return the files of a table source that are not empty, and the number of other files by extension.
 
-    A file that `url` itself names is taken whatever its extension.
+    If `url` names a single file, its extension is not checked.
 
     Args:
         url: URL of the source.
@@ -178,7 +178,7 @@ def _check_names(files: Sequence[SourceFile], *, compressed: bool) -> None:
             raise ConfigError(f"the file name {printable(file.name)} is not UTF-8; rename the file")
         if file.is_compressed and not compressed:
             raise ConfigError(
-                f"{file.name} is compressed as a whole; decompress it, this format is read at random offsets"
+                f"{file.name} is compressed as a whole; decompress it, because this format is read at random offsets"
             )
 
 

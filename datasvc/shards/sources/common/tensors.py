@@ -1,4 +1,4 @@
-"""Columns of tensors: `fixed_size_list` of the values in C order, with the shape in the field's metadata."""
+"""Columns of tensors, which sources of arrays make: `fixed_size_list` in C order, with the shape in the metadata."""
 
 from __future__ import annotations
 
