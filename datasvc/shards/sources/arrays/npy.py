@@ -1,4 +1,4 @@
-"""Read numpy arrays in `.npy` files and in `.npz` archives, never by unpickling, which could run code."""
+"""Read numpy arrays in `.npy` files and `.npz` archives; refuse pickles, because reading a pickle can run code."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
 
     Raises:
         ConfigError: see `read_npy_header`; or the archive declares too large a content for its size.
-        CorruptDataError: the file is not a readable archive or is truncated, or the two declared sizes of an array
-            differ.
+        CorruptDataError: the file is not a readable archive or is truncated, or an array's header and the archive
+            declare different sizes.
     """
     arrays = {}
     with _archive(reader, file.path, file.name) as archive:
@@ -118,7 +118,7 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
 
 @contextmanager
 def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> Iterator[BinaryIO]:
-    """Open a stream that starts at the values of sample `start` and contains at least those before sample `stop`.
+    """Open a stream of values that starts at sample `start` and contains at least all samples before `stop`.
 
     Raises:
         CorruptDataError: an archive does not decompress, or a checksum does not match.
@@ -141,11 +141,13 @@ def check_member(reader: FileReader, array: NpyArray) -> None:
     """
     if array.member is not None:
         with _archive(reader, array.path, array.path) as archive, archive.open(array.member) as stream:
+            # One byte more than the array has, because zipfile verifies the checksum at the end of the member.
             skip(stream, array.stop + 1)  # type: ignore[arg-type]
 
 
 @contextmanager
 def _archive(reader: FileReader, path: str, name: str) -> Iterator[zipfile.ZipFile]:
+    """Open an archive. Raise CorruptDataError if the archive, or a member that the caller reads, is damaged."""
     with map_exceptions("read", reader.location(path)):
         try:
             with reader.file_system.open(path, "rb") as opened, zipfile.ZipFile(opened) as archive:

@@ -35,7 +35,7 @@ from datasvc.shards.sources.common.streams import read_up_to
 from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 
 _LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
-_UNNAMED: Final = "data"
+_UNNAMED: Final = "data"  # column of an array whose name is only a split name
 _PART_BYTES: Final = 64 << 20
 # Upper bound of a key's size in an Arrow array, including its offset, but without the file name.
 _KEY_BYTES: Final = 32
@@ -125,7 +125,7 @@ class NumpySource(FileSource):
         first = start
         try:
             for array in arrays.values():
-                # The checksum is at the end: verify it before the first sample is used.
+                # The checksum of an array in an archive is at its end: verify it before the first sample is used.
                 check_member(reader, array)
             with ExitStack() as stack, map_exceptions("read", part.name):
                 # Local files are read, not mapped: pages of a mapped file would count towards the worker's memory.
@@ -197,6 +197,7 @@ def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _T
 
 
 def _split_words(name: str) -> list[str]:
+    """Return the words of an array's name that are split names, in lower case."""
     return [word for word in re.split(r"[-_.]", name.lower()) if word in SPLIT_NAMES]
 
 

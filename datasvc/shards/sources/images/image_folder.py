@@ -121,7 +121,7 @@ def _check_splits(folders: Iterable[str], url: str) -> None:
 
 
 class _FolderRole(NamedTuple):
-    """Split and class of the files in a folder, and the index in their names at which the key starts."""
+    """Split and class of the files in a folder, and the index of the first character of the key in their names."""
 
     split: str
     class_name: str | None

@@ -31,8 +31,8 @@ _HOW_TO_LIST: Final = (
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
     """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
-    The synset is the first word of a line. Only the first 1,000 lines count, which are the classes; inner nodes of
-    the hierarchy follow.
+    The synset is the first word of a line. Only the first 1,000 lines, the classes, are read; the inner nodes of the
+    hierarchy follow them.
 
     Args:
         folder: path of the folder that holds the tars.
@@ -54,12 +54,12 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
             raise ConfigError(f"{location} has {synset} twice, in lines {numbers[synset]} and {number}")
         numbers[synset] = number
     if not synsets:
-        raise ConfigError(f"{location} is empty; expected a synset a line, such as n01440764")
+        raise ConfigError(f"{location} is empty; expected one synset per line, such as n01440764")
     # Caffe and Kaggle distribute alphabetical lists; with the devkit's ids they would give wrong labels.
     if len(synsets) == _NUM_CLASSES and synsets == sorted(synsets):
         raise ConfigError(
             f"{location} lists the synsets in alphabetical order, but the ground truth uses the order of the "
-            f"devkit, which starts with n02119789: every label would be wrong. Use its list; {_HOW_TO_LIST}"
+            f"devkit, which starts with n02119789: every label would be wrong; use the devkit's list: {_HOW_TO_LIST}"
         )
     return synsets
 
@@ -75,7 +75,7 @@ def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -
             raise ConfigError(f"line {number} of {location} is {line[:40]!r}; expected one ILSVRC id, such as 490")
         ids.append(int(word))
     if not ids:
-        raise ConfigError(f"{location} is empty; expected one ILSVRC id a line")
+        raise ConfigError(f"{location} is empty; expected one ILSVRC id per line")
     return ids
 
 

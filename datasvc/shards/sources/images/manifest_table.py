@@ -1,4 +1,4 @@
-"""Read the manifest of an image folder as a table, and find its columns of files, labels, splits and keys."""
+"""Read the manifest of an image folder (a table of its files): find the columns of files, labels, splits, keys."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from datasvc.shards.sources.tabular.parquet import ParquetSource
 FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image")
 LABEL_COLUMNS: Final = ("label", "class")
 SPLIT_COLUMN: Final = "split"
+# Names of columns that the source or the ingest makes.
 _TAKEN: Final = frozenset({KEY, IMAGE, LABEL, WIDTH, HEIGHT})
 _MAX_LABEL: Final = (1 << 31) - 1
 
@@ -136,7 +137,7 @@ class ManifestTable:
                 "or integers"
             )
         class_names = [value or None for value in values]
-        # A CSV file has no types, so integers beside names give a column of text without an error.
+        # A CSV file has no types, so a column that mixes integers and names is read as text, without an error.
         if self.is_csv:
             _check_unmixed(class_names, self)
         classes = sorted({name for name in class_names if name is not None})
@@ -144,7 +145,7 @@ class ManifestTable:
         return [numbers.get(name) for name in class_names], tuple(classes)
 
     def values(self, name: str) -> list[Any]:
-        """Return the values of a column in a form from which Arrow can rebuild the column."""
+        """Return the values of a column as Python values from which Arrow can build the same column again."""
         column = self.table.column(name)
         # Python's times cannot hold nanoseconds. They become integers, which Arrow converts back.
         checks = (pa.types.is_timestamp, pa.types.is_duration, pa.types.is_time64)

@@ -1,7 +1,8 @@
-"""Decode the values of MosaicML MDS, and choose the columns for them.
+"""Decode the values of MosaicML MDS shards, and choose the sample columns for them.
 
-Encoded images stay unchanged; raw images become PNG. Arrays of one shape are tensors. Arrays whose shape varies are
-lists of values in C order with a second column NAME.shape. Pickles are never read, since reading one runs its code.
+Encoded images stay unchanged; raw images become PNG. Arrays of a fixed shape are tensors. Arrays of varying shape are
+lists of values in C order, with the shapes in a second column NAME.shape. Pickles are refused, because reading a
+pickle can run code.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class MdsColumn:
         """Return the fields of the sample columns that hold this column.
 
         Args:
-            first: first sample, decoded by `decode`; its arrays give the types that the encoding leaves open.
+            first: first sample, decoded by `decode`; its arrays give the types that the encoding does not give.
 
         Raises:
             ConfigError: the encoding is a pickle, or unknown.
@@ -90,6 +91,7 @@ class MdsColumn:
             raise BadSampleError(f"column {self.name!r} is not a valid {self.encoding}: {error}") from error
 
     def _decode_array(self, content: memoryview, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
+        """Return the value of an array; a `dtype` or `shape` of None is read from the start of `content`."""
         offset = 0
         if dtype is None:
             dtype, offset = _ARRAY_TYPES.get(_byte(content, 0), ""), 1
@@ -112,7 +114,7 @@ class MdsColumn:
 
 
 def array_type(name: str, settings: str) -> tuple[str | None, tuple[int, ...] | None]:
-    """Return the type and shape of an encoding "ndarray:TYPE:SHAPE"; None for what the encoding leaves open.
+    """Return the type and shape of an encoding "ndarray:TYPE:SHAPE"; None if the encoding does not give them.
 
     Raises:
         ConfigError: the type or the shape is invalid.
@@ -138,6 +140,7 @@ def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
 
 
 def _type_and_decoder(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
+    """Return the type of the sample column and the function that decodes a value. Raise ConfigError without one."""
     if column.encoding == "pkl":
         raise ConfigError(
             f"column {column.name!r} holds pickles, which run code when they are read, so datasvc never reads them; "

@@ -32,7 +32,7 @@ class MdsFile:
 
 @dataclass(frozen=True)
 class MdsShard:
-    """One shard of an index: its uncompressed and its compressed file, of which one may be absent on disk.
+    """One shard of an index: its uncompressed and its compressed file. Only one of them has to exist.
 
     The columns are in the order of the values of a sample.
     """

@@ -1,4 +1,4 @@
-"""Source of MosaicML Streaming data sets (MDS, version 2), read without that library; `mds.shard` has the format."""
+"""Source of MosaicML Streaming data sets (MDS, version 2), read without its library. For the format, see `shard`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
-# How many samples of a shard are tried. The first readable one gives the types that the index leaves open.
+# The first readable sample gives the types that the index does not give. About this many are tried per shard.
 _FIRST_SAMPLES: Final = 64
 
 
@@ -34,7 +34,7 @@ class MdsSource(FileSource):
 
     Attributes:
         columns: columns of the shards, in the order of their values.
-        names: for each decoded name except that of the keys, the name in the schema.
+        names: name in the schema by decoded name (see `decode_sample`), without the column of the keys.
         key: decoded name of the column that holds the keys; None: keys are made of shard and row.
     """
 
@@ -134,6 +134,7 @@ def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: S
 
 
 def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
+    """Return the first readable sample, by decoded name. Raise CorruptDataError if there is none."""
     for column in columns:
         column.fields({column.name: np.empty(0)})  # refuses pickles before anything is read
     problem: Exception | str = "all shards are empty"

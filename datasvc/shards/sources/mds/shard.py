@@ -55,6 +55,7 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
 def check_hashes(reader: FileReader, part: SourcePart) -> str:
     """Return a description of the first mismatch with the hashes in the index; "" if there is none."""
     expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
+    # SHAKE digests have no fixed length.
     hashers = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
     if not hashers:
         return ""
@@ -82,7 +83,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
             _check_end(stream, part.where["raw_bytes"])
         except (_UnreadableRestError, *DECOMPRESSION_ERRORS) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
-            # One entry stands for all these samples. Its key is the shard's name if the first sample is among them.
+            # One bad sample reports all of them. Its key is the shard's name if the first sample is among them.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
 
 
