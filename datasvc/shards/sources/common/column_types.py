@@ -124,7 +124,7 @@ def check_unique(names: list[str], location: str) -> None:
 
 
 def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequence[str]) -> None:
-    """Raise ConfigError if the column `names` of the file `name` differ from `expected`, those of the file `first`."""
+    """Raise ConfigError if the column `names` of the file `name` differ from `expected`, those of file `first`."""
     missing = [column for column in expected if column not in names]
     extra = [column for column in names if column not in expected]
     if missing or extra:

@@ -1,8 +1,8 @@
 """Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
 The reader of a format yields raw batches (with the columns as the file has them), and keys that are used if no column
-holds the keys. This module validates and converts the batches, and slices them to the limits of `StreamedSource.read`.
-If a sample of a batch does not convert, only this sample is left out.
+holds the keys. This module validates and converts the batches, and slices them to the limits of
+`StreamedSource.read`. If a sample of a batch does not convert, only this sample is left out.
 """
 
 from __future__ import annotations

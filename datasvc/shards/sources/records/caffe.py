@@ -18,7 +18,7 @@ from datasvc.errors import BadSampleError
 from datasvc.shards.sources.common.columns import looks_like_image
 from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_fields, to_signed
 
-# Allowed wire types by field number.
+# Allowed wire types of protobuf by field number.
 _WIRE_TYPES: Final = {
     1: (VARINT,), 2: (VARINT,), 3: (VARINT,), 4: (BYTES,), 5: (VARINT,), 6: (FIXED32, BYTES), 7: (VARINT,),
 }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Source of LMDB databases on a local disk: Caffe's (each value is a Datum), and plain keys and values.
+"""Source of LMDB databases on a local disk: Caffe's databases, and plain keys and values.
 
-A Datum gives the columns `image` and `label`, or, if it holds floats or has other than 1 or 3 channels, the tensor
-`data` and `label`. Other values give the column `image` if the first values are all images, else the column `value`.
+In Caffe's databases, each value is a Datum: a message of one image or tensor and its label. An encoded image, or
+bytes in 1 or 3 channels, gives the columns `image` and `label`; any other Datum gives the tensor `data` and `label`.
+In other databases, the values give the column `image` if the first values are all images, else the column `value`.
 Values are never unpickled.
 """
 
@@ -174,10 +175,10 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
 def _scan_keys(
     env: lmdb.Environment, txn: lmdb.Transaction, samples_per_part: int, num_samples: int, path: str
 ) -> list[bytes]:
-    """Return every `samples_per_part`-th key. Only the sizes of the values are read."""
+    """Return the first key of each part. Only the sizes of the values are read."""
     starts, count = [], 0
     for key, value in txn.cursor():
-        # Only a record of this size can be a named database; opening is tried for these alone.
+        # Only a record of this size can be a named database, so only these are tried.
         if len(value) == _NAMED_BYTES and _is_named(env, txn, bytes(key)):
             raise ConfigError(
                 f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads only the unnamed one: "

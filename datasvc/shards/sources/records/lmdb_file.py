@@ -1,7 +1,7 @@
-"""Open LMDB files safely: a damaged or truncated file is an error, never a crash.
+"""Open LMDB files for their source, so that a damaged or truncated file is an error, never a crash.
 
-A database is open only while one batch is read. There are two reasons: a process may open it only once at a time, but
-reads parts in parallel; and mapped pages count as memory of the worker.
+A database is open only while one batch is read, for two reasons. A process may open a database only once at a time,
+but it reads several parts in parallel. The pages of an open database count as memory of the worker.
 """
 
 from __future__ import annotations

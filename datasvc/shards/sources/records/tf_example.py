@@ -79,8 +79,8 @@ class FeatureColumn:
         """Return the column's value for one sample; None if the sample lacks the feature.
 
         Raises:
-            BadSampleError: the feature has another kind or more values than in the first samples, or is not UTF-8 as
-                they are.
+            BadSampleError: the feature has another kind or more values than in the first samples; or it is not UTF-8,
+                although it is in the first samples.
         """
         if feature is None:
             return None

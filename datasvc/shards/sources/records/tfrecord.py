@@ -196,11 +196,12 @@ def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
 
 
 def _open(reader: FileReader, path: str) -> BinaryIO:
-    """Open a file; decompress it if it starts like gzip or zlib, and not with a length and its checksum."""
+    """Open a file, decompressed if its first bytes are those of gzip or zlib."""
     stream = reader.open(path)
     if path.lower().endswith(tuple(COMPRESSIONS)):
         return stream  # `open` decompresses it by its name
     # TensorFlow compresses with "GZIP" or "ZLIB" whatever the name of the file, so the first bytes decide.
+    # A plain file may start with the same bytes, but then the checksum of its first length matches.
     head = cast("Any", stream).peek(_HEADER.size)[: _HEADER.size]
     is_plain = len(head) == _HEADER.size and masked_crc(head[:8]) == _HEADER.unpack(head)[1]
     return stream if is_plain or head[:1] not in (b"\x1f", b"\x78") else decompress(stream, "gzip")

@@ -131,6 +131,7 @@ def _read_schema(reader: FileReader, file: SourceFile) -> pa.Schema:
 
 @contextmanager
 def _open_batches(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.RecordBatch], Callable[[], None]]]:
+    """Open a file or stream; yield its record batches and a function that releases the pages read so far."""
     with _open_ipc(reader, path) as (ipc, release_pages):
         # A file has random access to its batches, a stream only an iterator.
         if isinstance(ipc, pa.RecordBatchFileReader):

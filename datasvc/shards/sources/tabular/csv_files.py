@@ -119,7 +119,7 @@ class CsvSource(TableSource):
 
 
 def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
-    """Return `values` as `data_type`, with null for each misfit, and the index and the reason of each misfit."""
+    """Return `values` as `data_type`, null where a value does not convert, and index and error of these values."""
     parsed, misfits = [], []
     errors = (pa.ArrowException, UnicodeDecodeError)
     for index, piece in bisect_errors(len(values), lambda start, stop: _parse(values[start:stop], data_type), errors):
@@ -128,7 +128,7 @@ def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, l
             parsed.append(pa.nulls(1, data_type))
         else:
             parsed.append(piece)
-    # Without a misfit there is one piece, which needs no copy.
+    # If all values convert, there is one piece, which needs no copy.
     return parsed[0] if len(parsed) == 1 else pa.concat_arrays([pa.nulls(0, data_type), *parsed]), misfits
 
 
@@ -188,6 +188,7 @@ def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]
 
 
 def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
+    """Return the schema that Arrow infers from the first block of a file; None if the file has no row."""
     for block_bytes in BLOCKS_BYTES:
         skipped: Skipped = []
         try:

@@ -1,4 +1,4 @@
-"""Read the rows of a CSV file as columns of bytes, with their row numbers.
+"""Read the rows of a CSV file as columns of bytes, with their row numbers, for `csv_files`.
 
 Arrow skips rows with a wrong number of columns and returns no row numbers. This module finds the number of each row,
 so that a message names it and a key stays the same when an earlier row is repaired.
@@ -153,6 +153,7 @@ def is_too_long(error: BaseException) -> bool:
 def _read_blocks(
     open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter: str, block_bytes: int
 ) -> Iterator[CsvRows]:
+    """Yield the rows of a file, read in blocks of one size. For arguments and errors, see `read_rows`."""
     skipped: Skipped = []
     types = dict.fromkeys(names, pa.binary())
     start = 0

@@ -1,7 +1,7 @@
 """Read Hugging Face features, which declare image columns and class names.
 
-Features are in the metadata of a schema, or in `dataset_info.json`. They are only hints, so those that do not
-parse are ignored.
+Features are in the metadata of a schema, or in `dataset_info.json`. They are optional, so features
+that do not parse are ignored.
 """
 
 from __future__ import annotations

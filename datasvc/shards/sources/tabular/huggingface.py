@@ -1,4 +1,4 @@
-"""Source of Hugging Face `datasets` folders, read without that library.
+"""Source of folders of the Hugging Face library `datasets`, read without the library.
 
 There are two layouts: that of `save_to_disk` (`state.json` lists Arrow streams, `dataset_dict.json` one folder per
 split), and that of a hub repository (Parquet files named by split). Class names come from `dataset_info.json` or
@@ -39,7 +39,7 @@ class HuggingFaceSource(TableSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> HuggingFaceSource:
-        """List the source from its descriptions or its Parquet files' names. For errors, see `FileSource.list`."""
+        """List the source from its JSON files or its Parquet files' names. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
         files = {file.name: file for file in list_files(url)}

@@ -72,7 +72,7 @@ class JsonLinesSource(TableSource):
         reader, where = FileReader(self.url), part.where
         last_block = None
         try:
-            # Opened one byte early: that byte tells whether a line starts at the first byte of the range.
+            # Opened one byte early: this byte is a newline if a line starts at the first byte of the range.
             with reader.open(where["path"], start=max(where["start"] - 1, 0)) as stream:
                 for block in read_line_blocks(stream, start=where["start"], stop=where["stop"]):
                     last_block = block
@@ -154,7 +154,7 @@ def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Sch
     """Return the name and the columns of the first file that holds a line; None if all are empty."""
     first = None
     for number, file in enumerate(files):
-        # Each .json file is checked, since it may hold an array; of the others, one that holds a line is enough.
+        # Every .json file is checked, because it may hold an array. Other files are read only until a line is found.
         if first is not None and file.extension != ".json":
             continue
         try:
@@ -162,7 +162,7 @@ def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Sch
                 block = _first_block(stream)
         except UNREADABLE as error:
             if number + 1 < len(files):
-                continue  # the ingest reports it
+                continue  # the ingest reports this file
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
         if block is None:
             continue

@@ -1,4 +1,4 @@
-"""Infer the types of JSON columns from the first objects, and parse the other objects by these types."""
+"""Infer the types of the columns of JSON lines from the first objects, and parse all objects by these types."""
 
 from __future__ import annotations
 

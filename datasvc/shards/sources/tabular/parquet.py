@@ -144,7 +144,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
 
 def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]:
     """Divide a file at row group boundaries into parts; small row groups are joined up to `PART_BYTES`."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # consecutive row groups, by part
     free_bytes = 0
     for number, group in enumerate(footer.row_groups):
         if not runs or group.decoded_bytes > free_bytes:

@@ -1,8 +1,8 @@
-"""Read tars as streams: one member at a time, in bounded memory; a damaged or truncated tar is always an error.
+"""Read tars as streams for their sources: one member at a time, in bounded memory.
 
-The reader of the standard library ends without an error if a header is damaged or the tar is truncated at a header,
-so the remaining samples would be lost without a message. Therefore that reader is not used. Links and devices are
-never followed.
+A damaged or truncated tar is always an error. Python's `tarfile` is not used, because it ends without an error if a
+header is damaged or the tar is truncated at a header: the remaining samples would be lost without a message. Links
+and devices are never followed.
 """
 
 from __future__ import annotations
@@ -176,11 +176,13 @@ class TarReader:
         return content
 
     def _take(self, length: int) -> bytes:
+        """Return the next `length` bytes, fewer at the end of the stream."""
         piece = self._guarded(read_up_to, self._stream, length)
         self._position += len(piece)
         return piece
 
     def _guarded(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Call an operation of the stream, and convert its errors to those of the class."""
         try:
             return call(*arguments)
         except DECOMPRESSION_ERRORS as error:
@@ -190,6 +192,7 @@ class TarReader:
                 raise
 
     def _parsed(self, parse: Callable[[bytes], _T], content: bytes) -> _T:
+        """Parse a header with a function of `tar_header`; raise CorruptDataError if it is damaged."""
         try:
             return parse(content)
         except ValueError as error:
@@ -202,7 +205,7 @@ class TarReader:
 def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
     """Open the tar at `path`, or the tar inside it at bytes `start` to `stop`, as a stream that the caller closes.
 
-    Its first bytes, not its name, tell how it is compressed, because a name may be "x.tgz" or wrong. For errors, see
+    Its compression is detected by its first bytes, because a name may be "x.tgz" or wrong. For errors, see
     `FileReader.open`.
     """
     stream = reader.open(path, start=start, stop=stop)

@@ -1,7 +1,7 @@
-"""Parse the header blocks of tars; pure functions of bytes.
+"""Parse the header blocks of tars for `tar`; pure functions of bytes.
 
-Supported are ustar and its older forms, pax headers and GNU's long names. Format: POSIX.1-2017, pax, "ustar
-Interchange Format" and "pax Header Block"; GNU tar manual, "Basic Tar Format".
+The supported formats are ustar and its older forms, pax headers and GNU's long names. They are specified in
+POSIX.1-2017, pax, "ustar Interchange Format" and "pax Header Block", and in the GNU tar manual, "Basic Tar Format".
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
 _SOURCE_PREFIX: Final = "source_"
-_NULLABLE_FROM_ONE_IN: Final = 10  # `image` is nullable if at least one of so many first samples lacks it
+_NULLABLE_FROM_ONE_IN: Final = 10  # `image` is nullable if at least one in this many first samples lacks it
 
 
 def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
@@ -93,4 +93,5 @@ def _field(name: str, column: str, *, nullable: bool) -> pa.Field:
 
 
 def _last(name: str) -> str:
+    """Return the last extension in the name of a field: "png" for "seg.png"."""
     return name.rpartition(".")[2]

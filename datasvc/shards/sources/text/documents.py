@@ -1,4 +1,4 @@
-"""Read documents from text files: a `.txt` is one document, a `.jsonl` has one per line.
+"""Read documents from text files, for `tokens`: a `.txt` is one document, a `.jsonl` has one document per line.
 
 A piece is a file or a byte range of a file. A line belongs to the piece that contains its first byte, so adjacent
 pieces yield each line exactly once.

@@ -84,7 +84,7 @@ class BlockPacker:
 
     def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
         num_blocks = len(tokens) // self._block_tokens
-        # Starts are grouped by block: count those of each block; the cumulative sums are the offsets of the groups.
+        # Starts are in block order, so the cumulative counts of starts per block are the offsets in `starts`.
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
         return Blocks(
             tokens=tokens.reshape(num_blocks, self._block_tokens),

@@ -127,7 +127,7 @@ class TokenSource(FileSource):
         # The number of blocks in a batch follows from an upper bound of a block's size.
         block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
         step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
-        number = 0  # of the next block, for its key
+        number = 0  # number of the next block, for its key
         for tokens in self._encoded(tokenizer, end, reader, part):
             if isinstance(tokens, BadSample):
                 yield tokens
@@ -228,6 +228,7 @@ def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schem
 def _encode(
     tokenizer: Tokenizer, end: int | None, documents: list[tuple[str, str]], split: str
 ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
+    """Yield the tokens of each document, given as pairs of name and text; without tokens, a `BadSample`."""
     tail = np.array([] if end is None else [end], np.uint32)
     encodings = tokenizer.encode_batch_fast([text for _, text in documents], add_special_tokens=False)
     for (name, _), encoding in zip(documents, encodings, strict=True):
