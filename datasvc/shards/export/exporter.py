@@ -164,6 +164,7 @@ def _join(
 
 
 def _describe(split: Split, written: WrittenFiles) -> dict[str, Any]:
+    """Return the entry of a split in the summary file."""
     return {
         "samples": written.num_samples,
         "files": written.num_files,

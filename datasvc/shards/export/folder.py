@@ -91,6 +91,7 @@ class FolderExport(ExportFormat):
 
 
 def _extra_columns(split: Split) -> list[str]:
+    """Return the columns that only the metadata file can hold."""
     return [field.name for field in given_columns(split.table.sample_schema) if field.name not in {IMAGE, LABEL}]
 
 
@@ -111,6 +112,7 @@ def _file_name(sample: Mapping[str, Any], split: Split) -> str:
 
 
 def _class_name(sample: Mapping[str, Any], split: Split) -> str:
+    """Return the name of a sample's class, or its label as text if the split has no class names."""
     label = sample[LABEL]
     if label is None:
         raise refused_null("folder", LABEL, sample[KEY], _SUPPORTED_BY)
@@ -126,6 +128,7 @@ def _class_name(sample: Mapping[str, Any], split: Split) -> str:
 
 
 def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> bytes:
+    """Return the line of a sample in the metadata file; columns that are null are left out."""
     described = {FILE_NAME: file, KEY: sample[KEY]}
     if has_label(split.table.sample_schema):
         described[LABEL] = _class_name(sample, split) if split.classes else sample[LABEL]
@@ -151,6 +154,7 @@ def _check_unique(split: Split, num_units: int, destination: Destination) -> Non
 
 
 def _all_names(split: Split, num_units: int, destination: Destination) -> Iterator[str]:
+    """Yield the names of all files in the folder of the split, from the metadata that `write` kept."""
     yield METADATA_FILE  # written last, so it would replace an image of this name
     for number in range(num_units):
         for line in destination.storage.read(unit_path(split.name, number, "jsonl")).splitlines():

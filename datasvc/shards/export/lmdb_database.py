@@ -86,6 +86,7 @@ def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digit
 
 
 def _datum(sample: dict[str, Any]) -> bytes:
+    """Return a sample as an encoded Datum. Raise ConfigError for a null."""
     if sample[IMAGE] is None:
         raise refused_null("lmdb", IMAGE, sample[KEY], _SUPPORTED_BY)
     label = b""

@@ -124,6 +124,7 @@ def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iter
 
 
 def _file_extension(column: pa.Field, value: Any) -> str:
+    """Return the extension from which readers derive the column, such as "jpg", "cls" or "caption.txt"."""
     if is_label(column):
         return "cls"
     if is_text(column.type):

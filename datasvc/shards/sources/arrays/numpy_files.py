@@ -163,6 +163,7 @@ class NumpySource(FileSource):
 
 
 def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOptions) -> Sequence[_Table]:
+    """Read the headers of `files`, and group their arrays into tables. Raise ConfigError or CorruptDataError."""
     groups: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
     for file in files:
         base, extension = os.path.splitext(file.name)
@@ -178,6 +179,7 @@ def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOpti
 
 
 def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
+    """Return the table of arrays, given as file, column name and array. Raise ConfigError if they conflict."""
     names = [name for _, name, _ in listed]
     duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
@@ -211,6 +213,7 @@ def _column_name(name: str) -> str:
 
 
 def _parts(table: _Table) -> Iterator[SourcePart]:
+    """Divide the samples of a table into parts of about `_PART_BYTES`."""
     sample_bytes = sum(array.sample_bytes for array in table.arrays.values())
     is_archive = any(array.member is not None for array in table.arrays.values())
     # A member of an archive is compressed and can be read only from its start, so it is not divided.
@@ -261,10 +264,12 @@ def _field(name: str, array: NpyArray) -> pa.Field:
 
 
 def _described(table: _Table) -> dict[str, str]:
+    """Return type and shape of each column, for messages."""
     return {name: f"{np.dtype(array.dtype)}{list(array.shape)}" for name, array in table.arrays.items()}
 
 
 def _read(stream: BinaryIO, array: NpyArray, count: int) -> npt.NDArray[Any]:
+    """Read the next `count` samples of an array. Raise CorruptDataError if there are fewer."""
     content = read_up_to(stream, count * array.sample_bytes)
     if len(content) < count * array.sample_bytes:
         raise CorruptDataError(f"{os.path.basename(array.path)} is truncated")

@@ -272,6 +272,7 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
 
 
 def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | None:
+    """Return the column to rename to `label`; None if there is none, or if a column has this name already."""
     if label is not None or LABEL in fields:
         return label
     return next((name for name in _LABELS if name in fields and pa.types.is_integer(fields[name].type)), None)
@@ -297,6 +298,7 @@ def _holds_images(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def _convert(batch: pa.RecordBatch, name: str, data_type: pa.DataType) -> pa.Array:
+    """Return the raw column `name` as `data_type`. Raise ConfigError, with the name of the column."""
     if name not in batch.schema.names:
         raise ConfigError(f"column {name!r} is missing; found {batch.schema.names}")
     try:
@@ -320,6 +322,7 @@ def _size_of(value: Any) -> int:
 
 
 def _final_field(field: pa.Field, *, has_image: bool) -> pa.Field:
+    """Return a sample field with the name and the integer type that the ingest expects."""
     if has_image and field.name in (WIDTH, HEIGHT):
         # The writer adds columns of these names with the measured size of the image.
         return field.with_name(f"{_SOURCE_PREFIX}{field.name}")

@@ -197,6 +197,8 @@ def _decoded_bytes(column: pa.Array) -> int:
 def _convert(
     columns: ColumnMap, batch: pa.RecordBatch, keys: pa.Array, split: str
 ) -> Iterator[pa.RecordBatch | BadSample]:
+    """Yield a raw batch as sample batches, and a `BadSample` for each sample that does not convert."""
+
     def convert(start: int, stop: int) -> pa.RecordBatch:
         piece = batch.slice(start, stop - start)
         piece.validate(full=True)  # finds text that is not UTF-8, and offsets out of range

@@ -139,6 +139,7 @@ def _role(folder: str, only_split: str | None) -> _FolderRole:
 
 
 def _classes(roles: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
+    """Return the sorted class names. Raise ConfigError if only some images have a class, or a name is not UTF-8."""
     names = {role.class_name for role in roles.values()}
     if None in names and len(names) > 1:
         flat = min(file.name for folder, role in roles.items() if role.class_name is None for file in folders[folder])

@@ -108,6 +108,7 @@ def _check_exist(names: Sequence[str], files: Mapping[str, Any], url: str) -> No
 
 
 def _splits(names: Sequence[str], manifest: ManifestTable, options: SourceOptions) -> list[str]:
+    """Return the split of each file: from the options, else the manifest, else the name of its top folder."""
     if options.split is not None:
         return [options.split] * len(names)
     if manifest.split is not None:
@@ -117,6 +118,7 @@ def _splits(names: Sequence[str], manifest: ManifestTable, options: SourceOption
 
 
 def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
+    """Raise ConfigError if two files of a split, which are ordered by key, have the same key."""
     for split, files in splits.items():
         for one, other in pairwise(files):
             if one.key == other.key:

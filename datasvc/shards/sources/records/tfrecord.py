@@ -172,6 +172,7 @@ class _FramingLostError(Exception):
 
 
 def _check_header(header: bytes) -> int:
+    """Return the length in a frame header. Raise _FramingLostError if it cannot be trusted."""
     if len(header) < _HEADER.size:
         raise _FramingLostError("it is truncated")
     length, crc = _HEADER.unpack(header)

@@ -133,6 +133,7 @@ def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, l
 
 
 def _parse(values: pa.Array, data_type: pa.DataType) -> pa.Array:
+    """Return a column of bytes as `data_type`. Raise an error if one of the values does not convert."""
     texts = values.cast(pa.string())
     if pa.types.is_string(data_type):
         return texts

@@ -106,6 +106,7 @@ class JsonLinesSource(TableSource):
                 yield RawBatch(batch, numbered_keys(name, numbers[index : index + batch.num_rows]))
 
     def _reason(self, line: bytes, error: Exception) -> str:
+        """Return why a line is a bad sample; `error` is that of parsing it."""
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
@@ -119,6 +120,7 @@ class JsonLinesSource(TableSource):
 
 
 def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
+    """Divide a file into byte ranges of `RANGE_BYTES`; a line belongs to the range that contains its first byte."""
     # A compressed file cannot be read from the middle: it is one part.
     length = file.size_bytes if file.is_compressed else RANGE_BYTES
     parts = []

@@ -187,6 +187,7 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
 
 
 def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a part in batches of about `BATCH_BYTES` after decompression."""
     group_numbers = list(range(*part.where["row_groups"]))
     with reader.open_seekable(part.where["path"]) as opened:
         metadata = pq.read_metadata(opened)

@@ -182,7 +182,7 @@ class TarReader:
         return piece
 
     def _guarded(self, call: Callable[..., _T], *arguments: Any) -> _T:
-        """Call an operation of the stream, and convert its errors to those of the class."""
+        """Call an operation of the stream, and convert its errors to those that the class raises."""
         try:
             return call(*arguments)
         except DECOMPRESSION_ERRORS as error:

@@ -123,6 +123,7 @@ def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str,
 
 
 def _text_of(line: bytes, column: str) -> str | BadSampleError:
+    """Return the text of a JSON line, or the error of parsing it."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError) as error:
