@@ -13,9 +13,9 @@ from datasvc.errors import ConfigError, CorruptDataError
 
 
 def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> bytes:
-    """Return a table as an Arrow IPC file, with `metadata` for its record batch if the table has rows."""
+    """Return a table as an Arrow IPC file. `metadata` is stored with its record batch; an empty table has none."""
     sink = pa.BufferOutputStream()
-    # Arrow writes one record batch per chunk, so equal tables with other chunks would give other bytes.
+    # Arrow writes one record batch per chunk, so equal tables with different chunks would give different bytes.
     combined = table.combine_chunks()
     with pa.ipc.new_file(sink, combined.schema) as file:
         for batch in combined.to_batches():
@@ -34,12 +34,16 @@ def decode_metadata(content: bytes) -> dict[bytes, bytes]:
 def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, latest: int) -> pa.Table:
     """Return the table that `encode_table` wrote.
 
-    `format_key` is the key of the schema metadata with the format number, `latest` the newest one that can be read.
-    For messages, `name` is the location of the object, and `what` its type, such as "sample index".
+    Args:
+        content: bytes of the object.
+        name: location of the object, for messages.
+        what: type of the object, for messages, such as "sample index".
+        format_key: key of the schema metadata that holds the format number.
+        latest: the newest format number that this datasvc reads.
 
     Raises:
-        CorruptDataError: the object does not have the type `what`.
-        ConfigError: it has a newer format.
+        CorruptDataError: `content` is not an object of this type.
+        ConfigError: its format is newer than `latest`.
     """
     try:
         table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
@@ -47,5 +51,7 @@ def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, lat
     except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
         raise CorruptDataError(f"{name} is not a {what}: {error!r}") from error
     if format_number > latest:
-        raise ConfigError(f"{name} has {what} format {format_number}; this datasvc reads up to {latest}")
+        raise ConfigError(
+            f"{name} has {what} format {format_number}; this datasvc reads up to {latest}: upgrade datasvc"
+        )
     return table

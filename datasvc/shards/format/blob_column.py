@@ -1,7 +1,7 @@
 """Buffer that collects the blobs or texts of one column of a record batch, reused for every batch of a shard.
 
-The buffer is reused because allocating new memory takes longer than copying a blob. A blob that is read from
-its file directly into the buffer is not copied at all.
+`ShardWriter` has one for each such column. The buffer is reused because allocating new memory takes longer than
+copying a blob. A blob that is read from its file directly into the buffer is not copied at all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BlobColumn:
             self._nulls.append(len(offsets) - 1)
             offsets.append(offsets[-1])
             return 0
-        # Identity, not equality, because only the very result of `reserve` is in place already.
+        # Compared by identity: only the memoryview that `reserve` returned has its bytes in the buffer already.
         if blob is not self._reserved:
             view = np.frombuffer(blob, np.uint8)
             self.reserve(len(view))[:] = view.data

@@ -1,11 +1,11 @@
 """Digests of single samples, which show whether a sample changed and which samples are duplicates.
 
-There are two digests. Neither depends on the key, on the order of columns, on null columns, or on columns that are
-measured from an image (`width`, `height`):
+The sample index of a shard stores two digests per sample. Neither depends on the key, on the order of columns, on
+null columns, or on columns that are measured from an image (`width`, `height`):
 
 - *sample*: over the values of all columns. Equal digests mean equal samples.
-- *payload*: over the blobs alone, so equal images with different labels have the same one. For a
-  sample without blobs, it is the sample digest.
+- *payload*: over the blobs alone, so equal images with different labels have the same payload digest. For a sample
+  without blobs, it is the sample digest.
 
 Both are 128-bit xxHash3, which is four times faster than the BLAKE3 of object names. It detects accidental changes
 as reliably, but an attacker can construct collisions.
@@ -41,6 +41,7 @@ def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]
         blobs: digest of each blob that is not null, by column.
         values: result of `encode_value` for all other columns.
     """
+    # The byte 2 marks the digest of a blob; `encode_value` starts other values with other bytes.
     encoded = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
     sample = xxh3_128_digest(_join(encoded))
     return sample, _payload([blobs[name] for name in sorted(blobs)], sample)
@@ -118,6 +119,7 @@ def encode_value(value: Any) -> bytes | None:
         return b"{" + _join({str(name): encode_value(item) for name, item in value.items()})
     if isinstance(value, Iterable):
         items = [encode_value(item) for item in value]
+        # A null item has the length -1, so that it differs from an empty one.
         return b"[" + b"".join(_LENGTH.pack(-1) if item is None else _sized(item) for item in items)
     return b"o" + str(value).encode()  # dates, times and decimals have a unique text form
 
@@ -140,14 +142,14 @@ class BlobViews:
 
     def __init__(self, column: pa.Array) -> None:
         # A view of Arrow's offsets: a list of Python numbers would take five times as much memory.
-        self._stops = value_offsets(column).data
+        self._offsets = value_offsets(column).data
         self._content = joined_bytes(column).data
         is_null = ~column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else np.empty(0)
         self._nulls = frozenset(np.flatnonzero(is_null).tolist())
 
     def view(self, row: int) -> memoryview | None:
         """Return the bytes of one value; None for null."""
-        return None if row in self._nulls else self._content[self._stops[row] : self._stops[row + 1]]
+        return None if row in self._nulls else self._content[self._offsets[row] : self._offsets[row + 1]]
 
 
 def blob_views(column: pa.Array) -> list[memoryview | None]:
@@ -171,6 +173,7 @@ def _payload(blob_digests: Sequence[bytes], sample_digest: bytes) -> bytes:
 
 
 def _join(values: Mapping[str, bytes | None]) -> bytes:
+    """Return the names and values, sorted by name, each with its length before it; null values are left out."""
     return b"".join(_prefix(name) + _sized(value) for name, value in sorted(values.items()) if value is not None)
 
 

@@ -1,7 +1,8 @@
 """Writer of Arrow IPC files that records the layout of the file: the position of every record batch and its blobs.
 
-To find the positions, no file is read again and nothing is copied: Arrow writes a file in small chunks, and the
-chunks that hold blobs are recognised by their memory address.
+`ShardWriter` uses it, and the sample index stores the layout. To find the positions, no file is read again and
+nothing is copied: Arrow writes a file in small chunks, and the chunks that hold blobs are recognised by their memory
+address.
 """
 
 from __future__ import annotations
@@ -75,9 +76,13 @@ class IpcWriter:
 def describe_batch(
     chunks: Sequence[Chunk], offset: int, blobs: Sequence[pa.Buffer | None], num_samples: int
 ) -> BatchLayout:
-    """Return the layout of a record batch from the chunks that Arrow wrote for it; their memory must be unchanged.
+    """Return the layout of a record batch.
 
-    `offset` is where the message starts in the file. `blobs` has the buffer of each blob column, None if it is empty.
+    Args:
+        chunks: the chunks that Arrow wrote for the batch; their memory must be unchanged.
+        offset: position in the file of the batch's message, in bytes.
+        blobs: the buffer of each blob column, in the schema's order; None if it is empty.
+        num_samples: number of samples of the batch.
     """
     # Arrow writes a column's buffer without a copy, so a chunk with the same address and size is that buffer.
     blob_memory = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]

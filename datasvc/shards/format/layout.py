@@ -1,9 +1,9 @@
-"""Layout of a shard's file: the positions of its record batches, for reading samples before the shard is complete.
+"""Layout of a shard's file: the positions of its record batches, for reading samples before the shard is fetched.
 
 The sample index contains the layout. For most record batches, the layout has the *frame*: the encapsulated IPC
-message without the bytes of its blobs. A reader then fetches single blobs, and verifies them by the payload digests
-of the sample index. If the frame is a large part of the message, as for text, the layout has a digest of the whole
-message instead.
+message without the bytes of its blobs. With a frame, a reader fetches single blobs, and verifies them by the payload
+digests of the sample index. If the frame is a large part of the message, as for text, the layout has a digest of the
+whole message instead.
 """
 
 from __future__ import annotations

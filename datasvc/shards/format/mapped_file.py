@@ -1,4 +1,7 @@
-"""Local files that are mapped into memory, and can also be read by position without touching mapped pages."""
+"""Local files that are mapped into memory, and can also be read by position without touching mapped pages.
+
+`Shard.map` opens shards with it. For the reason to read by position, see `Shard.read`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Record batches of a shard that is not fetched completely yet: read sample by sample, or as a whole.
 
-A batch is a `FramedBatch` or a `WholeBatch`, see `layout`. Both plan the byte ranges to read for some samples, and
-accept only bytes that match their digest. `partial_reader` combines the batches of a shard.
+If the layout of a batch has a frame (the message without the bytes of its blobs, see `layout`), the batch is a
+`FramedBatch`, else a `WholeBatch`. Both plan the byte ranges to read for some samples, and accept only bytes that
+match their digest. `partial_reader` combines the batches of a shard.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class FramedBatch:
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
-        """Return the runs of `plan_runs`, each with the range of the file to read for each blob column."""
+        """Return the runs that cover `rows` as in `plan_runs`, each with the range of the file to read per blob column."""
         # Sums over the blob columns, so that a gap counts the bytes between two samples in all of them.
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]
@@ -85,9 +86,10 @@ class FramedBatch:
                 for number, name in enumerate(self._columns)
                 if self._valid[number, row]
             }
+            # The payload digest depends on the blobs alone, so the other columns are left out.
             if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
                 raise CorruptDataError(f"{self._name}: the bytes read for its sample {row} are corrupt; {_ADVICE}")
-        # Stored only after all samples of the run are verified, because readers see the memory at once.
+        # Stored only after all samples of the run are verified, because readers use this memory without a copy.
         for number, view in enumerate(views):
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
@@ -149,7 +151,7 @@ def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int)
 
 
 def reserve_memory(size_bytes: int) -> mmap.mmap:
-    """Return anonymous memory of which only the pages that are written to take space."""
+    """Return anonymous memory. Only the pages that are written to take space."""
     memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Without this advice, the kernel may allocate a huge page of 2 MiB for a sample of 100 KiB.
     memory.madvise(mmap.MADV_NOHUGEPAGE)

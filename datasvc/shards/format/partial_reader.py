@@ -1,8 +1,8 @@
 """Reader of a shard before it is fetched completely: single samples are read by byte range and verified.
 
-With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified:
-frames by the digest of the sample index that contains them, blobs by the payload digest of their sample, and record
-batches without a frame by their own digest.
+With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified.
+A *frame* (a record batch without the bytes of its blobs, see `layout`) is verified by the digest of the sample index
+that contains it, a blob by the payload digest of its sample, and a record batch without a frame by its own digest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialB
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 
-# Samples closer than this are read together, as a connection transfers it in a third of a request's latency.
+# Samples with a smaller gap are read together: transferring the gap takes a third of the latency of a request.
 GAP_BYTES: Final = 256 << 10
 
 
@@ -59,11 +59,12 @@ class PartialRead:
 
 
 class PartialShard(Shard):
-    """A shard of which only some samples are readable yet; these are read as from a complete shard.
+    """A shard that is not fetched completely. Its readable samples are read as from a complete shard.
 
-    `has` tells whether samples are readable. `fetch` makes them readable. Instead, a caller may read the ranges of
-    `plan` itself and pass their bytes to `add`. For samples that are not readable, `blobs`, `is_valid` and `sample`
-    raise IndexError, and `column` and `values` have arbitrary content. Threads may add and read concurrently.
+    `has` returns whether samples are readable, and `fetch` makes them readable. Instead of `fetch`, a caller may read
+    the ranges of `plan` itself and pass their bytes to `add`. For samples that are not readable, `blobs`, `is_valid`
+    and `sample` raise IndexError, and `column` and `values` have arbitrary content. Threads may add and read
+    concurrently.
 
     Args:
         info: digest and size of the shard.
@@ -108,7 +109,7 @@ class PartialShard(Shard):
 
         Args:
             rows: `int64[n]` in range(num_samples).
-            gap_bytes: samples of a record batch that are no farther apart are read together, with the bytes between.
+            gap_bytes: samples of a record batch that are no farther apart are read together, including the gap.
         """
         missing = np.unique(rows[~self._is_readable[rows]])
         batches = np.searchsorted(self._starts, missing, side="right") - 1
@@ -122,8 +123,8 @@ class PartialShard(Shard):
         """Make the samples of a read of `plan` readable; `contents` has the bytes of each of its spans.
 
         Raises:
-            CorruptDataError: the bytes do not match their digest; no sample became readable. The message names the
-                record batch.
+            CorruptDataError: the bytes do not match their digest, so no sample of `read` became readable. The message
+                names the record batch.
         """
         lengths = [len(content) for content in contents]
         assert lengths == [span.length for span in read.spans], (lengths, read)
@@ -152,7 +153,7 @@ class PartialShard(Shard):
         Raises:
             NotFoundError: the shard does not exist.
             CorruptDataError: the shard is too short; or see `add`.
-            UnavailableError: the store did not answer.
+            UnavailableError: the store did not respond.
         """
 
         def read_spans(read: PartialRead) -> list[Content]:
@@ -197,9 +198,15 @@ class PartialShard(Shard):
 
 
 def open_partial(objects: Objects, info: ObjectInfo, index: Digest | None) -> PartialShard | None:
-    """Return a shard of which only the sample index was read; None if it cannot be read in part.
+    """Read the sample index of a shard, and return the shard for reading single samples.
 
-    `index` is the digest of the sample index, as in the shard table: None for a shard without one.
+    Args:
+        objects: objects of the repository.
+        info: digest and size of the shard.
+        index: digest of its sample index, as in the shard table; None for a shard without one.
+
+    Returns:
+        The shard; None without a sample index, or if the index has no layout.
 
     Raises:
         NotFoundError, CorruptDataError, UnavailableError: the sample index cannot be read.

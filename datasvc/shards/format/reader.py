@@ -180,7 +180,7 @@ def open_shard(objects: Objects, info: ObjectInfo) -> Shard:
     Raises:
         NotFoundError: the repository does not have the shard.
         CorruptDataError: its bytes do not match its digest.
-        UnavailableError: the store did not answer.
+        UnavailableError: the store did not respond.
     """
     path = objects.local_path(info.digest)
     if path is None:

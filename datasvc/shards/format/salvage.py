@@ -1,4 +1,7 @@
-"""Recovery of samples from a corrupt shard: which batches still parse, and which samples are lost."""
+"""Intact samples of a corrupt shard, found in the record batches that still parse.
+
+`verify --deep` reports the other samples of the shard, those that are lost.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,13 @@ SampleIdentity = tuple[str, bytes, bytes]
 
 
 def sample_identities(batch: pa.RecordBatch) -> list[SampleIdentity]:
-    """Return key and digests of a batch's samples, computed from their values."""
+    """Return the key and the digests of each sample of a batch, computed from its values."""
     samples, payloads = digest_batch(batch)
     return list(zip(batch.column(KEY).to_pylist(), samples, payloads, strict=True))
 
 
 def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
-    """Return key and digests of all samples in the record batches of a corrupt shard that still parse."""
+    """Return the keys and digests of all samples in those record batches of a corrupt shard that still parse."""
     identities: set[SampleIdentity] = set()
     for batch in _readable_batches(content):
         try:

@@ -131,7 +131,8 @@ class ShardTable:
             raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
         if format_number > TABLE_FORMAT:
             raise ConfigError(
-                f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}"
+                f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}: upgrade "
+                "datasvc"
             )
         return cls(
             # Tables of format 1 lack two columns, which `_upgraded` adds, and the fields that `get` reads below.

@@ -20,7 +20,7 @@ from datasvc.shards.format.ipc_writer import ByteSink, IpcWriter
 from datasvc.shards.format.layout import ShardLayout
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, is_gathered
 
-# So small that one batch is read quickly by byte range; so large that the overhead per batch is negligible.
+# Small enough that one batch is read quickly by byte range; large enough that the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20
 # Upper bound on the samples of a record batch; tiny samples reach it first.
 BATCH_SAMPLES = 1 << 16
@@ -94,7 +94,7 @@ class ShardWriter:
             self._flush()
 
     def append_blobs(self, *blobs: bytes | memoryview | None) -> bool:
-        """Add the blobs of a sample, whose other values follow with `end_batch`. Do not mix this with `append`.
+        """Add the blobs of a sample; `end_batch` adds its other values. Do not mix this with `append`.
 
         Args:
             blobs: one per blob column, in the schema's order; copied as by `append`.
@@ -133,8 +133,8 @@ class ShardWriter:
         """Add many samples, column by column.
 
         Args:
-            blobs: by column of blobs or text (`is_gathered`), the bytes of each sample, None for null; copied before
-                this returns.
+            blobs: for each column of blobs or text (`is_gathered`), the bytes of each sample, None for null. They are
+                copied before this returns.
             values: all other columns of the same samples.
             as_one: write all samples as one record batch of any size, so that a rewritten shard keeps its batches.
 

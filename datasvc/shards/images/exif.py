@@ -70,9 +70,9 @@ def parse_orientation(tiff: memoryview) -> int | None:
     # An entry of the directory has 12 bytes: tag, type, number of values, value.
     for offset in range(first + 2, first + 2 + 12 * count, 12):
         if number(offset, 2) == _TAG:
-            kind = number(offset + 2, 2)
-            value = number(offset + 8, 2 if kind == _SHORT else 4)
-            return value if kind in (_SHORT, _LONG) and value in range(1, 9) else _UPRIGHT
+            value_type = number(offset + 2, 2)
+            value = number(offset + 8, 2 if value_type == _SHORT else 4)
+            return value if value_type in (_SHORT, _LONG) and value in range(1, 9) else _UPRIGHT
     return _UPRIGHT
 
 
@@ -88,6 +88,7 @@ def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
 
 
 def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
+    """Yield the TIFF data of each EXIF block in the order of the file."""
     if kind in ("JPEG", "MPO"):
         blocks = (data for data in _jpeg_app1(raw) if _has_exif_prefix(data))
     elif kind == "PNG":
@@ -105,7 +106,7 @@ def _has_exif_prefix(block: memoryview) -> bool:
 
 
 def _jpeg_app1(raw: memoryview) -> Iterator[memoryview]:
-    offset = 2
+    offset = 2  # after the marker that starts a JPEG
     while offset + _SEGMENT.size <= len(raw):
         start, marker, length = _SEGMENT.unpack_from(raw, offset)
         if start != 0xFF or marker == _START_OF_SCAN:
@@ -119,16 +120,16 @@ def _jpeg_app1(raw: memoryview) -> Iterator[memoryview]:
 
 
 def _png_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    offset = 8
+    offset = 8  # after the signature of a PNG
     while offset + _PNG_CHUNK.size <= len(raw):
         length, name = _PNG_CHUNK.unpack_from(raw, offset)
         offset += _PNG_CHUNK.size
         yield name, raw[offset : offset + length]
-        offset += length + 4
+        offset += length + 4  # a checksum follows the data
 
 
 def _riff_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    offset = 12
+    offset = 12  # after "RIFF", the size of the file, and "WEBP"
     while offset + _RIFF_CHUNK.size <= len(raw):
         name, length = _RIFF_CHUNK.unpack_from(raw, offset)
         offset += _RIFF_CHUNK.size

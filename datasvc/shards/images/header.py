@@ -1,8 +1,9 @@
 """Encoded images: read headers without decoding, check that files are complete, and re-encode to smaller images.
 
-The header of a plain JPEG (`is_plain_jpeg`) is parsed here, about twenty times faster than by Pillow, which reads all
-other files. Pillow accepts some files whose end is missing, but GPU decoders do not, so the end of a file is checked.
-If the end does not show that the file is complete, the image is decoded.
+An ingest checks each image with this module. The header of a plain JPEG (`is_plain_jpeg`) is parsed here, about
+twenty times faster than by Pillow, which reads all other files. Pillow accepts some files with a missing end, but GPU
+decoders do not, so the end of a file is checked. If the end does not show that the file is complete, the image is
+decoded.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
 
 
 def _max_pixels() -> int:
-    return Image.MAX_IMAGE_PIXELS or 1 << 60
+    return Image.MAX_IMAGE_PIXELS or 1 << 60  # None means no limit
 
 
 def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHeader:
@@ -207,7 +208,7 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
 
 
 def _is_complete(kind: str, content: bytes | memoryview) -> bool:
-    """Return whether the end of the file shows that the file is complete. After False, only decoding can tell."""
+    """Return whether the end of the file shows that it is complete. If False, only decoding shows whether it is."""
     raw = bytes(content)
     if kind == "JPEG":
         return raw.rfind(_END_OF_IMAGE, _scan_offset(raw)) > 0
@@ -220,7 +221,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
 
 def _scan_offset(raw: bytes) -> int:
     """Return the offset of a JPEG's scan data, past its headers, because thumbnails in them have end markers."""
-    offset = 2
+    offset = 2  # after the marker that starts a JPEG
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:
         offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
     return offset

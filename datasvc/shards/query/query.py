@@ -53,7 +53,8 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
     files = ObjectFiles(repository.storage, sizes)
     samples = {name: LiveSamples.of(split, files) for name, split in dataset.items()}
-    # A query may end before its scans, for instance by LIMIT; open scans are closed, or they would read at exit.
+    # A query may end before its scans do, for instance by LIMIT. Scans that are still open are closed here; otherwise
+    # they would read while Python exits.
     with ExitStack() as scans, connected() as connection:
         for live_samples in samples.values():
             scans.callback(live_samples.close)

@@ -29,7 +29,7 @@ _MAX_SHARDS_AHEAD: Final = 4
 _MAX_BYTES_AHEAD: Final = 16 << 20  # per shard
 
 ShardScan = Iterator[list[pa.RecordBatch]]
-"""The live samples of one shard in parts; for use by one thread at a time."""
+"""The live samples of one shard, as lists of record batches; for use by one thread at a time."""
 
 
 class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
@@ -40,7 +40,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     @classmethod
     def of(cls, split: Split, files: ObjectFiles) -> Self:
-        """Return the samples of a split, whose shards `files` can open.
+        """Return the live samples of a split. `files` opens its shards.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
@@ -136,7 +136,7 @@ def _read_live(
     """
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
-    # Flags take a byte per sample, eight times the bitmap, so they are made only for shards that are being read.
+    # The flags take eight times the memory of the stored bitmap, so they exist only while the shard is read.
     is_live = None if deleted is None else ~deleted()
     for stored in _read_stored(files, digest, schema, where):
         batch = pa.record_batch([_column(stored, field) for field in schema], schema)
@@ -180,7 +180,7 @@ def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
 
 
 class ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
-    """A data set of an empty table, which has one sample if it is read through `scanner`."""
+    """A data set that has one sample if it is read through `scanner`, and none if it is read in another way."""
 
     def scanner(self, **_options: Any) -> _Scanner:
         """Return a scanner of one sample."""
@@ -199,9 +199,10 @@ def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> lis
 
 
 def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.Schema) -> bool:
-    """Return whether an expression refers to a column: if it does, Arrow rejects it for the other columns alone."""
+    """Return whether an expression refers to a column."""
     if expression is None:
         return False
+    # Arrow does not list the columns of an expression, but rejects an expression on a schema that lacks one of them.
     others = pa.schema([field for field in schema if field.name != column])
     try:
         arrow_dataset.dataset(others.empty_table()).scanner(filter=expression)
