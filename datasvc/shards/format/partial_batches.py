@@ -70,7 +70,7 @@ class FramedBatch:
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
-        """Return the runs that cover `rows` as in `plan_runs`, each with the range of the file to read per blob column."""
+        """Return the runs that cover `rows` (`plan_runs`), each with the byte range to read for each blob column."""
         # Sums over the blob columns, so that a gap counts the bytes between two samples in all of them.
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]

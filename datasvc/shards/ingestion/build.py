@@ -1,6 +1,7 @@
-"""Parts for building one unit of an ingest: what workers receive, what they return, and how they store shards.
+"""Building one unit of an ingest: the work that a worker receives, the result it returns, and the storage of shards.
 
-A full shard is synced or uploaded in the background while the next one is built. Once stored, it is recorded in the
+`build_listed` and `build_streamed` use these classes. A unit is the work of one worker at a time, see `plan`. A full
+shard is synced or uploaded in the background while the next one is built. Once stored, it is recorded in the
 journal, so that an interrupted ingest continues after the last recorded shard.
 """
 
@@ -30,9 +31,10 @@ class IngestWork:
 
     Attributes:
         repository_url: the repository to store shards in.
-        name, fingerprint, attempt: digest of the plan, fingerprint of the source when it was listed, and attempt of
-            the journal; together they identify the journal, see `Repository.journal`.
-        source: the source to read; a listed source comes without its listing, which the units carry.
+        name: digest of the plan. This and the next two fields identify the journal, see `Repository.journal`.
+        fingerprint: fingerprint of the source when it was listed.
+        attempt: attempt of the journal, see `Journal.begin`.
+        source: the source to read; a listed source has no listing here, because the units contain the files.
         schema: columns of the shards.
         options: how shards are built.
         classes: class names by stored label.
@@ -130,7 +132,7 @@ class UnitResult:
 
 
 class ShardOutput:
-    """A shard being built, and what its sample index will contain: keys, sample digests and payload digests."""
+    """A shard being built, and the contents of its sample index: keys, sample digests and payload digests."""
 
     def __init__(self, repository: Repository, schema: pa.Schema) -> None:
         self._objects = repository.objects
@@ -152,7 +154,7 @@ class ShardOutput:
         return TableRow(self._objects.finish(self._object), statistics, stored.digest)
 
     def abandon(self) -> None:
-        """Remove what was written."""
+        """Remove the bytes written so far."""
         self._objects.abandon(self._object)
 
 

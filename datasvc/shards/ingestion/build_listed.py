@@ -1,7 +1,8 @@
 """Builds one ingest unit of a listed source, which is one shard: reads, checks and digests each file, and appends it.
 
-A local file is read directly into the writer's buffer, so that it is not copied unless it is encoded again. Remote
-files are read ahead into memory of their own, up to a bounded number of bytes, and then copied to the buffer.
+Each file of a listed source is one image. A local file is read directly into the writer's buffer, so that it is not
+copied unless it is encoded again. Remote files are read ahead into separate memory, up to a bounded number of bytes,
+and then copied to the buffer.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ class _ImageAppender:
         self._decode = work.options.decode_check
         self._reencoding = work.options.reencoding if work.options.reencoding.is_enabled else None
         self._has_label = LABEL in work.source.schema.names
-        self._value_numbers = {
-            name: number
-            for number, name in enumerate(name for name in work.source.schema.names if name not in _STANDARD_COLUMNS)
+        self._value_positions = {
+            name: position
+            for position, name in enumerate(
+                name for name in work.source.schema.names if name not in _STANDARD_COLUMNS
+            )
         }
-        self._blob_sources = _blob_sources(work.schema, self._value_numbers)
+        self._blob_sources = _blob_sources(work.schema, self._value_positions)
         self._files: list[ImageFile] = []
         self._headers: list[ImageHeader] = []
         self._digests: list[bytes] = []
@@ -135,21 +138,21 @@ class _ImageAppender:
         if self._has_label:
             values[LABEL] = [file.label for file in files]
         return values | {
-            name: [file.values[number] for file in files] for name, number in self._value_numbers.items()
+            name: [file.values[position] for file in files] for name, position in self._value_positions.items()
         }
 
     def _blobs(self, file: ImageFile, content: Content) -> tuple[Content | None, ...]:
         assert self._blob_sources is not None
-        return tuple(content if number is None else file.values[number] for number in self._blob_sources)
+        return tuple(content if position is None else file.values[position] for position in self._blob_sources)
 
 
-def _blob_sources(schema: pa.Schema, value_numbers: Mapping[str, int]) -> tuple[int | None, ...] | None:
+def _blob_sources(schema: pa.Schema, value_positions: Mapping[str, int]) -> tuple[int | None, ...] | None:
     """Return the source of each blob column: a position in `ImageFile.values`, or None for the image.
 
     Return None instead of a tuple if the image is the only blob column.
     """
     columns = [field.name for field in schema if is_blob(field.type)]
-    return None if columns == [IMAGE] else tuple(value_numbers.get(name) for name in columns)
+    return None if columns == [IMAGE] else tuple(value_positions.get(name) for name in columns)
 
 
 def _read_files(
@@ -205,6 +208,7 @@ def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
         finally:
             os.close(descriptor)
     except OSError:
+        # Raised again inside the context manager, which translates it.
         with map_exceptions("read", printable(file.path)):
             raise
     return target

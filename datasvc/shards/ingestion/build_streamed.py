@@ -1,9 +1,10 @@
 """Builds one ingest unit from a streamed source: reads its parts in turn; checks, permutes and writes the samples.
 
-Up to `PARTS_AT_ONCE` parts are open. A few samples of each open part are taken in turn, so that parts sorted by class
-are mixed. With `keep_order` or `limit`, parts are read one after another. Samples are collected until a shard is
-full; then they are permuted (not with `keep_order`) and written. A worker's memory holds one shard, a second one for
-held-out samples, and one batch of each open part.
+A part is a piece of the source that is read from start to end, such as one tar. Up to `PARTS_AT_ONCE` parts are open.
+A few samples of each open part are taken in turn, so that parts sorted by class are mixed. With `keep_order` or
+`limit`, parts are read one after another. Samples are collected until a shard is full; then they are permuted (not
+with `keep_order`) and written. A worker's memory holds one shard, a second one for held-out samples, and one batch of
+each open part.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class _OrderedSamples:
 
     Args:
         collected: batches, and the rows taken from each.
-        order: `int64[n]`, for each place of the new order, the position among the collected samples.
+        order: `int64[n]`, for each position in the new order, the position among the collected samples.
     """
 
     def __init__(self, collected: list[BatchRows], order: Integers) -> None:
@@ -219,6 +220,7 @@ class _OrderedSamples:
         gathered = {field.name: self._views(field.name) for field in schema if is_gathered(field.type)}
         others = [field.name for field in schema if field.name not in gathered]
         if not others:
+            # Made from empty structs, so that the record batch has a number of samples but no columns.
             return gathered, pa.RecordBatch.from_struct_array(pa.array([{}] * len(self._order), pa.struct([])))
         batches = [batch.columns.select(others).take(pa.array(rows)) for batch, rows in self._collected]
         return gathered, pa.concat_batches(batches).take(pa.array(self._order))

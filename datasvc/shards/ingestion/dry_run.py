@@ -36,7 +36,7 @@ class DryRun:
 
     Attributes:
         kind: format of the source.
-        num_samples: number of samples by split; None if the source does not tell it and no part was read to its end.
+        num_samples: number of samples by split; None if the source does not give it and no part was read to its end.
         is_estimate: whether the numbers of samples and shards are extrapolated from the parts that were read.
         size_bytes: bytes of the source.
         num_shards: number of shards of all splits.
@@ -59,7 +59,7 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """Measurements of what was read of a source. Fields `complete_*` count only parts that were read to their end."""
+    """Measurements of the data that was read. Fields `complete_*` count only parts that were read to their end."""
 
     read_bytes: int = 0
     complete_source_bytes: int = 0
@@ -127,7 +127,7 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
         elif probe.complete_source_bytes:
             count = round(unit.size_bytes * probe.complete_samples / probe.complete_source_bytes)
         else:
-            counts[unit.split] = None  # the source does not tell it, and no part was read to its end
+            counts[unit.split] = None  # the source does not give it, and no part was read to its end
             continue
         before = counts.get(unit.split, 0)
         counts[unit.split] = None if before is None else before + count
@@ -155,6 +155,7 @@ def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
 def _read_parts(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
     assert isinstance(source, StreamedSource)
     probe = _SourceProbe()
+    # Nothing is stored, so the fields that identify the repository and the journal are empty.
     work = IngestWork("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0

@@ -1,7 +1,8 @@
 """Search for samples of a split that repeat the key or the content of an earlier one; only sample indexes are read.
 
-Memory holds an 8-byte hash of each sample of a split, and the arrays needed to sort the hashes: about 26 bytes per
-sample at the peak. Only samples with equal hashes are compared by value.
+An ingest searches the tables of a new version before it commits them. Memory holds an 8-byte hash of each sample of a
+split, and the arrays needed to sort the hashes: about 26 bytes per sample at the peak. Only samples with equal hashes
+are compared by value.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ class SplitDuplicates:
 
     @classmethod
     def find(cls, objects: Objects, tables: Mapping[str, ShardTable], *, by_key: bool) -> SplitDuplicates:
-        """Find the duplicates of each split. By key only if `by_key` is set. Raise what `find_duplicates` raises."""
+        """Find duplicates by payload, and also by key if `by_key` is True. Raise what `find_duplicates` raises."""
         same_key: dict[str, list[DuplicateSample]] = {}
         same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():
-            by_keys = find_duplicates(objects, table, "key") if by_key else []
+            key_duplicates = find_duplicates(objects, table, "key") if by_key else []
             # A sample that repeats a key is reported as bad already, so it is not reported twice.
-            rows = {(sample.shard, sample.row) for sample in by_keys}
-            by_payloads = find_duplicates(objects, table, "payload", without=rows)
-            if by_keys:
-                same_key[split] = by_keys
-            if by_payloads:
-                same_payload[split] = by_payloads
+            rows = {(sample.shard, sample.row) for sample in key_duplicates}
+            payload_duplicates = find_duplicates(objects, table, "payload", without=rows)
+            if key_duplicates:
+                same_key[split] = key_duplicates
+            if payload_duplicates:
+                same_payload[split] = payload_duplicates
         return cls(same_key, same_payload)
 
     @property

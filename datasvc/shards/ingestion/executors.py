@@ -69,7 +69,7 @@ def run_units(
         earlier: by number of the unit, shards that an interrupted run stored.
         engine: "local" or "ray".
         workers: number of units to build at once.
-        progress: counts in this process what all workers have built.
+        progress: counts the bytes, samples and shards that all workers have built.
         cleanup: closing it waits for the worker processes, which exit in the background.
 
     Raises:
@@ -117,7 +117,7 @@ def _run_processes(
                 pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
             if not pending:
                 return
-            # The time-out serves only to update the progress in time.
+            # The time-out ends the wait regularly, so that progress is also reported while no unit finishes.
             done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
             counters.pass_on(progress)
             for future in done:
@@ -152,7 +152,7 @@ class _Counters:
         return _WorkerProgress(self._counts, 3 * int(self._slots.get()))
 
     def pass_on(self, progress: Progress) -> None:
-        """Advance `progress` by what the workers have counted since the last call."""
+        """Advance `progress` by the counts that the workers added since the last call."""
         counts = self._counts[:]
         totals = (sum(counts[0::3]), sum(counts[1::3]), sum(counts[2::3]))
         size_bytes, num_samples, num_shards = map(sub, totals, self._passed_on)
@@ -167,8 +167,8 @@ class _WorkerProgress(Progress):
         self.counts, self._start = counts, start
 
     def advance(self, amount: int, *, num_samples: int = 0, num_shards: int = 0, **_: object) -> None:
-        for place, number in enumerate((amount, num_samples, num_shards), self._start):
-            self.counts[place] += number
+        for position, count in enumerate((amount, num_samples, num_shards), self._start):
+            self.counts[position] += count
 
 
 _worker_state: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]] | None = None

@@ -66,8 +66,8 @@ class IngestReport:
         num_shards: number of shards by split of the version.
         size_bytes: bytes of all shards of the version.
         num_added: number of samples from this source by split of the version.
-        num_left_out: number of samples of the previous version that an append leaves out, by split that has any:
-            those that new samples replace, and those that on_split_overlap="drop" removes.
+        num_left_out: number of samples of the previous version that an append leaves out, by split; only splits that
+            lose samples. New samples replace them, or on_split_overlap="drop" removes them.
         bad: samples that were left out because they are damaged or repeat a key.
         duplicates: samples with the same content as an earlier one of their split, by split; "drop" leaves them out.
         overlaps: samples that two splits share, except those accepted before; "drop" leaves them out of one split.
@@ -364,8 +364,8 @@ def choose_val_fractions(
 ) -> tuple[float, float]:
     """Return the fraction of "train" that a data set holds out as "val", and the fraction to hold out of `source`.
 
-    The first is `given`; if that is None, the fraction of the data set appended to, else 0. The second is the same,
-    but it is 0 if `given` is None and the source has "val" or has no "train".
+    The first fraction is `given`. If `given` is None, it is the fraction of the data set for an append, and otherwise
+    0. The second fraction equals the first, but it is 0 if `given` is None and the source has "val" or no "train".
 
     Raises:
         ConfigError: `given` differs from the fraction of the data set appended to.
@@ -400,8 +400,8 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
     """Return the number of processes that build the shards of `source`; None stands for one per core.
 
     Raises:
-        ConfigError: `workers` is less than 1; or an iterable, which only this process can read, is to be read on a
-            cluster.
+        ConfigError: `workers` is less than 1; or `source` is an iterable, which only this process can read, and the
+            engine is a cluster.
     """
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}; expected at least 1")

@@ -1,7 +1,7 @@
 """The single commit of an ingest: a new version from its tables, or the newest version with its samples appended.
 
-An ingest commits at most once, because its log entry has an id. By that id, an ingest finds the version that it
-committed before it was killed, or that an identical ingest committed concurrently.
+An ingest commits at most once, because its log entry has an id. The ingest searches the log for this id, and so finds
+the version that it committed before it was killed, or that an identical ingest committed concurrently.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class IngestCommit:
 
     def run(self) -> Entry:
         """Return the committed version. Raise what `ingest` raises."""
-        # Compare the splits before the log is read, because the comparison takes long, and a commit of another writer
-        # after that read forces a retry.
+        # Compare the splits before `Log.append` reads the log. The comparison takes long, and a commit by another
+        # writer after the read forces a retry.
         if not (self.append and self._log.head()):
             _ = self._settled_new_version
         try:
@@ -82,6 +82,7 @@ class IngestCommit:
             return already.entry
 
     def _build(self, head: int) -> dict[str, Any]:
+        """Return the log entry that follows version `head` (0: none). Raise _CommittedError if it is in the log."""
         # Checked at every call, because an identical ingest may have committed since the last call.
         committed = self._find_committed()
         if committed is not None:

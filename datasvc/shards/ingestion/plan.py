@@ -140,7 +140,7 @@ def group_parts(
     A unit has at least `unit_bytes`, except for the last one. With `together`, one unit has all parts in their order.
     """
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
-    # A unit with `PARTS_AT_ONCE` parts mixes samples best. Few parts make smaller units, so that more workers help.
+    # A unit with `PARTS_AT_ONCE` parts mixes samples best. If parts are few, units are smaller, for more workers.
     min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
     groups: list[list[SourcePart]] = []
     size_bytes = 0

@@ -70,7 +70,7 @@ class CheckedBatch:
 def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[BadSample]) -> CheckedBatch:
     """Return the good samples of a source's batch with the columns of the shards; add the others to `bad`.
 
-    Images are checked, re-encoded if the options ask for it, and measured. Labels get their stored numbers.
+    Images are checked, re-encoded if the options require it, and measured. Labels get their stored numbers.
     """
     reasons: dict[int, str] = {}
     columns = {name: batch.column(name) for name in batch.schema.names}
@@ -106,7 +106,7 @@ def value_bytes(column: pa.Array) -> Integers:
         stops = np.concatenate([[0], np.cumsum(items)])
         return np.asarray(np.diff(stops[value_offsets(column)]), np.int64)
     if pa.types.is_fixed_size_list(data_type):
-        # `flatten` leaves out the values of null lists, so that rows cannot be told apart; then sizes are estimated.
+        # `flatten` leaves out the values of null lists, so values cannot be assigned to rows. Sizes are estimated.
         if column.null_count or not len(column) or not data_type.list_size:
             return np.full(len(column), data_type.list_size * _DEFAULT_VALUE_BYTES)
         return np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
