@@ -50,8 +50,8 @@ class ShardStore(Protocol):
     def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """Return the shards that are still being fetched, but whose requested samples can be read; {} for none.
 
-        Such a shard serves the requested samples only, and the caller does not release it. A later call may return
-        the complete shard.
+        A returned shard serves only the requested samples, and the caller does not release it. A later call may
+        return the complete shard.
         """
 
     def advance(self, epoch: int, position: int) -> None:

@@ -169,7 +169,7 @@ class _DeleteBuild:
 
     def _check_missing(self, missing: frozenset[str]) -> None:
         """Record the keys that do not exist, and raise NotFoundError unless they are ignored."""
-        # Only the first call checks: a key that a later call misses was deleted by another writer, as wanted.
+        # Only the first call checks: a key that only a later call does not find was deleted by another writer.
         if self._attempts > 1:
             return
         self.missing = sorted(missing)

@@ -113,7 +113,7 @@ class Deletions:
             if shard not in self._kept:
                 self._kept[shard] = rows
                 self._kept_rows += len(rows)
-            # The newest entry stays, whatever its size: otherwise every call would compute it again.
+            # The newest entry stays even if it exceeds the limit alone: otherwise every call would compute it again.
             while self._kept_rows > _CACHED_ROWS and len(self._kept) > 1:
                 self._kept_rows -= len(self._kept.popitem(last=False)[1])
         return rows
@@ -175,7 +175,7 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with all samples deleted except the live samples `rows`; in all else like `delete_samples`."""
+    """Return the table with all samples deleted except the live samples `rows`. Otherwise like `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     kept_labels: Counter[int] = Counter()
     for shard, chosen in rows.items():

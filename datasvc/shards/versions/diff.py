@@ -155,7 +155,10 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
 def _unshared(
     objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
 ) -> tuple[SplitKeys, SplitKeys, int]:
-    """Return the samples of each side that are not live in a shard of both, and the number of those that are."""
+    """Return the samples of each side that are not shared, and the number of shared samples.
+
+    A sample is shared if both sides have its shard, and it is live in both. All other samples are compared by key.
+    """
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples, so that equal shards no longer mean equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0

@@ -51,10 +51,10 @@ def match_keys(a: SplitKeys, b: SplitKeys) -> CommonKeys:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
     matches = match_values(_side(a), _side(b))
-    # Without matches, the attached arrays have the type null, which cannot be compared.
+    # Without matches, the arrays of attached values (here sample digests) have the type null and cannot be compared.
     if not len(matches):
         return CommonKeys(matches.values, matches.a, matches.b, np.empty(0, np.bool_))
-    equal = pc.equal(matches.attached_a, matches.attached_b).to_numpy(zero_copy_only=False)  # sample digests
+    equal = pc.equal(matches.attached_a, matches.attached_b).to_numpy(zero_copy_only=False)
     return CommonKeys(matches.values, matches.a, matches.b, equal)
 
 

@@ -1,4 +1,7 @@
-"""Keys, digests and places of a split's live samples, read from the sample indexes, shard by shard."""
+"""Keys, digests and places (shard and row) of a split's live samples, read from the sample indexes, shard by shard.
+
+Append, merge, diff, delete and the search for duplicates compare or select samples with it.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,8 @@ class SplitKeys:
         objects: objects of the repository.
         table: shard table of the split.
         shards: numbers of the shards, ascending; None for all.
-        labels: new number of each label, to compute sample digests with; stored labels are not changed. None: all
-            labels keep their numbers.
+        labels: new number of each label. Sample digests are computed with the new numbers; stored labels are not
+            changed. None: all labels keep their numbers.
         without: by shard, live rows to leave out, ascending.
     """
 

@@ -1,4 +1,4 @@
-"""Rules for labels when splits with different class names are combined; pure functions.
+"""Rules for labels when splits with different class names are combined, as pure functions.
 
 A label is an index into the class names of its split. An existing name keeps its index in every later version, and
 new names get the next ones, so that a model trained on one version predicts the right names on later ones.
@@ -64,16 +64,16 @@ def map_labels(labels: pa.Array, mapping: Mapping[int, int]) -> pa.Array:
         ConfigError: a label is not in the mapping.
     """
     valid = labels.is_valid().to_numpy(zero_copy_only=False)
-    mapped = np.zeros(len(labels), np.int64)
-    mapped[valid] = labels.drop_null().to_numpy(zero_copy_only=False)
+    values = np.zeros(len(labels), np.int64)
+    values[valid] = labels.drop_null().to_numpy(zero_copy_only=False)
     targets = np.array([mapping[label] for label in range(len(mapping))], np.int64)
-    if (mapped >= len(targets)).any():
+    if (values >= len(targets)).any():
         raise ConfigError(
-            f"label {mapped.max()} has no class name: expected labels from 0 to {len(targets) - 1}; name all classes"
+            f"label {values.max()} has no class name: expected labels from 0 to {len(targets) - 1}; name all classes"
         )
-    has_class = valid & (mapped >= 0)
-    mapped[has_class] = targets[mapped[has_class]]
-    return pa.array(mapped, mask=~valid).cast(labels.type)
+    has_class = valid & (values >= 0)
+    values[has_class] = targets[values[has_class]]
+    return pa.array(values, mask=~valid).cast(labels.type)
 
 
 def relabel_batch(batch: pa.RecordBatch, mapping: Mapping[int, int]) -> pa.RecordBatch:

@@ -1,7 +1,7 @@
 """Exact join of two sets of samples on a value: their key, or a digest.
 
-Both sides are read shard by shard. Memory holds one 8-byte hash per sample of the smaller side; only samples whose
-hashes are equal are held as Arrow and NumPy arrays, and compared by value.
+`key_join` and `split_overlap` use this join. Both sides are read shard by shard. Memory holds one 8-byte hash per
+sample of the smaller side. Only samples with equal hashes are held as Arrow and NumPy arrays, and compared by value.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def match_values(a: Side, b: Side) -> Matches:
     values of the candidates.
     """
     small, large = (a, b) if a.num_samples <= b.num_samples else (b, a)
-    candidates = _read_hits(large, _all_hashes(small))
+    candidates = _read_hits(large, _sorted_hashes(small))
     confirmed = _read_hits(small, np.unique(candidates.column("hash").to_numpy()))
     hits_a, hits_b = (confirmed, candidates) if small is a else (candidates, confirmed)
     del candidates, confirmed  # so that each batch is released as soon as the needed columns were copied
@@ -105,7 +105,7 @@ def hash_values(values: pa.Array) -> Integers:
     return np.fromiter(map(hash, values.to_pylist()), np.int64, len(values))
 
 
-def _all_hashes(side: Side) -> Integers:
+def _sorted_hashes(side: Side) -> Integers:
     hashes = np.empty(side.num_samples, np.int64)
     stop = 0
     for shard_values in side.read():

@@ -127,9 +127,14 @@ def find_overlaps(
 ) -> list[Overlap]:
     """Return the samples that each pair of splits shares, without the pairs that share nothing.
 
-    Payloads of samples without blobs are not compared, because equal rows of numbers are not leaked images. Payloads
-    of shards without a sample index are not compared either, see `count_unchecked`. `checked` has tables of splits
-    that were compared before: the samples of their shards are compared with new samples only.
+    Samples without blobs are not compared by payload, because equal numbers in two samples are not a leaked image.
+    Samples in shards without a sample index are not compared by payload either, see `count_unchecked`.
+
+    Args:
+        objects: objects of the repository.
+        tables: shard tables by split.
+        checked: tables of splits that were compared before. The samples of their shards are compared with new samples
+            only.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -185,7 +190,7 @@ def settle_overlaps(
     for overlap in all_overlaps:
         if keys_are_places and overlap.kind == "key":
             continue
-        # What a version accepted stays accepted in the versions made from it.
+        # A shared sample that a version accepted stays accepted in the versions made from it.
         samples = overlap.samples.take(np.flatnonzero(~_is_accepted(overlap, accepted)))
         if len(samples):
             overlaps.append(replace(overlap, samples=samples))
@@ -243,7 +248,10 @@ def _find_shared(
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield the samples of `table` that `other` has too, if any. Each is a table and shards of it (None: all)."""
+    """Yield the samples of `table` that `other` has too, if any.
+
+    `table` and `other` are each a shard table and the numbers of the shards to compare; None stands for all shards.
+    """
     if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
         return
     side = _key_side if kind == "key" else _payload_side

@@ -79,7 +79,7 @@ class Condition:
         numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
         with self._map_errors():
             selected = self._connection.from_arrow(numbered).filter(self._filter).project(f'"{column}"').fetchnumpy()
-        # DuckDB evaluates in parallel and does not promise an order of rows.
+        # DuckDB evaluates in parallel and does not guarantee an order of rows.
         return np.sort(np.asarray(selected[column], np.int64))
 
     def _samples(self, shard: Shard) -> pa.Table:

@@ -46,11 +46,11 @@ class DatasetProblem:
     """One object that does not match the version that refers to it.
 
     Attributes:
-        kind: what is wrong. "contradictory": the object matches its digest, but not the object that refers to it.
+        kind: the problem. "contradictory": the object matches its digest, but not the object that refers to it.
         role: the type of the object.
         split: name of the split that refers to it.
         digest: digest of the object.
-        detail: what was expected and what was found.
+        detail: the expected and the actual state.
         shard: number of the shard in its table; None for an object that belongs to a whole split.
         num_samples: number of live samples that are affected, or an upper bound.
         keys: the first of their keys; empty if the keys cannot be read.
@@ -86,7 +86,8 @@ class VerifyReport:
         problems: by split and shard; empty for an intact version.
         overlaps: samples that two splits share, without the kinds in `accepted`.
         num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
-        accepted: by kind ("key", "payload"), the number of shared samples, if it is at most what the commit accepted.
+        accepted: number of shared samples by kind ("key", "payload"), only for kinds with at most as many shared
+            samples as the commit accepted.
     """
 
     version: str
@@ -121,7 +122,7 @@ def verify(
     Raises:
         ConfigError, NotFoundError: `ref` does not resolve, or an object has a newer format than this datasvc reads.
         CorruptDataError: the log entry of the version is corrupt; or the splits cannot be compared.
-        UnavailableError: the store did not answer, so the state of the data is unknown.
+        UnavailableError: the store did not respond, so the state of the data is unknown.
     """
     dataset = open_dataset(repository, ref)
     problems: list[DatasetProblem] = []

@@ -29,7 +29,7 @@ def describe_tables(
 
     Raises:
         NotFoundError: an object that only the new tables refer to no longer exists.
-        UnavailableError: the store did not answer.
+        UnavailableError: the store did not respond.
     """
     described: dict[str, dict[str, Any]] = {
         split: {
