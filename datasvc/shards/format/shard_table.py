@@ -61,8 +61,8 @@ class ShardTable:
         rows: Arrow table with the columns of docs/formats.md.
         sample_schema: columns of the samples; a column that a shard does not have is null for its samples.
         classes: class names; label i belongs to `classes[i]`. Empty without class names.
-        label_counts: number of live samples by label; empty if they were not counted, for instance because
-            there are more labels than `MAX_CLASSES`.
+        label_counts: number of live (not deleted) samples by label; empty if they were not counted, for instance
+            because there are more labels than `MAX_CLASSES`.
         image_kinds: number of images by format, deleted ones included.
         deletions: digest of the deletions object; None if no sample is deleted.
     """

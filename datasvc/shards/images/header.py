@@ -150,11 +150,13 @@ def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
 def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
     """Return the header of a complete, plain JPEG (`is_plain_jpeg`); None for any file that Pillow has to read."""
     stop = len(raw)
+    # The file must start with a start-of-image marker and end with an end-of-image marker.
     if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
         return None
     offset, size, is_swapped = 2, None, False
     components, has_rgb_mark = 0, False
     for _ in range(_MAX_SEGMENTS):
+        # A frame header ends 10 bytes after the start of its segment.
         if offset + 10 > stop:
             return None
         start, marker, length = _SEGMENT.unpack_from(raw, offset)

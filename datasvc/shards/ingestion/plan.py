@@ -3,10 +3,10 @@
 All functions are pure. So the same source and options give the same shards, byte for byte, with any number of workers
 on any machine, and after any number of interruptions. A *unit* is the work of one worker at a time.
 
-- Listed source: every shard is a unit. One permutation of all files assigns them to shards.
-- Streamed source: a unit is a group of parts that are read concurrently. A permutation assigns parts to units, and
-  the samples of a unit are permuted within each of its shards. So a shard has samples from several parts of the
-  source, while a worker never holds more than a shard or two in memory.
+- Listed source (one image per file): every shard is a unit. One permutation of all files assigns them to shards.
+- Streamed source (read in parts, such as tars): a unit is a group of parts that are read concurrently. A permutation
+  assigns parts to units, and the samples of a unit are permuted within each of its shards. So a shard has samples
+  from several parts of the source, while a worker never holds more than a shard or two in memory.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Preview:
 
 
 def preview_samples(split: Split, num_samples: int) -> Iterator[Preview]:
-    """Yield the first live samples of a split, in table order.
+    """Yield the first live (not deleted) samples of a split, in the order of its shard table.
 
     Raises:
         ConfigError: `num_samples` is negative.

@@ -1,4 +1,4 @@
-"""SQL queries over a data-set version, executed by DuckDB on the shards; only the columns in use are read."""
+"""SQL queries over a data-set version, for `datasvc sql`: DuckDB reads only the columns of the shards that it uses."""
 
 from __future__ import annotations
 

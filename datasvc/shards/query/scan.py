@@ -1,4 +1,6 @@
-"""Scans of a split's live samples as an Arrow data set for DuckDB; only the bytes of the columns in use are read.
+"""Scans of a split's live (not deleted) samples as an Arrow data set for DuckDB.
+
+Only the bytes of the columns that a query uses are read.
 
 Arrow's own scanner threads are not used. They read ahead and survive a scan that ends early, for instance by LIMIT.
 If they then call Python while the interpreter exits, the process aborts or hangs. Here, all reads run in the thread
@@ -101,6 +103,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         pool = ThreadPoolExecutor(_MAX_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
         try:
             while True:
+                # `next` reads the first or next batches of a shard in the background; None stands for its end.
                 for scan in islice(scans, _MAX_SHARDS_AHEAD - len(pending)):
                     pending.append((scan, pool.submit(next, scan, None)))
                 if not pending:

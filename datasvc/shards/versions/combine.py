@@ -1,4 +1,7 @@
-"""Combination of splits for append and merge. Shards are shared, not copied, unless their labels must change."""
+"""Combination of splits for append and merge. Shards are shared, not copied, unless their labels must change.
+
+In all functions, `head` is the existing side, such as the newest version, and `new` is the side that is added to it.
+"""
 
 from __future__ import annotations
 
@@ -251,7 +254,7 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
 def _resolve_common(
     objects: Objects, head: ShardTable, new: ShardTable, on_common: OnCommon
 ) -> tuple[ShardTable, ShardTable]:
-    """Return both sides after each common key was deleted from one side, as `on_common` says."""
+    """Return both sides after each common key was deleted from one side, according to `on_common`."""
     common = find_common_keys(objects, head, new)
     if not len(common):
         return head, new

@@ -141,7 +141,7 @@ class _DeleteBuild:
         return changed_entry(dataset, changed, change, message=self.message)
 
     def _find(self, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
-        """Return the stored rows to delete, by split and shard, without splits that have none."""
+        """Return the rows to delete in each shard's file, by split and shard, without splits that have none."""
         objects = self.repository.objects
         if self.where is None:
             rows_by_split = self._find_keys(objects, tables)
@@ -169,7 +169,7 @@ class _DeleteBuild:
 
     def _check_missing(self, missing: frozenset[str]) -> None:
         """Record the keys that do not exist, and raise NotFoundError unless they are ignored."""
-        # Only the first call checks: a key that only a later call does not find was deleted by another writer.
+        # Only the first call checks: a key that a later call does not find was deleted by another writer.
         if self._attempts > 1:
             return
         self.missing = sorted(missing)

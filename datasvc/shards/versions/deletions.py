@@ -148,8 +148,8 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
     """Return the table of a split with more samples deleted, and store the deletions object that it refers to.
 
-    `rows` has the stored rows to delete by shard, `int64[n]` each; rows that are deleted already are ignored. Shards
-    without live samples are left out of the new table, so its shards are renumbered.
+    `rows` has by shard the rows in its file to delete, `int64[n]` each; rows that are deleted already are ignored.
+    Shards without live (not deleted) samples are left out of the new table, so its shards are renumbered.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: the labels of a shard, or the present deletions, cannot

@@ -1,4 +1,4 @@
-"""Summary of a data-set version from its log entry and shard tables, without reading samples."""
+"""Summary of a data-set version for `datasvc show`, from its log entry and shard tables; no samples are read."""
 
 from __future__ import annotations
 

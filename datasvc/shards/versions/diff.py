@@ -157,7 +157,7 @@ def _unshared(
 ) -> tuple[SplitKeys, SplitKeys, int]:
     """Return the samples of each side that are not shared, and the number of shared samples.
 
-    A sample is shared if both sides have its shard, and it is live in both. All other samples are compared by key.
+    A sample is shared if both sides have its shard, and neither deleted it. Other samples are compared by key.
     """
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples, so that equal shards no longer mean equal samples.

@@ -40,7 +40,7 @@ class CommonKeys:
 
 
 def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:
-    """Return the keys that occur among the live samples of both splits. Raise what `match_keys` raises."""
+    """Return the keys that live (not deleted) samples of both splits have. Raise what `match_keys` raises."""
     return match_keys(SplitKeys(objects, a), SplitKeys(objects, b))
 
 

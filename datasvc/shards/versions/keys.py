@@ -1,4 +1,4 @@
-"""Keys, digests and places (shard and row) of a split's live samples, read from the sample indexes, shard by shard.
+"""Keys, digests and places (shard and row) of a split's live (not deleted) samples, read from the sample indexes.
 
 Append, merge, diff, delete and the search for duplicates compare or select samples with it.
 """
@@ -94,7 +94,7 @@ class SplitKeys:
         )
 
     def live_rows(self, shard: int) -> Integers:
-        """Return the stored rows of a shard that are live and not in `without`: `int64[n]`, ascending."""
+        """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""
         # Deletions are read only if the shard has any.
         live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
         excluded = self._without.get(shard)
@@ -114,7 +114,7 @@ class SplitKeys:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Places of samples in a split: shard number and stored row of each sample, both `int64[n]`."""
+    """Places of samples in a split: shard number, and row in the shard's file, of each sample, both `int64[n]`."""
 
     shards: Integers
     rows: Integers

@@ -315,7 +315,7 @@ def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
 
 
 def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
-    """Return the numbers of the shards with a live sample that is not live in `checked`, ascending."""
+    """Return the numbers of the shards with a live (not deleted) sample that is not live in `checked`, ascending."""
     if checked is None:
         return np.arange(table.num_shards)
     old_numbers = {digest: number for number, digest in enumerate(checked.rows.column("digest").to_pylist())}

@@ -52,7 +52,7 @@ class DatasetProblem:
         digest: digest of the object.
         detail: the expected and the actual state.
         shard: number of the shard in its table; None for an object that belongs to a whole split.
-        num_samples: number of live samples that are affected, or an upper bound.
+        num_samples: number of live (not deleted) samples that are affected, or an upper bound.
         keys: the first of their keys; empty if the keys cannot be read.
     """
 
@@ -266,7 +266,7 @@ class _SplitCheck:
     def _shard_problem(
         self, kind: Kind, number: int, detail: str, index: SampleIndex | None, rows: Integers | None = None
     ) -> DatasetProblem:
-        """Describe a bad shard. `rows` are the affected stored rows; None stands for all rows."""
+        """Describe a bad shard. `rows` are the affected rows in its file; None stands for all rows."""
         affected = np.zeros(self._stored[number], np.bool_)
         affected[slice(None) if rows is None else rows] = True
         if number in self._deletions.shards:

@@ -61,7 +61,7 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         content = repository.entry(version).content
         if VAL_FRACTION in content:
             return float(content[VAL_FRACTION])
-        # An entry copied from another repository lists merged versions by their names in the other repository.
+        # An entry copied from another repository names merged versions of that repository, which do not resolve here.
         merged = content.get("change", {}).get("versions", []) if content.get("origin") is None else []
         ancestor = content.get("parent") or (merged[0] if merged else None)
         if ancestor is None:
