@@ -75,7 +75,7 @@ class ObjectFiles:
 class _RangedFile:
     """A remote object with the methods of a file that `pa.PythonFile` calls; for use by one thread at a time."""
 
-    closed = False
+    closed = False  # Arrow reads this attribute
 
     def __init__(self, files: ObjectFiles, path: str, size_bytes: int) -> None:
         self._files = files

@@ -81,7 +81,7 @@ def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progre
 
 
 class _SampleLimit:
-    """Limits the number of samples that are read. Bad samples count too; None means no limit."""
+    """Limits the number of samples that are read, bad samples included. None means no limit."""
 
     def __init__(self, limit: int | None) -> None:
         self._remaining = limit
@@ -132,7 +132,7 @@ def _read_part(
 def _hold_out(
     batch: CheckedBatch, rows: Integers, split: str, fraction: float
 ) -> Iterator[tuple[str, CheckedBatch, Integers]]:
-    """Yield the split, the batch and the rows of the samples that stay, and of those that are held out."""
+    """Yield split, batch and rows: first of the samples that stay in `split`, then of those that are held out."""
     if not fraction or split != DEFAULT_SPLIT:
         yield split, batch, rows
         return
@@ -141,7 +141,7 @@ def _hold_out(
     if not held_out.all():
         yield split, batch, rows[~held_out]
     if held_out.any():
-        # A view would keep the batch in memory until the held-out shard is full, so the samples are copied.
+        # The samples are copied, because a view would keep the batch in memory until the held-out shard is full.
         copied = batch.take(rows[held_out])
         yield HELD_OUT_SPLIT, copied, np.arange(copied.num_samples)
 

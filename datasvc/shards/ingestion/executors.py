@@ -129,7 +129,7 @@ def _run_processes(
             "with fewer --workers if memory ran out"
         ) from error
     finally:
-        # Wait in a thread, so that the caller can compare and commit while the workers exit.
+        # Wait in a thread, so that the caller can compare splits and commit while the workers exit.
         shutdown = threading.Thread(
             target=executor.shutdown, kwargs={"cancel_futures": True}, name="datasvc-executor-shutdown"
         )

@@ -1,4 +1,4 @@
-"""Settings of the memory allocators for an ingest: freed memory goes back to the operating system at once.
+"""Settings of the memory allocators for an ingest: freed memory is returned to the operating system at once.
 
 An ingest processes much more data than it holds at a time, in batches of different sizes. So the caches of allocators
 cost memory and save no time.
@@ -44,9 +44,9 @@ def lean_arrow() -> Iterator[None]:
 
 def keep_lean() -> None:
     """Make a process that only builds shards return freed memory to the operating system at once."""
-    # Arrow allocates from the system: glibc maps each allocation above a threshold separately, and unmaps it when it
-    # is freed. By default, glibc raises the threshold after the first free and then caches such memory in blocks that
-    # fit no later batch, which takes a quarter more memory in the end. So the threshold is fixed here.
+    # With the system's pool, glibc maps each allocation above a threshold separately, and unmaps it when it is freed.
+    # By default, glibc raises the threshold after the first free. It then caches freed memory in blocks that do not
+    # fit later batches, and the process needs a quarter more memory. So the threshold is fixed here.
     pa.set_memory_pool(pa.system_memory_pool())
     set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:  # only glibc has this option; other C libraries do not need it

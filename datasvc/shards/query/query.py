@@ -1,4 +1,4 @@
-"""SQL queries over a data-set version, for `datasvc sql`: DuckDB reads only the columns of the shards that it uses."""
+"""SQL queries over a data-set version, for `datasvc sql`. DuckDB reads only the columns that a query uses."""
 
 from __future__ import annotations
 

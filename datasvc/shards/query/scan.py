@@ -82,7 +82,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _batches(self, columns: list[str], condition: arrow_dataset.Expression | None) -> Iterator[pa.RecordBatch]:
         used = [name for name in self.schema.names if name in columns or _uses(condition, name, self.schema)]
-        used = used or [KEY]  # a batch without columns would have no samples either
+        used = used or [KEY]  # a record batch without columns would have 0 samples
         for batch in self._read_shards(pa.schema([self.schema.field(name) for name in used])):
             for selected in [batch] if condition is None else _filtered(batch, condition):
                 yield selected.select(columns)

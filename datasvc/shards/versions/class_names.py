@@ -1,4 +1,4 @@
-"""Names for classes whose labels are plain integers: set during an ingest, or added to an existing data set."""
+"""Names for classes with plain integer labels: set during an ingest, or added to an existing data set."""
 
 from __future__ import annotations
 

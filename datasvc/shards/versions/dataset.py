@@ -99,7 +99,7 @@ class Split:
         name: name of the split, such as "train".
         dataset: the version it belongs to, such as "digits@1".
         repository: the repository that stores its objects.
-        digest: digest of its shard table, which identifies the samples and their shards.
+        digest: digest of its shard table; it identifies the samples and their shards.
     """
 
     def __init__(self, name: str, dataset: str, repository: Repository, digest: str) -> None:

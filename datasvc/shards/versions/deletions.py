@@ -1,4 +1,4 @@
-"""Deletion bitmaps: which stored samples of a split are deleted.
+"""Deletion bitmaps, which mark the deleted samples in the shards of a split.
 
 Shards are immutable. A version stores one deletions object per split, with one bit per stored sample of the shards
 that have deletions. So a delete writes little, and older versions still read the same shards.
@@ -95,7 +95,7 @@ class Deletions:
         return b"" if position is None else self._bitmaps[position].tobytes()
 
     def flags(self, shard: int) -> Flags:
-        """Return which samples of a shard with deletions are deleted: `bool[stored samples]`."""
+        """Return the flags of a shard with deletions: `bool[stored samples]`, True where the sample is deleted."""
         position = self._find(shard)
         assert position is not None, shard
         count = int(self.samples[position])

@@ -37,11 +37,11 @@ class ShardValues(NamedTuple):
 
 
 class Side(NamedTuple):
-    """One of the two sets of samples to match.
+    """One of the two sets of samples to join.
 
     Attributes:
         num_samples: number of samples, or an upper bound.
-        read: yields the shards in ascending order; called twice.
+        read: yields the shards in ascending order; it may be called twice.
     """
 
     num_samples: int
@@ -101,7 +101,7 @@ def hash_values(values: pa.Array) -> Integers:
         # Digests are uniformly distributed already: their first 8 bytes serve as the hash.
         words = np.frombuffer(values.buffers()[1] or b"", np.int64)[::2]
         return words[values.offset : values.offset + len(values)]
-    # Python's hash of strings is keyed per process, so that prepared keys cannot force collisions.
+    # Python's hash of strings is keyed per process, so keys of a source cannot be crafted to collide.
     return np.fromiter(map(hash, values.to_pylist()), np.int64, len(values))
 
 
@@ -118,7 +118,7 @@ def _sorted_hashes(side: Side) -> Integers:
 
 
 def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
-    """Return the samples whose hash is in `hashes` (ascending), with the columns that `_NO_HITS` has."""
+    """Return the samples with a hash in `hashes` (ascending), as a batch with the columns of `_NO_HITS`."""
     batches = []
     for shard_values in side.read() if len(hashes) else ():
         shard_hashes = hash_values(shard_values.values)

@@ -29,8 +29,8 @@ from datasvc.shards.versions.version_entry import (
 )
 
 OnCommonKey = Literal["fail", "drop", "first", "last"]
-"""Rule for a key that several versions have. "fail" raises ConflictError. "drop" keeps one of equal samples, and
-raises ConflictError for different ones. "first" and "last" keep the sample of the first or last such version."""
+"""Rule for a key that several versions have. "fail" raises ConflictError. "drop" keeps one sample if all are equal,
+and raises ConflictError otherwise. "first" and "last" keep the sample of the first or last version with the key."""
 
 _RULES: Final[dict[str, OnCommon]] = {"fail": "fail", "drop": "drop", "first": "keep", "last": "replace"}
 
@@ -67,7 +67,7 @@ def merge(
 ) -> MergeReport:
     """Commit the next version of data set `name`, with the samples of all `refs`, split by split.
 
-    A reference to `name` without a version or tag means the version that is the newest at the commit: samples that
+    A reference to `name` without a version or tag means the newest version at the time of the commit, so samples that
     other writers add during the merge are included.
 
     Args:
@@ -151,7 +151,7 @@ class _MergeBuild:
         ]
         self.tables, shared, self.overlaps = settle_overlaps(objects, self.tables, self.on_overlap, accepted=accepted)
         merged = [str(version) for version in self.versions]
-        # If the newest version of `name` was not merged itself, the new version does not continue it.
+        # The new version continues the newest version of `name` only if that version was merged too.
         continues = parent in self.versions
         return derived_entry(
             describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),

@@ -173,8 +173,8 @@ def settle_overlaps(
         objects: objects of the repository.
         tables: shard tables by split.
         on_overlap: rule for samples that two splits share.
-        accepted: overlaps within the versions that these splits come from, which were accepted there.
-        keys_are_places: whether keys are made of file and row; then equal keys are accepted, as samples may differ.
+        accepted: overlaps that were accepted in the versions that these splits come from.
+        keys_are_places: whether keys are made of file and row. If so, equal keys are accepted: samples may differ.
         checked: as in `find_overlaps`.
 
     Returns:
@@ -238,7 +238,7 @@ def check_on_overlap(on_overlap: str) -> None:
 
 
 def count_unchecked(tables: Mapping[str, ShardTable]) -> int:
-    """Return the number of samples in shards without a sample index, whose content `find_overlaps` cannot compare."""
+    """Return the number of samples in shards without a sample index: `find_overlaps` cannot compare their content."""
     return sum(int(table.samples_per_shard[~_is_indexed(table)].sum()) for table in tables.values())
 
 

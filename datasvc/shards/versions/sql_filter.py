@@ -60,7 +60,7 @@ class Condition:
             )
 
     def find(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
-        """Yield the live (not deleted) samples that satisfy the condition: shard number and rows in its file, ascending.
+        """Yield the live (not deleted) samples that satisfy the condition: each shard's number and ascending rows.
 
         Raises:
             ConfigError: the evaluation fails for a sample, for instance a cast of text that is not a number.

@@ -85,7 +85,7 @@ class VerifyReport:
         size_bytes: bytes of all shards checked.
         problems: by split and shard; empty for an intact version.
         overlaps: samples that two splits share, without the kinds in `accepted`.
-        num_unchecked: samples without a sample index, whose blobs were not compared with those of other splits.
+        num_unchecked: number of samples without a sample index; their blobs were not compared with other splits.
         accepted: number of shared samples by kind ("key", "payload"), only for kinds with at most as many shared
             samples as the commit accepted.
     """
