@@ -69,6 +69,7 @@ class BlobColumn:
 
 
 def _validity(count: int, nulls: list[int]) -> pa.Buffer | None:
+    """Return Arrow's validity bitmap, one bit per value, lowest bit first; None without nulls."""
     if not nulls:
         return None
     valid = np.ones(count, np.bool_)

@@ -30,7 +30,7 @@ _LENGTH: Final = struct.Struct("<q")
 
 
 def digest_blob(blob: Any) -> bytes:
-    """Return the digest of one blob, any buffer of bytes."""
+    """Return the digest of one blob, which may be any buffer of bytes."""
     return xxh3_128_digest(blob)
 
 
@@ -73,7 +73,7 @@ def digest_samples(
         blobs: by column, the digest of each blob, None for null.
         values: by column, the result of `encode_value` for each value; without keys and measured columns.
     """
-    # Values are prefixed column by column, so that only the join is done per sample. A null value adds no bytes.
+    # Names are put before values column by column, so that only the join is done per sample. Null adds no bytes.
     parts = {name: _digest_parts(name, digests) for name, digests in blobs.items()}
     parts |= {name: _value_parts(name, column) for name, column in values.items()}
     rows = zip(*(column for _, column in sorted(parts.items())), strict=True) if parts else [()] * num_samples

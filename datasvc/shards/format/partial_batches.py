@@ -61,6 +61,7 @@ class FramedBatch:
         self._memory = memoryview(memory)[layout.message.offset :][: layout.message.length]
         self._columns = [field.name for field in schema if is_blob(field.type)]
         parts = [blob_part(self.batch.column(name)) for name in self._columns]
+        # Bounds of each blob within the bytes of its column: `int64[blob columns, samples]`.
         self._starts = np.array([starts for _, starts, _ in parts])
         self._stops = np.array([stops for _, _, stops in parts])
         self._valid = np.array(
@@ -78,6 +79,7 @@ class FramedBatch:
     def add(self, run: Run, contents: Sequence[Content]) -> None:
         """Store the bytes of a run's blobs. Raise CorruptDataError, without any change, if a digest differs."""
         views = [memoryview(content) for content in contents]
+        # Bounds within `contents`, which begin at the first sample of the run.
         starts = self._starts - self._starts[:, run[0], None]
         stops = self._stops - self._starts[:, run[0], None]
         for row in range(*run):

@@ -43,6 +43,7 @@ class Shard:
         self.name = name
         self.schema = schema
         self._batches = list(batches)
+        # First row of each record batch, followed by the number of all rows.
         self._starts = np.concatenate([[0], np.cumsum([batch.num_rows for batch in self._batches])]).astype(np.int64)
         self.num_samples = int(self._starts[-1])
         self._file: MappedFile | None = None
