@@ -162,5 +162,5 @@ def test_what_nobody_would_read_again_is_not_written(repository, monkeypatch):
     monkeypatch.setattr(metadata, "MAX_SHARDING_BYTES", 100)
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"w": torch.ones(3)}, storage_writer=DcpWriter(repository.url))
-    assert "description of this save's partition over the ranks" in str(caught.value)
+    assert "the sharding of this save, a list of the blocks of each tensor" in str(caught.value)
     assert repository.names("models") == []

@@ -1,9 +1,9 @@
 """Sharded checkpoints: store the checkpoints of torch.distributed.checkpoint (DCP) as model versions.
 
 `DcpWriter` and `DcpReader` implement torch's `StorageWriter` and `StorageReader`. `save`, `load` and `async_save`,
-the planners, DTensor and FSDP2 therefore work as with files. Each rank stores the chunks that its plan assigns to it;
-then the coordinator joins them into one ordinary tensor table and commits one version. Nothing is visible before the
-commit.
+the planners, DTensor and FSDP2 therefore work as with files. Each rank stores the chunks that its plan assigns to it.
+Then one rank, torch's coordinator, lists the chunks of all ranks in one ordinary tensor table, and commits one
+version. Readers do not find the version before the commit.
 """
 
 from datasvc.models.dcp.reader import DcpReader

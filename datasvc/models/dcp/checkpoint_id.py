@@ -1,4 +1,7 @@
-"""Parses torch's `checkpoint_id`: with `DcpWriter` and `DcpReader` it names a repository, a model and a version."""
+"""Parses the argument `checkpoint_id` of torch's `dcp.save` and `dcp.load`, for `DcpWriter` and `DcpReader`.
+
+With them, it names a repository, a model or version, or both.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ from datasvc.repository.logs.references import parse_reference
 
 @dataclass(frozen=True)
 class CheckpointId:
-    """Parts of a `checkpoint_id`: `url` of the repository; `ref`: NAME, NAME@3 or NAME@tag; None: not given."""
+    """Parts of a `checkpoint_id`; None for a part that is not given.
+
+    Attributes:
+        url: URL of the repository.
+        ref: NAME, NAME@3 or NAME@tag.
+    """
 
     url: str | None
     ref: str | None
@@ -22,10 +30,12 @@ class CheckpointId:
 
         Raises:
             ConfigError: the text has none of these forms.
+            TypeError: `checkpoint_id` is neither a text nor a path.
         """
         text = os.fspath(checkpoint_id)
         url, mark, ref = text.rpartition("#")
         if not mark:
+            # A name has no slash, so a text with a slash is a path or URL.
             is_url = isinstance(checkpoint_id, os.PathLike) or "/" in text or os.sep in text
             url, ref = (text, "") if is_url else ("", text)
         if not url and not ref:
@@ -38,7 +48,7 @@ class CheckpointId:
 
 
 class CheckpointIdMixin:
-    """The methods that torch's readers and writers have for `checkpoint_id`.
+    """Implements the methods of torch's `StorageReader` and `StorageWriter` that concern `checkpoint_id`.
 
     Attributes:
         url: URL of the repository.

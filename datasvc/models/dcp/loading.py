@@ -1,4 +1,8 @@
-"""Loads the items of a rank's plan from a stored version, for `DcpReader`; reads only chunks that overlap them."""
+"""Loads the items of a rank's load plan from a stored version, for `DcpReader`.
+
+An item of torch's plan is a block of a tensor, or a value that is not a tensor. Only chunks that overlap the planned
+blocks are read.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,16 @@ from datasvc.repository.objects.objects import parse_digest
 
 @dataclass(frozen=True)
 class ShardedVersion:
-    """Metadata of a version without the bytes of its tensors; objects are read from `copies`."""
+    """Metadata of a version, without the bytes of its tensors.
+
+    Attributes:
+        repository: repository of the version.
+        copies: repositories and cache that its objects are read from.
+        version: name and number of the version.
+        sharding: metadata for torch's planners.
+        records: records of its tensors, by name in the tensor table.
+        skeleton: skeleton of its state tree.
+    """
 
     repository: Repository
     copies: StoredCopies
@@ -83,7 +96,10 @@ def load_items(
 
 
 def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
-    """Return the tensor and the box that an item reads. Raises ConfigError: the version does not have them."""
+    """Return the tensor and the box that an item reads.
+
+    Raises ConfigError: the version does not have them, for example because the rank planned for another version.
+    """
     index = item.storage_index
     name = stored.sharding.names.get(index.fqn)
     if name is None:
@@ -112,7 +128,7 @@ def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -
 
 
 class _UsedRecords(dict[str, Any]):
-    """Records by tensor name; a look-up adds the record, so the dict has exactly those that were used."""
+    """Map from tensor names to records. A look-up adds the record, so the dict has only the records in use."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Encodes torch's `Metadata` as the sharding object of a version: JSON with the blocks of each tensor and the paths.
+"""Encodes torch's `Metadata` as the sharding object of a version, for `DcpWriter`, and decodes it, for `DcpReader`.
 
-Torch pickles this metadata; reading JSON executes no code. Shapes and dtypes are only in the tensor table, and values
-only in the state, so that nothing is stored twice. The content is checked against the table before memory is
-allocated from it.
+The sharding object is JSON with the blocks of each tensor, and the path of each value in the state tree. Torch
+pickles its metadata, but reading JSON executes no code. Shapes and dtypes are only in the tensor table, and values
+only in the state, so that nothing is stored twice. The blocks are checked against the table before memory is
+allocated for them.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _MEMORY_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """Description of a stored version for torch's planners.
+    """Description of a stored version for torch's planners. A planner flattens the state to a dict with these keys.
 
     Attributes:
-        metadata: torch's metadata, with the keys of the planner.
+        metadata: torch's metadata, by key.
         names: names of the tensors in the tensor table, by key.
         paths: paths of the values in the state tree, by key.
         opaque: keys of values in a format that only their planner can read.
@@ -58,7 +59,10 @@ class Sharding:
 
 
 def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> bytes:
-    """Return the bytes of a sharding object. Raises ConfigError: see `planned_paths`, or the result is too large."""
+    """Return the bytes of the sharding object of a save; `opaque` are the keys as in `Sharding`.
+
+    Raises ConfigError: see `planned_paths`; or the result is larger than `MAX_SHARDING_BYTES`.
+    """
     skeleton, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
         "format": SHARDING_FORMAT,
@@ -76,7 +80,7 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
     raw = json.dumps(described, sort_keys=True, allow_nan=False).encode()
     if len(raw) > MAX_SHARDING_BYTES:
         raise ConfigError(
-            f"the description of this save's partition over the ranks has {format_size(len(raw))}; at most "
+            f"the sharding of this save, a list of the blocks of each tensor, has {format_size(len(raw))}; at most "
             f"{format_size(MAX_SHARDING_BYTES)} are allowed; save parts of the state as separate models"
         )
     return raw

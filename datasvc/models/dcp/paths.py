@@ -1,6 +1,7 @@
-"""Paths in the state tree: a planner flattens the tree to keys, and the path of a key is the position of its value.
+"""Paths in the state tree, for the modules that save and load sharded checkpoints.
 
-Paths in a stored version are checked before a tree is built from them.
+Torch's planner flattens the tree to a dict. The path of a key of this dict is the place of its value in the tree:
+dict keys and list indices from the root. Paths in a stored version are checked before a tree is built from them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ Path = tuple[str | int, ...]
 
 
 def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
-    """Check and return a planner's data: None, or for each key its path, a tuple of dict keys and list indices.
+    """Check and return a planner's data: None, or a path for each key as a tuple of dict keys and list indices.
 
-    Raises ValueError: it has another form; the message names the key.
+    Raises ValueError: the data has another form; the message names the key.
     """
     if planner_data is None:
         return None

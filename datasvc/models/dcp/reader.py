@@ -1,4 +1,4 @@
-"""`DcpReader`: loads model versions through torch.distributed.checkpoint, as its `StorageReader`."""
+"""`DcpReader`, a `StorageReader` of torch.distributed.checkpoint: loads model versions, sharded or not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class DcpReader(CheckpointIdMixin, StorageReader):
     """Load model versions through torch.distributed.checkpoint, sharded or not. Create one on every rank.
 
     A rank reads only the chunks that its plan needs, and verifies every byte. If a chunk is missing, damaged or
-    unavailable, the next place with a good copy is used. Bad copies are in the report, and are logged as warnings.
+    unavailable, it is read from the next repository with a good copy. Bad copies are in the report, and are logged as
+    warnings.
 
     Args:
         path: repository: local folder or fsspec URL.
@@ -127,7 +128,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged: the tensor table of the version has the places of all chunks."""
+        """Return the plan unchanged: the tensor table of the version already lists where all chunks are stored."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -170,6 +171,7 @@ class _UnreadMetadata(Metadata):
         self.error = error
 
     def __getattr__(self, name: str) -> Any:
+        # Python calls this only for absent attributes: of the fields of `Metadata`, this one has no default.
         if name == "state_dict_metadata":
             raise self.error
         raise AttributeError(name)

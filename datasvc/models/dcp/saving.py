@@ -1,4 +1,7 @@
-"""Stores the part of a rank in a sharded save, and joins the parts of all ranks, for `DcpWriter`."""
+"""Stores a rank's share of a sharded save, and joins the shares of all ranks into one state, for `DcpWriter`.
+
+The share of a rank is the blocks of tensors and the other values that torch's plan assigns to it.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
 from datasvc.repository import Repository
 
+# Chunks of a sharded tensor have 1/16 of its bytes, but at least 512 KiB and at most `CHUNK_BYTES`.
 _MIN_CHUNK_BYTES: Final = 512 << 10
 _CHUNKS_PER_TENSOR: Final = 16
 
@@ -32,7 +36,7 @@ class RankShare:
 
     Attributes:
         chunks: stored chunks, as pairs (name of the tensor, chunk).
-        dtypes: dtypes of the tensors in the rank's plan, those with an empty block included.
+        dtypes: dtypes of the tensors in the rank's plan, including tensors of which it has an empty block.
         values: skeletons of the values that are not tensors, by key.
         opaque: keys of values in a format that only their planner can read.
         shapes: shapes of the tensors inside values; each belongs to this rank alone.
@@ -54,7 +58,7 @@ def store_share(
 ) -> RankShare:
     """Store the items of the final plan of a rank; with the codec "delta", as differences to `base`.
 
-    Raises as `DcpWriter.write_data`.
+    For errors see `DcpWriter.write_data`.
     """
     blocks: list[TensorBlock] = []
     values: dict[str, Any] = {}
@@ -111,7 +115,7 @@ def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int
 
 
 def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:
-    """Join the parts of all ranks into one state. Raises ConfigError: they are contradictory or incomplete."""
+    """Join the shares of all ranks into one state. Raises ConfigError: they are contradictory or incomplete."""
     num_nonfinite: Counter[str] = Counter()
     for share in shares:
         num_nonfinite.update(share.num_nonfinite)
@@ -128,7 +132,7 @@ def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[Tenso
     dtypes: dict[str, str] = {}
     chunks: dict[str, list[Chunk]] = {}
     for share in shares:
-        # torch's metadata lacks tensors inside values: only the rank that stored one has its shape.
+        # torch's metadata does not list tensors inside values: only the rank that stored such a tensor has its shape.
         for name, shape in share.shapes.items():
             if name in shapes:
                 raise ConfigError(f"two tensors of the state have the name {name!r}; rename one of the keys")
@@ -158,7 +162,7 @@ def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
 
 
 def sizes_by_name(share: RankShare) -> dict[str, int]:
-    """Return the size in memory of what a rank stored, in bytes by tensor."""
+    """Return the size in memory of the chunks that a rank stored, in bytes by tensor."""
     sizes: dict[str, int] = {}
     for name, chunk in share.chunks:
         sizes[name] = sizes.get(name, 0) + math.prod(chunk.shape) * getattr(torch, share.dtypes[name]).itemsize

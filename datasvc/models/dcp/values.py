@@ -1,10 +1,10 @@
-"""Values of a sharded state that are not tensors: stored as JSON, where torch's planners would pickle them.
+"""Encodes and decodes the values of a sharded state that are not tensors, without storing pickles.
 
-A planner of torch pickles each such value and unpickles it on load. Here, the value itself is stored. On load, it is
-decoded from JSON and pickled in memory for the planner, so stored bytes are never unpickled.
+Torch's planners pickle each of these values on save, and unpickle it on load. Here, the value itself is stored as
+JSON. On load, it is decoded from JSON and pickled in memory for the planner, so stored bytes are never unpickled.
 
 Bytes in a planner's own format are an exception: the planner that reads them may execute code from them. They are
-returned only to a caller who declares the version trusted.
+returned only if the caller trusts the version, see `DcpReader(planner_bytes=True)`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,13 @@ from datasvc.models.tensors.state_tree import flatten
 
 
 class EncodedValue(NamedTuple):
-    """Stored form of a value: a `flatten` result; opaque: bytes in a format that only its planner can read."""
+    """Stored form of a value.
+
+    Attributes:
+        skeleton: skeleton of the value, see `flatten`.
+        tensors: tensors inside the value, by name.
+        is_opaque: whether the value is bytes in a format that only its planner can read.
+    """
 
     skeleton: Any
     tensors: Mapping[str, torch.Tensor]
@@ -33,7 +39,10 @@ class EncodedValue(NamedTuple):
 
 
 def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
-    """Return the stored form of a byte item of a save plan. Raises ConfigError: storing it would need pickle."""
+    """Return the stored form of a value in a save plan, an item of type BYTE_IO.
+
+    Raises ConfigError: the value can be stored only with pickle, or contains a sharded tensor.
+    """
     key = item.index.fqn
     value, is_opaque = _resolve_value(planner, item)
     if is_opaque:
@@ -52,14 +61,15 @@ def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_trusted: boo
     """Return the bytes that a planner stored in its own format.
 
     Args:
-        value: stored value.
-        key: key of the value.
+        value: decoded value; bytes, if the version is valid.
+        key: key of the value, for messages.
         planner: planner that will read the bytes.
         is_trusted: whether the caller trusts the author of the bytes. A check of the bytes cannot replace this trust,
             because a pickle may be text, or wrapped in another format.
 
     Raises:
-        ConfigError: the caller does not trust the author, or `planner` is one of torch, which would unpickle.
+        ConfigError: the caller does not trust the author; or `planner` is torch's default planner, which would
+            unpickle the bytes.
         CorruptDataError: the value is not bytes.
     """
     if isinstance(planner, DefaultLoadPlanner):
@@ -86,7 +96,7 @@ def wrap_value(value: Any) -> io.BytesIO:
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """Build the skeleton of a state tree from the skeletons of its leaves, by path; an int is an index of a list.
+    """Build the skeleton of a state tree from the skeletons of its leaves, by path; an integer is a list index.
 
     Raises ConfigError: two leaves have the same path, or the path of one leads through another.
     """
@@ -116,11 +126,12 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
         return [children.get(index) for index in range(max(map(int, children)) + 1)]
     if all(isinstance(key, str) and not key.startswith("$") for key in children):
         return children
+    # JSON keys are strings, and a key with "$" would mark an encoded value: store such a dict as a list of pairs.
     return {"$dict": [[key, child] for key, child in children.items()]}
 
 
 def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
-    """Return the value of a byte item, and whether it is bytes in the planner's own format."""
+    """Return the value of an item, and whether it is bytes in the planner's own format."""
     kind = type(planner)
     # A planner that saves values as they are would only pickle this value, so take the value itself.
     if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):

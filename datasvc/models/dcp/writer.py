@@ -1,4 +1,4 @@
-"""`DcpWriter`: commits each checkpoint of torch.distributed.checkpoint as a version, as its `StorageWriter`."""
+"""`DcpWriter`, a `StorageWriter` of torch.distributed.checkpoint: commits each checkpoint as a version of a model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ DEFAULT_NAME: Final = "checkpoint"
 
 @contextmanager
 def picklable_errors() -> Iterator[None]:
-    """Replace errors of other packages by a `DatasvcError`, which every rank can unpickle. Also a decorator.
+    """Replace errors of other packages by a `DatasvcError`, which every rank can unpickle. Also works as a decorator.
 
-    Torch pickles the error of a rank and sends it to all ranks; they hang if they cannot unpickle it.
+    Torch pickles the error of a rank and sends it to all ranks. A rank that cannot unpickle the error hangs.
     """
     try:
         yield
@@ -172,7 +172,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store this rank's part. It is not visible before `finish`.
+        """Store the tensors and values of this rank's plan. Readers do not find them before `finish`.
 
         Raises:
             ConfigError: a tensor or value cannot be stored; the message names it.
@@ -189,10 +189,10 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Join the parts of all ranks and commit them as one version. Only the coordinator calls this.
+        """Join the shares of all ranks and commit them as one version. Only the coordinator calls this.
 
         Raises:
-            ConfigError: the parts contradict each other, or something is missing.
+            ConfigError: the shares contradict each other, or no rank stored a planned tensor or value.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         assert self._repository is not None, "torch sets a writer up before it finishes"
