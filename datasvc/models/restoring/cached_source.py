@@ -1,8 +1,9 @@
 """Reads stored bytes of checkpoints through the node's cache, which fetches and verifies each object once per node.
 
-The source acquires an object at the first read of one of its chunks, and releases it after the last planned read.
-Between the two reads the object cannot be evicted. Objects for which the cache has no space are read directly from
-the repository: a restore neither fails because of the cache's size nor waits for other jobs to release their objects.
+`StoredCopies` opens the source. The source acquires an object before its first read, and releases it
+after its last planned read. While it is acquired, the object cannot be evicted. Objects for which the cache has no
+space are read directly from the repository: a restore neither fails because of the cache's size nor waits for other
+jobs to release their objects.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ class CachedSource:
         }
         self._remaining_bytes = count_bytes(records)
         self._lock = threading.Lock()
+        # By acquired object: its mapped file; None if the cache cannot provide it.
         self._mapped: dict[Digest, Future[memoryview | None]] = {}
+        # One lock per object: while one reader has the cache verify the object, others wait.
         self._checking: dict[Digest, threading.Lock] = {}
         self._checked: set[Digest] = set()
         self._counter = SourceCounter()
 
     @property
     def came_bytes(self) -> Mapping[str, int]:
-        """Stored bytes by place: "resident", "peer", "origin", and "direct" for reads without the cache."""
+        """Number of stored bytes by place of origin, with the keys of `RestoreReport.came_bytes`."""
         return self._counter.bytes_by_source
 
     def location(self, digest: Digest) -> str:
@@ -78,7 +81,7 @@ class CachedSource:
             self._record_read(digest, length)
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
-        """See `ChunkSource`: first the cache's copy, hashed again or fetched anew, then those of the repositories."""
+        """See `ChunkSource`: first the cache's copy, verified or fetched again, then those of the repositories."""
         self._check_cached(digest)
         view = self._view(digest)
         try:
@@ -162,7 +165,7 @@ class CachedSource:
 
 
 def count_bytes(records: Iterable[TensorRecord]) -> Counter[Digest]:
-    """Return the number of bytes that will be read of each object; a shared range counts once."""
+    """Return the number of bytes that a restore of `records` reads of each object; a shared range counts once."""
     counted = Counter[Digest]()
     ranges: set[ChainLink] = set()
     for record in records:

@@ -1,7 +1,8 @@
 """Reads the copies of a version's objects from one or several repositories, with or without the node's cache.
 
-A restore reads tensor tables and states whole, from the repositories (`direct`). It reads tensors through a source
-that it opens for their chunks. Its report has the number of bytes read from each place, and the bad copies.
+`restore`, `load_version_into` and `DcpReader` create one `StoredCopies` per restore. They read whole tensor tables
+and states from the repositories (`direct`), and tensors through a source that is opened for their chunks. The report
+of the restore has the number of bytes read from each place, and the bad copies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StoredCopies:
-    """Reads the objects of a repository from the first place that has a good copy of each.
+    """Reads each object of a repository from the first place that has a good copy: cache, repository or fallback.
 
     For the arguments see `restore.restore`. `direct` is the source over the repositories, without the cache.
 
@@ -61,13 +62,18 @@ class StoredCopies:
         """Open a source for the bytes of tensors; the caller reads each chunk of `records` exactly once."""
         if self._cache is None:
             yield self.direct
-            # Without a cache all bytes come directly, so the plan gives their number. An error leaves no report.
+            # Without a cache, all bytes are read directly, so `records` determine their number. After an error, this
+            # line is not reached, because a failed restore has no report.
             self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
             cache = self._cache
-            node = cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=self._peers))
-            source = opened.enter_context(closing(CachedSource(node, self._repositories, self.direct, records)))
+            opened_cache = (
+                cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=self._peers))
+            )
+            source = opened.enter_context(
+                closing(CachedSource(opened_cache, self._repositories, self.direct, records))
+            )
             yield source
             self._bytes_by_place.update(source.came_bytes)
 
@@ -78,7 +84,7 @@ class StoredCopies:
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""
-        # Not `record.nbytes`: the restore of a part may read only some chunks of a tensor.
+        # Not `record.nbytes`: the load of a sharded checkpoint may read only some chunks of a tensor.
         size_bytes = sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
         return RestoreReport(seconds, size_bytes, dict(self._bytes_by_place), self.direct.bad.listed(records))
 

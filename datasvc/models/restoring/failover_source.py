@@ -1,8 +1,8 @@
-"""Failover between copies: each object is read from the first repository that has a good copy.
+"""Failover between copies, for restores: each object is read from the first repository that has a good copy.
 
 `read_range` does not verify: the caller checks each chunk against its digest. If this check fails, the caller uses
 `copies`, which hashes the whole object, in one repository after another. A copy that does not match its digest is
-reported with the affected tensors, and is not read again.
+reported with the affected tensors, and is not read again. This module calls each of the repositories a place.
 """
 
 from __future__ import annotations
@@ -127,12 +127,12 @@ class _NullFile(io.BytesIO):
 def find_damage(
     objects: Objects, digest: Digest, size_bytes: int | None = None, progress: Progress = NO_PROGRESS
 ) -> DatasvcError | None:
-    """Read an object in bounded memory; return the reason why it is not a good copy, None if it is one.
+    """Read an object in bounded memory, and return the error that makes it a bad copy; None if it is good.
 
     Args:
         objects: objects of a repository.
         digest: digest of the object.
-        size_bytes: size of the object according to a table; None: not known.
+        size_bytes: size of the object according to a tensor table; None if unknown.
         progress: counts the bytes of each part that was hashed.
 
     Returns:
@@ -157,7 +157,11 @@ def find_damage(
 
 
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
-    """Return one error for several places. Corrupt has precedence over unavailable, and that over denied."""
+    """Return one error for the errors of several places.
+
+    Its type is the first of CorruptDataError, UnavailableError and ConfigError that occurs, or else that of the first
+    error.
+    """
     kinds = (CorruptDataError, UnavailableError, ConfigError)
     first = next((error for kind in kinds for error in errors if type(error) is kind), None)
     kind = type(first or errors[0])

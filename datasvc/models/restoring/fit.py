@@ -1,4 +1,7 @@
-"""Compares the tensors of a checkpoint and a model by name, dtype and shape: decides what `load_into` loads."""
+"""Compares the tensors of a checkpoint and a model by name, dtype and shape, to choose those that `load_into` loads.
+
+Several names may refer to one tensor of a model, as in weight tying. These are called tied names.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor that model and checkpoint both have, but that differs.
+    """A tensor that both the model and the checkpoint have, but that cannot be loaded.
 
     Attributes:
         name: name in the model.
         expected: dtype and shape in the model.
         found: dtype and shape in the checkpoint.
-        tied_to: for tensors that share memory in the model but have different values in the checkpoint: the name with
-            the other value. None: dtype or shape differs.
+        tied_to: if the checkpoint has different values for two tied names: the other name. None if the dtype or the
+            shape differs.
     """
 
     name: str
@@ -60,7 +63,7 @@ class LoadReport:
         loaded: tensors of the model that are filled.
         missing: tensors of the model that the checkpoint lacks.
         unexpected: tensors of the checkpoint that the model does not have.
-        mismatched: tensors that both have, but with another dtype or shape, or other values than a tied one.
+        mismatched: tensors that both have, but that differ in dtype or shape, or in the values of tied names.
     """
 
     loaded: tuple[str, ...]
@@ -108,7 +111,8 @@ def plan_load(
     Args:
         expected: tensors of the model.
         found: tensors of the checkpoint, by names of the model.
-        tied: for model tensors that share memory: the first name, by each later name. A checkpoint needs only one.
+        tied: for each tied name but the first, the first name of the same tensor. The checkpoint needs only one of
+            them.
         cast: whether dtypes may differ.
         are_equal: whether two tensors of the checkpoint have equal values; called for tied names.
     """
@@ -119,7 +123,7 @@ def plan_load(
         if name in found and (spec.shape != found[name].shape or not (cast or spec.dtype == found[name].dtype))
     )
     bad = {mismatch.name for mismatch in mismatched}
-    # Tied names are one tensor of the model: two different values cannot both be loaded.
+    # Tied names refer to one tensor of the model, which cannot hold two different values.
     mismatched += tuple(_untied(expected, found, first_names, bad, are_equal))
     bad = {mismatch.name for mismatch in mismatched}
     # The checkpoint needs only one name of a tied tensor: the other names share its memory, so they are loaded too.

@@ -85,8 +85,9 @@ def load_version_into(
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> LoadReport:
-    """Fill a model's parameters and buffers from a version. Reads only the model's tensors; if they do not fit, none.
+    """Fill a model's parameters and buffers from a version. Only the tensors that will be loaded are read.
 
+    All tensors are compared by the tensor table first. Values are read before this only to compare tied names.
     For arguments, result and errors see `load_into` and `restore.restore`.
     """
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
@@ -146,14 +147,15 @@ def checked_plan(
 
 
 def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into a model; restores the old values if a hook of the model raises.
+    """Copy tensors into a model; if that fails, restore the old values.
 
-    Needs memory for a copy of the old values. Raises ConfigError: the model refuses the tensors.
+    Needs CPU memory for a copy of the old values. Raises ConfigError: torch or a hook of the model fails.
     """
     import torch
 
     current = model.state_dict(keep_vars=True)
-    # torch reads the format version of each module from `_metadata`. Pass the model's, because the tensors fit it.
+    # torch converts tensors of an old format version, which it reads from `_metadata`. The tensors fit this model, so
+    # pass the versions of the model.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
     # Check all casts before the first tensor is changed.
@@ -168,7 +170,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in old.items():
                 current[name].copy_(value)
-        # These are errors of torch and of hooks; others, such as an interrupt, keep their type.
+        # Torch and hooks raise these types. Other exceptions, such as an interrupt, keep their type.
         if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):
             raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
         raise

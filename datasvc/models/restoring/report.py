@@ -119,7 +119,7 @@ def _differing(content: Content, intact: Content) -> Integers | None:
 
 def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
     """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
-    # A link has a wrong byte if its start and its end have different places in the sorted wrong offsets.
+    # A link has a wrong byte if more of the sorted wrong offsets are below its end than below its start.
     names = (
         name
         for name, link in links

@@ -1,4 +1,4 @@
-"""Restores checkpoints: from the node's cache, its peers, the repository, or other repositories as fallback."""
+"""Restores whole checkpoints or some of their tensors: from the node's cache, its peers, or repositories."""
 
 from __future__ import annotations
 
