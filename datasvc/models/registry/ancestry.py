@@ -1,7 +1,8 @@
 """Ancestry of model versions, read from the logs: a graph of versions and their parents.
 
-Removed versions are part of the graph: a version that continues a removed one has consumed its samples too. An
-invalid field or an unknown parent raises no error; it becomes a line in `gaps` of its version.
+Lineage and the search for the consumers of a sample use it. Removed versions are part of the graph, because a version
+that continues a removed one has consumed its samples too. An invalid field or an unknown parent raises no error; it
+becomes a gap, which is one line of text in `gaps` of its version.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def read_ancestry(
 
 
 class _AncestryReader:
+    """Reads versions and their parents from the logs; an entry that was read before comes from `entries`."""
+
     def __init__(self, repository: Repository, entries: EntryReader) -> None:
         self._repository = repository
         self._entries = entries
@@ -159,7 +162,7 @@ class _AncestryReader:
     def _parent(self, ref: str) -> str:
         parent = parse_reference(ref, "model")
         if parent.version is None:
-            # The log does not record which version the tag or the name meant at the time of the save.
+            # The log does not record which version the tag or the name resolved to at the time of the save.
             raise ConfigError("a parent without a version number is ambiguous")
         if parent.version not in self._entries.numbers(parent.name):
             raise NotFoundError(f"there is no version {parent.version} of {parent.name}")

@@ -53,7 +53,7 @@ class TensorChange:
     Attributes:
         name: name in the state.
         norm: Euclidean norm of (second - first), over the elements whose difference is finite.
-        relative: `norm` divided by the norm of the first tensor; None if that is 0.
+        relative: `norm` divided by the norm of the first tensor; None if the latter is 0.
         num_changed: number of elements that differ, of `num_elements`.
         num_nonfinite: number of elements whose difference is infinite or NaN.
     """
@@ -142,7 +142,7 @@ def diff(
 
 
 def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
-    """Compare two trees of JSON values; a list is compared as one value."""
+    """Compare two trees of JSON values by dotted path; a list is compared as one value."""
     ours, theirs = dict(_leaves(a, "")), dict(_leaves(b, ""))
     return ValueChanges(
         {path: value for path, value in theirs.items() if path not in ours},
@@ -216,7 +216,7 @@ def _aligned(
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both tensors as float64, block by block: as a whole, a chunk would take up to eight times its bytes."""
+    """Yield both tensors as float64, block by block, because a whole chunk would take up to eight times its bytes."""
     import torch
 
     old, new = (

@@ -40,9 +40,9 @@ class HistoryLine:
 def read_history(repository: Repository, name: str, *, last: int | None = None) -> list[HistoryLine]:
     """Draw the history of a model, newest first, including its ancestors in other models.
 
-    With `last`, only this number of versions is drawn, counted from the top; it is at least 1. Then only the newest
-    versions and their ancestors in other models are read. More versions are read only if one of these ancestors is
-    among the lines to draw: an unread version may have to stand above it. Errors are those of `Repository.entries`.
+    With `last`, which is at least 1, only this number of versions is drawn, counted from the top. Then only the
+    newest versions and their ancestors in other models are read. More versions are read only if one of these
+    ancestors would be drawn, because an unread version may belong above it. Errors are those of `Repository.entries`.
     """
     if last is None:
         return draw_history(model_ancestry(repository, name), name)
@@ -57,7 +57,7 @@ def read_history(repository: Repository, name: str, *, last: int | None = None) 
 
 
 def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLine]:
-    """Draw distinct versions, newest first; where the order is free, those of model `name` come first.
+    """Draw distinct versions, newest first; if several may come next, those of model `name` come first.
 
     Parents that are not in `versions` are not drawn.
     """

@@ -1,8 +1,9 @@
 """Derive from the name of a metric whether a high or a low value is better; an unclear name is an error.
 
 The name must have a word of known direction, such as `loss`, followed only by neutral words: `val/loss`,
-`error_rate`. Another word after it may name another quantity (`loss_scale`), and so may a negation or a number before
-it (`neg_loss`, `1-accuracy`). For such a name the user must give the mode: a guess could remove the best versions.
+`error_rate`. With another word after it, the name may mean another quantity (`loss_scale`). A negation or a number
+before it may reverse the direction (`neg_loss`, `1-accuracy`). For these names the user must give the mode, because a
+guess could make a retention policy remove the best versions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datasvc.errors import ConfigError
 
 MetricMode = Literal["max", "min"]
 
-# These patterns must match whole words, in lower case.
+# Words for which a lower or a higher value is better, and others. A pattern must match a whole word, in lower case.
 _LOWER: Final = re.compile(r"loss(es)?|perplexity|ppl|err(ors?)?|nll|r?mse|mae|wer|cer|xent")
 _HIGHER: Final = re.compile(r"acc(uracy)?|top\d+|precision|recall|f1|auc|auroc|m?iou|dice|bleu|psnr|ssim")
 _NEUTRAL: Final = re.compile(

@@ -36,7 +36,7 @@ class ModelVersion:
 
     @property
     def tensors(self) -> Digest:
-        """Digest of the tensor table. Versions with the same table have equal tensors; the converse may not hold."""
+        """Digest of the tensor table. Versions with the same table have equal tensors; others may, too."""
         return parse_digest(self.entry["tensors"])
 
     @property
@@ -137,8 +137,7 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
     tags: dict[int, list[str]] = {}
     for tag, version in repository.tags("models", name).items():
         tags.setdefault(version, []).append(tag)
-    # A tagged version does not count as removed: another process set the tag during the removal, which is then
-    # reverted.
+    # A tagged version does not count as removed: a tag that was set during the removal causes its reversal.
     return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
 
 

@@ -1,7 +1,7 @@
 """Remove versions of models: a commit marks them as removed, and a later `gc` deletes their bytes.
 
 The number of a removed version is never used again. Its entry stays, so that lineage remains complete. A version with
-a tag is never removed: a removal that loses the race against a new tag is reverted.
+a tag is never removed: if another process tags a version during its removal, the removal is reverted.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def swept_versions(repository: Repository, name: str, before_s: float) -> frozen
     Versions that were removed after `before_s`, in seconds since 1970, are left out: a process may still read them.
     """
     removed = repository.removals("models", name).removed_before(before_s)
-    # Read the tags after the removals: if a removal was reverted because of a tag, the tag was set before that.
+    # Read the tags after the removals: a tag that causes the reversal of a removal was set before the reversal.
     return removed - set(repository.tags("models", name).values()) if removed else removed
 
 

@@ -91,7 +91,7 @@ def verify_and_repair(
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> RepairReport:
-    """Verify versions, repair bad objects, and repeat this until a pass finds no further problem.
+    """Verify versions and repair bad objects, in passes, until a pass finds no further problem.
 
     Several passes are needed because a bad tensor table hides its objects: they can be checked only after the table
     is repaired.
@@ -126,6 +126,7 @@ def verify_and_repair(
 
 
 def _identity(problem: ModelProblem) -> tuple[object, ...]:
+    # Without `hit`: a later pass verifies fewer versions, so it lists fewer of them for the same problem.
     return problem.role, problem.kind, problem.digest, problem.detail
 
 

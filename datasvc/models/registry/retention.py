@@ -22,14 +22,15 @@ class RetentionPolicy:
 
     Attributes:
         last: number of newest versions to keep.
-        best: number of best versions by `metric` to keep.
+        best: number of best versions by `metric` to keep; with a metric, None keeps 1.
         metric: metric that defines "best"; None: for every metric, its highest and its lowest value count as best.
         mode: whether a high or a low `metric` is better; None derives it from the name, see `metric_mode`.
         every_versions: keep the versions whose number is a multiple of this.
         every_steps: keep the first version at or after each multiple of this number of steps.
 
     Raises:
-        ConfigError: no count is given, a count is below 1, or the metric's name is unclear and `mode` is missing.
+        ConfigError: no count is given, a count is below 1, `best` or `mode` is given without a metric, or the name of
+            the metric is unclear and `mode` is missing.
     """
 
     last: int | None = None

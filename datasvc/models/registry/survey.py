@@ -1,7 +1,7 @@
 """First step of `verify`: read and check entries, tensor tables, states, shardings and code of model versions.
 
-The bytes of the tensors are not read here. Memory is proportional to the number of objects: a digest and a size
-are kept per object, not a record per tensor. `Survey.tables` reads the tables again where the records are needed.
+The bytes of the tensors are not read here. Memory is proportional to the number of objects: a digest and a size are
+kept per object, and no records of tensors. Where these records are needed, `Survey.tables` reads the tables again.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class Survey:
             self._read("code", refs.code, version)
         state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
         sharding = None if refs.sharding is None else self._read("sharding", refs.sharding, version)
-        # The following checks need both. If one of them cannot be read, the problem is noted already.
+        # The following checks need the state and the table. If one cannot be read, the problem is noted already.
         if state is None or records is None:
             return
         try:
             skeleton = decode_state(state, str(version))
-            # The tensors are all None: this only finds names in the state that are not in the table.
+            # Use None for each tensor, because this only finds names in the state that are not in the table.
             unflatten(skeleton, cast("Any", dict.fromkeys(record.name for record in records)))
         except CorruptDataError as error:
             self._note("state", "contradictory", refs.state, version, f"{version}: {error}")
@@ -190,7 +190,7 @@ class Survey:
 
 
 def kind_of(error: DatasvcError) -> Kind:
-    """Return the kind of problem that an error stands for."""
+    """Return the kind of problem for the error of a read."""
     if isinstance(error, NotFoundError):
         return "missing"
     return "changed" if isinstance(error, CorruptDataError) else "unreadable"

@@ -83,8 +83,8 @@ def verify(
 
 def resolve_versions(repository: Repository, refs: str | Iterable[str | Resolved]) -> list[Resolved]:
     """Return the distinct versions that one or several references name; for errors, see `Repository.resolve`."""
-    every = [refs] if isinstance(refs, str) else refs
-    resolved = (ref if isinstance(ref, Resolved) else repository.resolve("models", ref) for ref in every)
+    all_refs = [refs] if isinstance(refs, str) else refs
+    resolved = (ref if isinstance(ref, Resolved) else repository.resolve("models", ref) for ref in all_refs)
     return list(dict.fromkeys(resolved))
 
 
@@ -143,7 +143,7 @@ def _name_damaged(objects: Objects, survey: Survey, bad: Mapping[Digest, Datasvc
                     names = hit[digest].get(version, ())
                     hit[digest][version] = names if record.name in names else (*names, record.name)
     for digest, error in bad.items():
-        # A missing object that no table references any more belonged to a version that was removed during the check.
+        # If no table references a missing object any more, its version was removed during the check.
         if digest in referenced or not isinstance(error, NotFoundError):
             yield ModelProblem(kind_of(error), "tensors", digest, str(error), hit[digest])
 
@@ -183,7 +183,7 @@ def _try_to_load(
             return True
         finally:
             progress.advance(record.chunk_bytes(chunk))
-        # Not loaded now: use the verdict of an earlier load, or count the chunk as good.
+        # Loaded without an error or not loaded: use the verdict of an earlier load, or else count the chunk as good.
         return verdicts.get(chunk, False)
 
     for versions, records in survey.tables():

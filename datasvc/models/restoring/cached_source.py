@@ -1,9 +1,9 @@
 """Reads stored bytes of checkpoints through the node's cache, which fetches and verifies each object once per node.
 
-`StoredCopies` opens the source. The source acquires an object before its first read, and releases it
-after its last planned read. While it is acquired, the object cannot be evicted. Objects for which the cache has no
-space are read directly from the repository: a restore neither fails because of the cache's size nor waits for other
-jobs to release their objects.
+`StoredCopies` opens the source. The source acquires an object before its first read, and releases it after its last
+planned read. While it is acquired, the object cannot be evicted. Objects for which the cache has no space are read
+directly from the repository: a restore neither fails because of the cache's size nor waits for other jobs to release
+their objects.
 """
 
 from __future__ import annotations
