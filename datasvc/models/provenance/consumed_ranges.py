@@ -1,8 +1,9 @@
-"""Ranges of positions that the training of a version consumed, computed from its entry. No file is read here.
+"""Computes the ranges of positions that the training of a version consumed, from its entry. No file is read here.
 
-A version inherits the segments of its ancestors and adds its own. A segment has the start and the batch size of the
-run that read it. Both determine which positions were dropped at the end of an epoch, and which optimizer step
-consumed each other position. Where an entry does not record them, the result is marked as uncertain, never guessed.
+A range is a `Segment`, with the start and the batch size of the run that read it. These two determine which positions
+were dropped at the end of an epoch, and which optimizer step consumed each of the others. If an entry does not record
+them, the result is marked as uncertain, never guessed. A version also has the segments of its ancestors: the module
+`segments` combines them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _MAX_EPOCHS = 1 << 20
 
 @dataclass(frozen=True)
 class Mix:
-    """Distribution of the positions of a mixture over its splits, see `mix_order`."""
+    """Distribution of the positions of a mixture over its splits; the fields are arguments of `MixOrder`."""
 
     weights: tuple[int, ...]
     epoch_samples: int
@@ -54,12 +55,12 @@ class ReadOrder:
 
 @dataclass(frozen=True)
 class Segment:
-    """Range of one order that a version consumed and its ancestors did not.
+    """Range of positions of one read order that a version consumed and its ancestors did not.
 
     Attributes:
         order: order in which the samples were read.
-        span: span of the run that read the range; the batches start at `span.start`.
-        own_start: first position of the version's own part; an ancestor consumed the positions before it.
+        span: span of the run that read the range; its first batch starts at `span.start`.
+        own_start: epoch and position at which the version's own part starts; an ancestor consumed the span before it.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 
@@ -103,7 +104,7 @@ def parse_use(use: DataUse) -> tuple[ReadOrder, Cursor]:
     """Return the read order of a data use, and the position that it has reached.
 
     Raises:
-        ConfigError: its state is not that of a loader, or has a format that this version does not support.
+        ConfigError: the state is not that of a loader, or has a format that this version does not support.
     """
     state = use.state
     if "mixture_format" in state:
@@ -219,24 +220,27 @@ def _has_known_tail(span: ReadSpan) -> bool:
 
 
 def _stop_of_batches(first: int, num_samples: int, span: ReadSpan) -> int:
+    """Return the position after the last batch of an epoch whose batches start at `first`."""
     if span.tail != "drop" or span.global_batch is None:
         return num_samples
     return num_samples - (num_samples - first) % span.global_batch
 
 
 def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
+    """Return the number of optimizer steps from position `first` to the end of its epoch."""
     assert span.global_batch is not None
     assert span.tail is not None
     return count_steps(first, num_samples, span.global_batch, span.tail)
 
 
 def _has_batch_per_step(segment: Segment, num_samples: int) -> bool:
-    """Return whether the span has one batch per optimizer step; only then the batch determines the step."""
+    """Return whether the span has one batch per optimizer step, so that the batch determines the step."""
     span = segment.span
     if span.step is None or segment.stop_step is None or span.global_batch is None or span.tail is None:
         return False
     (epoch, first), (last, stop) = span.start, span.stop
     steps = 0
+    # Count the batches: the rest of the first epoch, the whole epochs after it, and the start of the last epoch.
     if last > epoch:
         steps = _steps_to_end(first, num_samples, span)
         steps += (last - epoch - 1) * _steps_to_end(0, num_samples, span)

@@ -66,15 +66,15 @@ def find_consumers(
 
 
 class _Lookup(NamedTuple):
-    """Search for the keys of the query with this number, in the shards of a shard table."""
+    """Search for the keys of one query in the shards of a shard table."""
 
-    number: int  # of the query
+    number: int  # number of the query
     table: Digest
     in_all: bool  # whether to search all shards, or only those of the query's deletion
 
 
 class _ConsumerSearch:
-    """State of one search; `_gaps` collects the unknown parts of each version as the search finds them."""
+    """State of one search. A gap is a line of text about a part of a version's consumption that is unknown."""
 
     def __init__(self, objects: Objects, ancestry: Ancestry, queries: Sequence[SampleQuery]) -> None:
         self._objects = objects
@@ -83,12 +83,14 @@ class _ConsumerSearch:
         self._keys = [key for query in queries for key in query.keys]
         self._planned = plan_segments(ancestry)
         self._gaps = {name: list(planned.gaps) for name, planned in self._planned.items()}
+        # None for a table that is not in this repository.
         self._tables: dict[Digest, ShardTable | None] = {}
         self._versions_of: dict[ReadOrder, dict[str, None]] = {}
 
     def run(self) -> ConsumerReport:
         by_order = self._positions_by_order()
         batches = self._find(by_order)
+        # One bit per key, in whole bytes.
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
         for name, batch in batches:
             own[name] |= _bits(batch.served.keys, len(self._keys))
@@ -106,8 +108,9 @@ class _ConsumerSearch:
         )
 
     def _find(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
-        """Return what each version consumed in its own training, ordered by version and training."""
+        """Return the samples that each version consumed in its own training, ordered by version and training."""
         # Group by order and epoch, so that an epoch is computed once, even if many versions consumed a part of it.
+        # Each part has a number, to sort the results in the order of versions and training again.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
         number = 0
         for name, planned in self._planned.items():
@@ -156,14 +159,14 @@ class _ConsumerSearch:
         return by_order
 
     def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
-        # Whether a deletion concerns an order is known only from its shard tables, which are not read yet.
+        # The shard tables are not read yet, so assume that a deletion concerns every order.
         return any(
             query.deletion is not None or any(map(query.matches_whole_split, names, order.tables))
             for query in self._queries
         )
 
     def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
-        """Return the lookups for each split of an order; if it is unknown whether it has samples, note a gap."""
+        """Return the lookups for each split of an order; note a gap for a split that may or may not have samples."""
         lookups: list[list[_Lookup]] = [[] for _ in order.tables]
         for number, query in enumerate(self._queries):
             splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)
@@ -231,7 +234,7 @@ class _ConsumerSearch:
         return parts
 
     def _inherit(self, own: Mapping[str, Bits]) -> dict[str, Bits]:
-        """Return the samples that each version and its ancestors consumed."""
+        """Return for each version the samples that it or an ancestor consumed."""
         seen: dict[str, Bits] = {}
         for name, version in self._ancestry.versions.items():  # parents come before children
             seen[name] = own[name].copy()

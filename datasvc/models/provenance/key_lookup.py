@@ -1,4 +1,7 @@
-"""Find the rows of given keys in many shard tables; read each sample index once, even if tables share its shard."""
+"""Finds given keys in many splits, as shard and row, for the search for the consumers of samples.
+
+Each sample index is read once, even if several shard tables share its shard.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +67,19 @@ def find_places(
     *,
     shards: frozenset[Digest] | None = None,
 ) -> dict[Digest, KeyPlaces]:
-    """Return the places of distinct keys in each of several splits; deleted samples are left out.
+    """Return the places of keys in each of several splits, by shard table; deleted samples are left out.
 
-    Only `shards` are searched; None: all shards.
+    Args:
+        objects: objects of the repository.
+        tables: shard tables of the splits, by digest.
+        keys: distinct keys.
+        shards: digests of the shards to search; None searches all shards.
 
     Raises:
         CorruptDataError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
     key_array = pa.array(keys, pa.string())
-    indexes: dict[ObjectInfo, Digest | None] = {}
+    indexes: dict[ObjectInfo, Digest | None] = {}  # sample index of each distinct shard; None if it has none
     for table in tables.values():
         for number, shard in enumerate(table.shards()):
             if shards is None or shard.digest in shards:
@@ -82,7 +89,7 @@ def find_places(
         try:
             stored = _stored_keys(objects, shard, indexes[shard])
         except NotFoundError:
-            return None
+            return None  # `_places_in` counts the shard as lost
         numbers = pc.index_in(stored, value_set=key_array)
         rows = np.flatnonzero(numbers.is_valid().to_numpy(zero_copy_only=False))
         return _Hits(numbers.drop_null().to_numpy().astype(np.int64), rows)
@@ -110,7 +117,7 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
         if shard not in hits:
             continue
         hit = hits[shard]
-        # Without the deletions, a key that was found may be that of a deleted sample, so the shard counts as lost.
+        # If the deletions cannot be read, a key that was found may belong to a deleted sample: the shard is lost too.
         if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
             num_lost += 1
             continue

@@ -1,4 +1,4 @@
-"""Positions of an epoch at which given samples are served, for a single split or a mixture."""
+"""Computes the positions at which an epoch serves given samples, for a single split or a mixture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class KeyPositions:
     Args:
         order: read order.
         tables: shard tables by digest; must contain those of the order's splits.
-        places: places of the samples, by number of the split in the order; a split without samples may be absent.
+        places: shards and rows of the samples, by number of the split in the order; a split without any of them may
+            be absent.
 
     Attributes:
         keys: `int64[n]`, numbers of the keys that occur in the order; a key may occur several times.
@@ -88,7 +89,7 @@ class KeyPositions:
         counts = self._counts[source]
         config = own_order(self._order.config, self._order.tables[source])
         size = int(counts.sum())
-        # An ordinal counts the samples of this split since its first epoch. An epoch of the mixture covers a range of
+        # An ordinal counts the samples of this split over all its epochs. An epoch of the mixture serves a range of
         # ordinals, which may begin and end within epochs of the split.
         begin, end = (
             split_epoch * size + position
@@ -101,5 +102,6 @@ class KeyPositions:
             inside = (found >= begin) & (found < end)
             ordinals.append(found[inside])
             keys.append(places.keys[inside])
+        # `line_of` counts over all epochs of the mixture, so subtract the positions of earlier epochs.
         positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
         return Served(positions, concatenate(keys), np.full(len(positions), source))

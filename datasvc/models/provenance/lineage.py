@@ -1,6 +1,6 @@
 """Lineage of a model version: the versions that it continues, code, environment, and data down to the shards.
 
-Data that is not in this repository raises no error; it becomes a line in `gaps`.
+Data that is not in this repository raises no error; it becomes a gap, which is one line of text in `gaps`.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
 def _read_dataset(repository: Repository, name: str) -> DataOrigin:
     reference = parse_reference(name)
     if reference.version is None:
-        # The log does not record which version the tag or the name meant when the data was read.
+        # The log does not record which version the tag or the name resolved to when the data was read.
         raise ConfigError("a data set without a version number is ambiguous")
     entry = repository.versions("datasets", reference.name).read(reference.version).content
     change = _mapping_or_empty(entry.get("change"))

@@ -1,7 +1,7 @@
-"""Queries for samples: keys, and the splits in which these keys mean the requested samples.
+"""Queries for samples: the requested keys, and the splits in which each key identifies a requested sample.
 
-A data-set version is identified by the digests of its shard tables and not by its number: in an entry that was copied
-from another repository, the number may be that of the version there.
+In another data set, the same key may identify another sample. A data-set version is identified by the digests of its
+shard tables and not by its number, because an entry that was copied has the numbers of the repository it came from.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Deletion:
 
 @dataclass(frozen=True)
 class SampleQuery:
-    """Requested samples: their keys, and where a key "matches", that is, means a requested sample.
+    """Requested samples: their keys, and the splits where a key matches, which means: identifies a requested sample.
 
     Attributes:
         keys: distinct keys.
@@ -94,8 +94,8 @@ def query_deleted(
 ) -> list[SampleQuery]:
     """Return one query per split for the samples that a data-set version deleted.
 
-    `data` is another data set, or version, in which the same keys mean the same samples, even if it has no shard in
-    common. With `split`, only the samples of this split are searched.
+    `data` is another data set, or version, in which the same keys identify the same samples, even if it has no shard
+    in common. With `split`, only the samples of this split are searched.
 
     Raises:
         NotFoundError: there is no such version, or it is the first one.

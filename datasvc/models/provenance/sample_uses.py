@@ -1,4 +1,4 @@
-"""Result of a search for samples: every use of a sample, and the versions that consumed it."""
+"""Result of `find_consumers`: every use of the requested samples, and the versions that consumed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from datasvc.models.provenance.key_positions import Served
 from datasvc.models.provenance.segments import Consumed
 
 Bits = npt.NDArray[np.uint8]
-"""Bit set over the requested samples, lowest bit first."""
+"""Set of requested samples: sample n is in the set if bit n % 8 of byte n // 8 is set."""
 
 
 class SampleUse(NamedTuple):
@@ -73,11 +73,11 @@ class ConsumerReport:
 
     Attributes:
         keys: requested keys, in the requested order.
-        missing: numbers of the keys that occur in no data that these versions read.
+        missing: `int64[n]`, indices in `keys` of keys that occur in no data that these versions read.
         versions: the requested versions, with the number of samples that each consumed.
         gaps: unknown parts of what a version consumed, one line each, by name of a requested version or ancestor.
         chunks: uses of the samples, grouped by version and epoch, ordered by version and training.
-        seen: by version, the samples that it or an ancestor consumed.
+        seen: by name of a version or ancestor, the samples that it or an ancestor of it consumed.
     """
 
     keys: Sequence[str]

@@ -1,8 +1,9 @@
-"""Segments of positions that each version of an ancestry added, and the gaps in its record.
+"""Computes the ranges of positions (segments) that each version added to those of its ancestors, and the gaps.
 
-An entry records the whole run up to its version. So that no sample counts twice, a version adds only what its nearest
-ancestor with the same run and order does not have. A copy of a version in another repository may lack its ancestors,
-so its entry has the segments of these ancestors, which `history_of` returns.
+An entry records the whole run up to its version. So that no sample counts twice, a version adds only the segments
+that its nearest ancestor with the same run and order does not have. A gap is a line of text about consumption that is
+unknown. A copy of a version in another repository may lack its ancestors, so the entry of the copy has their
+segments, which `history_of` returns.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
     planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
         before = _merged([nearest[parent] for parent in version.parents])
-        # The history stands in for the ancestors that are only in another repository.
+        # For ancestors that are only in another repository, use their records in the entry's history.
         before |= _by_run_order(_history_uses(version))
         planned[name] = _plan(ancestry, version, before)
         # For its children, the version is the nearest ancestor, so its uses replace those of its own ancestors.
@@ -64,10 +65,10 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
 
 
 def history_of(repository: Repository, ref: str, *, entries: EntryReader | None = None) -> list[dict[str, Any]]:
-    """Return what the ancestors of a version consumed, as JSON values; `entries` is a cache that several calls share.
+    """Return the segments and gaps of a version's ancestors as JSON values; several calls may share `entries`.
 
-    This becomes the field `history` of the version's entry in a repository without its ancestors, because there the
-    names of its parents may belong to other versions.
+    The result becomes the field `history` of the version's entry in a repository without its ancestors, because there
+    the names of its parents may belong to other versions.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `read_ancestry`.
@@ -136,7 +137,7 @@ def _is_start_known(ancestry: Ancestry, version: Version, use: DataUse, earlier:
 
 
 def _has_own_steps(ancestry: Ancestry, version: Version) -> bool:
-    """Return whether a version has more steps than its parents; an average or a copy of versions has not."""
+    """Return whether a version has more steps than its parents; an average or a copy of versions does not."""
     steps = [ancestry.versions[parent].step for parent in version.parents]
     return version.step is None or version.step > max((step for step in steps if step is not None), default=0)
 
