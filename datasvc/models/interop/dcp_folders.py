@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 METADATA_FILE: Final = ".metadata"
+# Limits for untrusted metadata.
 _MAX_DIMENSIONS: Final = 64
 _MAX_PATH_KEYS: Final = 100
 
@@ -93,6 +94,7 @@ def _failure(error: BaseException) -> BaseException:
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
     for cause in causes:
         reason: BaseException | None = cause
+        # Find the error of the disk, or the interrupt, that led to this error.
         while reason is not None:
             if isinstance(reason, OSError) or not isinstance(reason, Exception):
                 return reason
@@ -130,7 +132,7 @@ def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
 
 
 def _extents(folder: Path, described: Iterable[Sequence[Any]]) -> dict[BlockKey, Extent]:
-    """Return the byte range of every block and of every value."""
+    """Return the byte range of every block of a tensor, and of every other value."""
     extents: dict[BlockKey, Extent] = {}
     for name, block, file, start, length, is_transformed in described:
         if is_transformed:
@@ -157,7 +159,7 @@ def _existing(extent: Extent) -> Extent:
 
 
 def _check_no_overlap(extents: Iterable[Extent]) -> None:
-    """Raise CorruptDataError if two ranges overlap, because a range with many names would be loaded once per name."""
+    """Raise CorruptDataError if two ranges overlap, because bytes with many names would be loaded once per name."""
     ordered = sorted(extents, key=lambda extent: (extent.path, extent.offset, extent.length))
     for extent, following in itertools.pairwise(ordered):
         if extent.path == following.path and extent.offset + extent.length > following.offset:
@@ -167,6 +169,7 @@ def _check_no_overlap(extents: Iterable[Extent]) -> None:
 def _tensor(
     reader: TorchReader, name: str, description: Sequence[Any], extents: Mapping[BlockKey, Extent]
 ) -> ForeignTensor:
+    """Return a tensor whose blocks are read from their byte ranges; `description` has dtype, shape and blocks."""
     dtype, shape = description[0], _sizes(description[1])
     boxes = [(_sizes(start), _sizes(size)) for start, size in description[2]]
     # An empty block covers no element, and torch may have stored nothing for it.
@@ -180,7 +183,7 @@ def _tensor(
             tensors = reader.read_state(_existing(extent)).tensors
             stored = [TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors]
             if stored != [spec] or spec.nbytes > extent.length:
-                raise CorruptDataError(f"{extent.location} is not {spec}, as the metadata describe it")
+                raise CorruptDataError(f"{extent.location} is not {spec}, as the metadata describes it")
             for inner, values in tensors[0].blocks():
                 yield tuple(map(operator.add, start, inner)), values
 

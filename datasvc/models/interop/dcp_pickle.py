@@ -1,6 +1,6 @@
-"""Read the metadata of a DCP folder, a pickle, with the classes that torch writes there and no others.
+"""Reads the metadata of a DCP folder, which is a pickle; accepts only the classes that torch writes into it.
 
-Only the child process of `torch_reader` may use this, because this module does not limit the memory of a pickle.
+Only the child process of `torch_reader` may use this module, because it does not limit the memory of a pickle.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class _DcpUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _DCP_CLASSES:
             raise ConfigError(
-                f"{self.location} refers to {module}.{name}, which is not part of DCP metadata. To create it could "
-                "execute code, so the folder is refused"
+                f"{self.location} refers to {module}.{name}, which is not part of DCP metadata and could execute "
+                "code, so the folder is refused; save it again with torch.distributed.checkpoint"
             )
         return super().find_class(module, name)
 
 
 def describe_metadata(extent: Extent) -> dict[str, Any]:
-    """Return the metadata of a DCP folder as lists. Their elements are not checked: each may have any type.
+    """Return the metadata of a DCP folder as lists. The elements are not checked, and may have any type.
 
     Returns:
         "items": [name, [dtype, shape, [[start, shape] of each block]]] for a tensor, [name, None] for another value;

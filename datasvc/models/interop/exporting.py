@@ -45,7 +45,7 @@ _MODEL: Final = "model"
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Result of an export; `files` are sorted by name, and `bytes` is the size of the tensors."""
+    """Result of an export; `files` are sorted by name, and `bytes` is the size of the exported tensors in memory."""
 
     version: Resolved
     format: str
@@ -56,7 +56,7 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class _ExportPart:
-    """Tensors to export, by their new names; unless `dtype` is None, floating-point ones are converted to it."""
+    """Tensors to export, by their new names. Floating-point tensors are converted to `dtype`, unless it is None."""
 
     source: ChunkSource
     read: Callable[[Digest], bytes]  # reads a whole object of the version
@@ -185,7 +185,10 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
 def select_weights(
     records: Sequence[TensorRecord], only: Collection[str], exclude: Collection[str], rename: Mapping[str, str] | None
 ) -> tuple[Collection[str], Mapping[str, str] | None]:
-    """Return `only` and `rename`; empty ones become: select the tensors below `model`, and remove this prefix."""
+    """Return `only` and `rename` with their defaults for "huggingface".
+
+    If there are tensors below `model`, an empty `only` selects these, and an empty `rename` removes this prefix.
+    """
     names = [record.name for record in records]
     if not only and any(is_below(name, _MODEL) for name in names):
         only = [_MODEL]
@@ -230,7 +233,7 @@ def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
         try:
             config = json.loads(raw)
         except (ValueError, RecursionError):
-            return raw
+            return raw  # the import accepts files that are not valid JSON, so export the same bytes
     else:
         config = entry.get("config", {}).get("huggingface")
     if not isinstance(config, dict):

@@ -1,6 +1,7 @@
 """Import models of other file formats as versions. A file's format is recognised by its content, not by its name.
 
 Tensors are read and stored block by block, so memory does not grow with the model. No code in the source is executed.
+A state or tensor that was read from another format, but is not stored yet, is called foreign.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def arrange(
     rename: Mapping[str, str] | None,
     prefix: str,
 ) -> tuple[list[ForeignTensor], Any]:
-    """Return the selected tensors with their new names, and the skeleton of the state tree for them."""
+    """Return the selected tensors with their new names, and the skeleton of their state tree, see `import_model`."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
     # The tree of the source needs all tensors under their names there. Selected or renamed ones become a flat dict.

@@ -1,4 +1,4 @@
-"""Export a model version to ONNX: load its weights into a module, which torch's exporter then traces."""
+"""Export a model version to ONNX: load its weights into a module, which torch's exporter traces and converts."""
 
 from __future__ import annotations
 

@@ -87,14 +87,14 @@ def write_safetensors(
 ) -> None:
     """Write tensors to a file, atomically.
 
-    `load` loads tensors by name. It is called with groups of at most `group_bytes`, or one larger tensor, so that
-    only these tensors are in memory.
+    `load` loads tensors by name. It is called for one group of tensors after another, so that only these tensors are
+    in memory. A group has at most `group_bytes`, or is one larger tensor.
 
     Raises:
         ConfigError: safetensors does not support the dtype of a tensor.
         OSError: the file cannot be written.
     """
-    # Wide elements first, so that every tensor is aligned to the size of its elements.
+    # Order by element size, largest first, so that every tensor is aligned to the size of its elements.
     names = sorted(specs, key=lambda name: (-ITEM_BYTES[specs[name].dtype], name))
     header = encode_header(((name, specs[name].dtype, specs[name].shape) for name in names), _METADATA)
     with durable.replacing(path) as file:

@@ -57,7 +57,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
     """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    # The package refuses a header that is longer than the file, but its limit for others is higher than ours.
+    # The package rejects a header that is longer than the file. Its limit for other headers is higher than ours.
     if MAX_HEADER_BYTES < header_bytes < path.stat().st_size:
         raise CorruptDataError(
             f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are supported"

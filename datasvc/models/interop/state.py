@@ -1,4 +1,8 @@
-"""Common form of a model in another file format: tensors that are read block by block, and their state tree."""
+"""Defines the result of reading a model in another file format: a state tree, and tensors to read block by block.
+
+Each reader of a format returns a `ForeignState`, and `importing` stores it. The files are not trusted, so this module
+also checks the names in them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class ForeignTensor:
 
     Attributes:
         name: name in the file.
-        dtype: torch's name of the dtype.
+        dtype: torch's name of the dtype, such as "float32".
         blocks: function that reads the tensor. It yields pairs (first index, values) of blocks that tile the tensor,
             of a few MiB each if the format allows that. It raises CorruptDataError or OSError.
     """

@@ -1,8 +1,8 @@
 """Child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
-No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` reads the metadata of DCP with the
-classes that torch writes there and no others. A hostile file can still crash or block a reader, therefore the reader
-is a process of its own.
+No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` accepts only the classes that torch
+writes into the metadata of DCP. A hostile file can still crash or block its reader, so the reader is a separate
+process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MAX_METADATA_BYTES: Final = 32 << 20
 # Limit the processor time: a hostile value can be slow to read, such as a nested tuple as a key of a dict.
 _MIN_CPU_S: Final = 120
 _MIN_BYTES_PER_CPU_S: Final = 16 << 20
-_MAX_MESSAGE: Final = 2000
+_MAX_MESSAGE_CHARS: Final = 2000
 
 # Messages of torch that name a class it refuses to create. It has no exception type for this, so match the text.
 _REFUSED = re.compile(
@@ -52,7 +52,7 @@ _SCRIPT_MESSAGE: Final = "{} is a TorchScript program; save its tensors: torch.s
 
 
 class _PickleServer:
-    """Answers the requests of the parent. Keeps the tensors that were read last, to send their blocks next."""
+    """Answers the requests of the parent. Keeps the state that was described last, to send blocks of its tensors."""
 
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
@@ -108,7 +108,7 @@ class _PickleServer:
 
 
 def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
-    """Return the value that torch.save wrote to an extent, and the lengths of the storages read from it, by address.
+    """Return the value that torch.save wrote to an extent, and the size of each storage read, by its address.
 
     A whole file is mapped into memory, unless its format is from before torch 1.6.
     """
@@ -129,13 +129,14 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
         )
     stored: dict[int, int] = {}
 
-    def place(storage: Any, _location: str) -> Any:
+    def record_storage(storage: Any, _location: str) -> Any:
         if not is_zip:
-            storage.fill_(0)  # a damaged file may not fill it, and memory of this process must not become data
+            # A damaged file may fill only a part. The rest must not show old memory of this process as data.
+            storage.fill_(0)
         stored[storage.data_ptr()] = storage.nbytes()
         return storage
 
-    value = torch.load(source, map_location=place, weights_only=True, mmap=is_zip and is_whole)
+    value = torch.load(source, map_location=record_storage, weights_only=True, mmap=is_zip and is_whole)
     return value, stored
 
 
@@ -151,9 +152,9 @@ def _check_archive(source: Any, location: str) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
-    """Check that tensors are dense and have their values in the file: strides can make a huge tensor of few bytes.
+    """Check that tensors are dense, and that the file has their values: with strides, few bytes can be a huge tensor.
 
-    `stored` has the addresses and lengths of the memory that was filled from the file.
+    `stored` has the number of bytes of each storage that was filled from the file, by its address.
     """
     starts = sorted(stored)
     used: dict[int, int] = {}
@@ -198,14 +199,14 @@ def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
 
 def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, str]:
     """Return the name of the class and the message of the error that the parent raises for an exception."""
-    text = str(error)[:_MAX_MESSAGE]
+    text = str(error)[:_MAX_MESSAGE_CHARS]
     refused = _REFUSED.search(text)
     name = next(filter(None, refused.groups()), "") if refused else ""
     if isinstance(error, (ConfigError, CorruptDataError)):
         return type(error).__name__, text
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(text):
         return "ConfigError", (
-            f"{location} needs more memory to read than the limit, {format_size(memory_bytes)} beside its tensors: "
+            f"{location} needs more memory to read than the limit, {format_size(memory_bytes)} without its tensors: "
             "it is damaged or hostile, or holds millions of values that are not tensors. If you trust it, raise the "
             "limit: --reader-memory, in Python reader_memory_bytes="
         )

@@ -19,12 +19,11 @@ LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a `torch.save` file.
 
-    Its tensors are read block by block, so the file may be larger than memory. Only if the file is from before torch
-    1.6, the child process holds all tensors in memory.
+    Its tensors are read block by block, so the file may be larger than memory. If the file is from before torch 1.6,
+    the child process holds all its tensors in memory.
 
     Raises:
-        ConfigError, CorruptDataError, OSError: see `TorchReader.read_state`; or tensors share so much memory that,
-            stored one by one, they would become far larger than the file.
+        ConfigError, CorruptDataError, OSError: see `TorchReader.read_state` and `check_shared_bytes`.
     """
     extent = Extent(path, 0, path.stat().st_size, str(path))
     state = TorchReader(memory_bytes).read_state(extent)

@@ -1,7 +1,7 @@
-"""Read files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
+"""Reads files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
 
-Both have pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still need any
-amount of memory, take endless time, or crash its reader. The reader is therefore a child process, `torch_child`.
+Both contain pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still take
+any amount of memory or time, or crash its reader. The reader is therefore a child process, `torch_child`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     import torch
 
 READER_MEMORY_BYTES: Final = 1 << 30
-"""Default memory of the child, beside the tensors: enough for some millions of values that are not tensors."""
+"""Default memory limit of the child, without the tensors: enough for some millions of other values."""
 MAX_NODES: Final = 1 << 20
-"""Maximum number of values in a state, because a small file can refer to the same list very often."""
+"""Maximum number of values in a state: a small file can refer to one list many times, which makes a huge state."""
 _CHILD: Final = "datasvc.models.interop.torch_child"
 _ERRORS: Final[dict[str, type[Exception]]] = {
     "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
@@ -79,7 +79,7 @@ class TorchReader:
     """A child process that reads files; it ends when this object is deleted, or when this process ends.
 
     Args:
-        memory_bytes: memory that the child may use, beside the tensors of the file.
+        memory_bytes: memory that the child may use in addition to the tensors of the file.
 
     Raises:
         OSError: the process could not be started.
@@ -139,7 +139,7 @@ class TorchReader:
         return reply["value"]
 
     def _describe_end(self, location: str) -> CorruptDataError:
-        """Return the error for a child that ended without a reply."""
+        """Return the error for a child that ended without a valid reply."""
         # The child may still run if its line was too long.
         self._child.process.kill()
         status = self._child.process.wait()

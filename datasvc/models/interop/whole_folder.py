@@ -1,4 +1,4 @@
-"""Create a folder atomically: it exists with all its files, or not at all."""
+"""Creates the folder of an export atomically: it exists with all its files, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datasvc.repository.store.retries import map_exceptions
 
 @contextmanager
 def create_folder(folder: Path) -> Iterator[Path]:
-    """Create and yield a temporary folder beside `folder`; rename it to `folder` if the `with` block succeeds.
+    """Create and yield a temporary folder next to `folder`; rename it to `folder` if the `with` block succeeds.
 
     The `with` block must sync the files that it writes. A process that is killed in it leaves a folder `.tmp-...`.
 

@@ -108,14 +108,14 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
             if not _is_start_known(ancestry, version, use, earlier):
                 gaps.append(
                     f"its run began at step {use.spans[0].step}, but no version that it continues has this step: "
-                    "what its weights consumed before is unknown"
+                    "the samples that its weights consumed before this step are unknown"
                 )
             segments = own_segments(use, before, step=version.step)
             consumed += [Consumed(version.name, segment, use) for segment in segments]
             if before is not None and use.run is not None and cursor_of(use.state) < cursor_of(before.state):
                 gaps.append(
-                    "its position is before that of the version it continues: what that version consumed counts for "
-                    "it as well"
+                    "its position is before that of the version it continues: the samples that the latter consumed "
+                    "count for it as well"
                 )
         except (ConfigError, CorruptDataError) as error:
             gaps.append(f"its record of reading {use.dataset}/{use.split} is not valid: {error}")

@@ -131,7 +131,7 @@ class _AncestryReader:
         parents, gaps = self._parents(entry)
         history = entry.get(HISTORY, [])
         if not isinstance(history, list) or not all(isinstance(item, Mapping) for item in history):
-            gaps.append("its record of what ancestors in another repository consumed is not valid")
+            gaps.append("its record of the samples that ancestors in another repository consumed is not valid")
         try:
             uses = tuple(map(DataUse.from_dict, entry.get("data", ())))
         except (CorruptDataError, TypeError) as error:
@@ -156,7 +156,7 @@ class _AncestryReader:
         foreign = origin.get("parents") if isinstance(origin, Mapping) else None
         if isinstance(foreign, list) and len(foreign) > len(parents):
             names = ", ".join(map(str, foreign))
-            gaps.append(f"it continues {names} of another repository, and has no record of what they consumed")
+            gaps.append(f"it continues {names} of another repository, and has no record of the samples they consumed")
         return list(dict.fromkeys(parents)), gaps
 
     def _parent(self, ref: str) -> str:

@@ -182,7 +182,7 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         "copied": ([use], {"origin": {"parents": ["base@4"]}}, "continues base@4 of another repository, and has"),
         "odd": ([], {"data": "data"}, "does not record the data"),
         "cut": ([ReadSpan((0, 0), (0, 4), 7, 4, "drop")], {}, "began at step 7, but no version"),
-        "torn": ([use], {"history": "all"}, "record of what ancestors in another repository consumed is not valid"),
+        "torn": ([use], {"history": "all"}, "samples that ancestors in another repository consumed is not valid"),
         "worn": ([use], {"history": [3, None, {"gap": 1}, {"run": [1]}]}, "another repository consumed is not valid"),
         "unnamed": ([{**use, "run": ["a"]}], {}, "not a valid data use: TypeError"),
     }  # fmt: skip
