@@ -110,7 +110,7 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
         described = json.loads(raw)
         # Compare the format first: a later format may have other fields.
         is_later = int(described["format"]) > SHARDING_FORMAT
-        sharding = None if is_later else _sharding(described, records, skeleton)
+        sharding = None if is_later else _build_sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise CorruptDataError(f"the sharding of {version} is damaged: {error!r}") from error
     if sharding is None:
@@ -151,7 +151,7 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
     return Sharding(Metadata(stored, planner_data=paths, storage_meta=StorageMeta()), names, paths)
 
 
-def _sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord], skeleton: Any) -> Sharding:
+def _build_sharding(described: Mapping[str, Any], records: Mapping[str, TensorRecord], skeleton: Any) -> Sharding:
     stored: dict[str, Any] = {
         key: _decode_tensor(tensor, records[key]) for key, tensor in described["tensors"].items()
     }

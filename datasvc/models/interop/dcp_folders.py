@@ -120,14 +120,14 @@ def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
     foreign: dict[int, ForeignTensor] = {}
     placeholders: list[torch.Tensor] = []  # keeps a reference to each, so that its id stays unique
 
-    def stand_in(value: Any) -> Any:
+    def to_placeholder(value: Any) -> Any:
         if not isinstance(value, ForeignTensor):
             return value
         placeholders.append(torch.empty(0))  # `flatten` needs a tensor here
         foreign[id(placeholders[-1])] = value
         return placeholders[-1]
 
-    skeleton, leaves = flatten(pytree.tree_map(stand_in, tree), max_nodes=MAX_NODES)
+    skeleton, leaves = flatten(pytree.tree_map(to_placeholder, tree), max_nodes=MAX_NODES)
     return skeleton, [replace(foreign[id(leaf)], name=name) for name, leaf in leaves.items()]
 
 
@@ -143,8 +143,8 @@ def _extents(folder: Path, described: Iterable[Sequence[Any]]) -> dict[BlockKey,
                 f"{folder / METADATA_FILE}: {name!r} has the offset {start!r} and length {length!r}; expected "
                 "integers of 0 or more"
             )
-        what = f"value {name!r}" if block is None else f"a block of tensor {name!r}"
-        extents[name, None if block is None else _sizes(block)] = Extent(path, start, length, f"{what} in {path}")
+        subject = f"value {name!r}" if block is None else f"a block of tensor {name!r}"
+        extents[name, None if block is None else _sizes(block)] = Extent(path, start, length, f"{subject} in {path}")
     _check_no_overlap(extents.values())
     return extents
 

@@ -33,7 +33,7 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
     "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
 }  # fmt: skip
 # Tied tensors share one storage under several names. All tensors together may have this multiple of the file's bytes.
-_MAX_SHARED: Final = 16
+_MAX_SHARED_FACTOR: Final = 16
 MAX_REPEATED_BYTES: Final = 1 << 20
 """Up to this size in memory, a tensor may be larger than its storage, as an expanded tensor is."""
 
@@ -152,7 +152,7 @@ class TorchReader:
 def check_shared_bytes(tensors: Sequence[ForeignTensor], file_bytes: int, location: str) -> None:
     """Raise ConfigError if tensors that share memory in a file would become far larger than the file."""
     total_bytes = sum(tensor.nbytes for tensor in tensors)
-    if total_bytes > _MAX_SHARED * max(file_bytes, MAX_REPEATED_BYTES):
+    if total_bytes > _MAX_SHARED_FACTOR * max(file_bytes, MAX_REPEATED_BYTES):
         raise ConfigError(
             f"{location}: its tensors share so much memory that {file_bytes} bytes would become {total_bytes}; save "
             "each tensor only once"

@@ -89,7 +89,7 @@ class _ConsumerSearch:
 
     def run(self) -> ConsumerReport:
         by_order = self._positions_by_order()
-        batches = self._find(by_order)
+        batches = self._find_uses(by_order)
         # One bit per key, in whole bytes.
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
         for name, batch in batches:
@@ -101,13 +101,13 @@ class _ConsumerSearch:
         return ConsumerReport(
             keys=self._keys,
             missing=np.flatnonzero(~is_present),
-            versions=self._versions(seen, own),
+            versions=self._count_uses(seen, own),
             gaps={name: tuple(dict.fromkeys(gaps)) for name, gaps in self._gaps.items() if gaps},
             chunks=[batch for _, batch in batches],
             seen=seen,
         )
 
-    def _find(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
+    def _find_uses(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
         """Return the samples that each version consumed in its own training, ordered by version and training."""
         # Group by order and epoch, so that an epoch is computed once, even if many versions consumed a part of it.
         # Each part has a number, to sort the results in the order of versions and training again.
@@ -138,7 +138,7 @@ class _ConsumerSearch:
                 for names_of_split, name in zip(names_of_splits, order.names, strict=True):
                     names_of_split.add(name)
                 self._versions_of.setdefault(order, {})[version] = None
-        relevant = [order for order, names in names_of.items() if self._may_hold(order, names)]
+        relevant = [order for order, names in names_of.items() if self._may_have_samples(order, names)]
         self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
         lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
         # Search the shards only for orders whose positions can be computed.
@@ -148,8 +148,8 @@ class _ConsumerSearch:
         by_order = {}
         for order in usable:
             by_source = {
-                source: KeyPlaces.join([places[lookup] for lookup in split])
-                for source, split in enumerate(lookups[order])
+                source: KeyPlaces.join([places[lookup] for lookup in split_lookups])
+                for source, split_lookups in enumerate(lookups[order])
             }
             for source, place in by_source.items():
                 if place.num_lost:
@@ -158,7 +158,7 @@ class _ConsumerSearch:
             by_order[order] = KeyPositions(order, tables, by_source)
         return by_order
 
-    def _may_hold(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
+    def _may_have_samples(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
         # The shard tables are not read yet, so assume that a deletion concerns every order.
         return any(
             query.deletion is not None or any(map(query.matches_whole_split, names, order.tables))
@@ -191,7 +191,7 @@ class _ConsumerSearch:
         return lookups
 
     def _find_places(self, lookups: Iterable[_Lookup]) -> dict[_Lookup, KeyPlaces]:
-        """Return the places of the samples; keys are numbered over all queries."""
+        """Return the shards and rows of the samples of each lookup; keys are numbered over all queries."""
         tables_of: dict[tuple[int, bool], dict[Digest, ShardTable]] = {}
         for lookup in lookups:
             table = self._tables[lookup.table]
@@ -218,10 +218,12 @@ class _ConsumerSearch:
         self._add_gap(order, f"it read {name} of shard table {digest[:12]}..., which is not in this repository")
 
     def _add_gap(self, order: ReadOrder, gap: str) -> None:
+        """Note a gap for each version that read in an order."""
         for version in self._versions_of[order]:
             self._gaps[version].append(gap)
 
     def _parts(self, name: str, consumed: Consumed, positions: KeyPositions) -> list[EpochPart]:
+        """Return the parts of a segment by epoch; note a gap if the entry's record is invalid or incomplete."""
         try:
             parts = list(parts_of(consumed.segment, positions.num_samples))
         except ConfigError as error:
@@ -242,7 +244,7 @@ class _ConsumerSearch:
                 seen[name] |= seen[parent]
         return seen
 
-    def _versions(self, seen: Mapping[str, Bits], own: Mapping[str, Bits]) -> list[VersionUses]:
+    def _count_uses(self, seen: Mapping[str, Bits], own: Mapping[str, Bits]) -> list[VersionUses]:
         complete: dict[str, bool] = {}
         for name, version in self._ancestry.versions.items():
             # A gap of an ancestor makes its descendants incomplete as well.

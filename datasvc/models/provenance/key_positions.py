@@ -87,6 +87,7 @@ class KeyPositions:
 
     def _find_mixed(self, mixed: MixOrder, source: int, places: KeyPlaces, epoch: int) -> Served:
         counts = self._counts[source]
+        # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])
         size = int(counts.sum())
         # An ordinal counts the samples of this split over all its epochs. An epoch of the mixture serves a range of

@@ -52,6 +52,7 @@ class PlannedVersion:
 
 def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
     """Return the segments that each version added, parents before children; an invalid record becomes a gap."""
+    # By version: for each run and order, the use of the version itself, or else of its nearest ancestor.
     nearest: dict[str, dict[_RunOrder, DataUse]] = {}
     planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
@@ -194,10 +195,10 @@ def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
     for item in consumed:
         span = item.segment.span
         key = (item.segment.order, span.start, span.step, span.global_batch, span.tail, item.use.run)
-        before = joined.get(key)
-        if before is not None and before.segment.span.stop == item.segment.own_start:
-            joined[key] = item._replace(segment=replace(item.segment, own_start=before.segment.own_start))
-        elif before is None:
+        previous = joined.get(key)
+        if previous is not None and previous.segment.span.stop == item.segment.own_start:
+            joined[key] = item._replace(segment=replace(item.segment, own_start=previous.segment.own_start))
+        elif previous is None:
             joined[key] = item
         else:
             joined[*key, len(joined)] = item  # not consecutive: a key of its own, so that neither is lost
@@ -205,6 +206,7 @@ def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
 
 
 def _history_dict(consumed: Consumed) -> dict[str, Any]:
+    """Return a segment as JSON values, for the field `history` of an entry."""
     segment, use = consumed.segment, consumed.use
     return {
         "version": consumed.version.removesuffix(_ELSEWHERE),
@@ -219,6 +221,7 @@ def _history_dict(consumed: Consumed) -> dict[str, Any]:
 
 
 def _read_history(item: Mapping[str, Any]) -> Iterator[Consumed]:
+    """Yield the segment that `_history_dict` encoded as `item`, or nothing if `item` is a gap."""
     if "gap" in item:
         return
     use = DataUse.from_dict(item)

@@ -127,8 +127,8 @@ def diff(
     tables = [read_table(repository.objects, parse_digest(entry["tensors"])) for entry in (first, second)]
     tensors = compare_tables(*tables)
     if norms:
-        ours, theirs = ({record.name: record for record in table} for table in tables)
-        pairs = [(ours[name], theirs[name]) for name in tensors.changed]
+        records_a, records_b = ({record.name: record for record in table} for table in tables)
+        pairs = [(records_a[name], records_b[name]) for name in tensors.changed]
         progress.begin(sum(record.nbytes for record, _ in pairs))
         measure = partial(measure_change, repository.objects, progress=progress)
         tensors = replace(tensors, changes=tuple(run_in_threads(measure, pairs, _TENSORS_AT_ONCE)))
@@ -143,15 +143,15 @@ def diff(
 
 def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
     """Compare two trees of JSON values by dotted path; a list is compared as one value."""
-    ours, theirs = dict(_leaves(a, "")), dict(_leaves(b, ""))
+    leaves_a, leaves_b = dict(_leaves(a, "")), dict(_leaves(b, ""))
     return ValueChanges(
-        {path: value for path, value in theirs.items() if path not in ours},
-        {path: value for path, value in ours.items() if path not in theirs},
+        {path: value for path, value in leaves_b.items() if path not in leaves_a},
+        {path: value for path, value in leaves_a.items() if path not in leaves_b},
         {
-            path: (ours[path], value)
-            for path, value in theirs.items()
+            path: (leaves_a[path], value)
+            for path, value in leaves_b.items()
             # In Python 1 == 1.0 == True; in a configuration they are different values.
-            if path in ours and (ours[path] != value or type(ours[path]) is not type(value))
+            if path in leaves_a and (leaves_a[path] != value or type(leaves_a[path]) is not type(value))
         },
     )
 
@@ -162,13 +162,13 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
     A tensor that is divided into other chunks in `b` than in `a` counts as changed, because chunk digests of
     different slices cannot be compared.
     """
-    ours, theirs = ({record.name: record for record in table} for table in (a, b))
-    common = [(ours[name], theirs[name]) for name in sorted(ours.keys() & theirs.keys())]
+    records_a, records_b = ({record.name: record for record in table} for table in (a, b))
+    common = [(records_a[name], records_b[name]) for name in sorted(records_a.keys() & records_b.keys())]
     same_spec = [(x, y) for x, y in common if (x.dtype, x.shape) == (y.dtype, y.shape)]
     changed = tuple(x.name for x, y in same_spec if x.content != y.content)
     return TensorsDifference(
-        added=tuple(record for record in b if record.name not in ours),
-        removed=tuple(record for record in a if record.name not in theirs),
+        added=tuple(record for record in b if record.name not in records_a),
+        removed=tuple(record for record in a if record.name not in records_b),
         retyped=tuple((x, y) for x, y in common if (x.dtype, x.shape) != (y.dtype, y.shape)),
         changed=changed,
         num_equal=len(same_spec) - len(changed),
@@ -199,10 +199,10 @@ def _aligned(
     source: ChunkSource, a: TensorRecord, b: TensorRecord
 ) -> Iterator[tuple[Chunk, torch.Tensor, torch.Tensor]]:
     """Yield each chunk of `b`, with the values of `a` and of `b` in its slice."""
-    ours = {chunk.box: chunk for chunk in a.chunks}
+    chunks_of_a = {chunk.box: chunk for chunk in a.chunks}
     decoders = Decoders()
     for chunk in b.chunks:
-        same = ours.get(chunk.box)
+        same = chunks_of_a.get(chunk.box)
         # If `a` has no chunk with this box, read the same slice from the chunks of `a` that overlap it.
         if same is None:
             before = load_window(source, a, chunk.start, chunk.shape)
@@ -239,6 +239,7 @@ def _use_name(use: Mapping[str, Any]) -> str:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path and the value of each leaf of a tree of JSON values."""
     # An empty mapping below the root counts as a value, so that adding or removing it is a change.
     if isinstance(value, Mapping) and (value or not path):
         for key, child in value.items():

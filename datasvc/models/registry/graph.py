@@ -1,4 +1,4 @@
-"""Draw the history of a model as a text graph: forks, fine-tunes of other models, versions with two parents.
+"""Draw the history of a model as a text graph, with forks, ancestors in other models, and versions with two parents.
 
 * cnn@6      newest first; a version stands above its parents
 |-.          cnn@6 has two parents: the second one gets a column of its own
@@ -151,7 +151,7 @@ def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> 
 
 
 class _Drawing:
-    """Columns of the graph. `_targets` has, for each column, the parent that its line leads to; None if free."""
+    """Columns of the graph. `_targets` has, for each, the parent that its line leads to; None for a free column."""
 
     def __init__(self) -> None:
         self._targets: list[_VersionKey | None] = []

@@ -52,15 +52,15 @@ class FailoverSource:
             CorruptDataError, NotFoundError, UnavailableError, ConfigError: no place provides the object; the message
                 has the error of each.
         """
-        return self._first(digest, lambda place: place.read(digest, max_bytes))
+        return self._read_first(digest, lambda place: place.read(digest, max_bytes))
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes:
         """See `ChunkSource`: unverified, from the first place that provides it and is not marked as bad."""
-        return self._first(digest, lambda place: place.read_range(digest, offset, length))
+        return self._read_first(digest, lambda place: place.read_range(digest, offset, length))
 
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
         """See `NearSource`."""
-        self._first(digest, lambda place: place.read_into(digest, offset, out))
+        self._read_first(digest, lambda place: place.read_into(digest, offset, out))
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
         """Yield the range from every copy whose whole object matches the digest; other copies are marked as bad."""
@@ -78,6 +78,7 @@ class FailoverSource:
                 continue
             self._mark_all_bad(digest, failed, content)
             yield memoryview(content)[offset : offset + length]
+        # No good copy was found after these, so their wrong bytes are not determined.
         self._mark_all_bad(digest, failed, None)
 
     def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
@@ -102,7 +103,7 @@ class FailoverSource:
         self._bad_places[number, digest] = error
         self.bad.add(digest, self._places[number].location(digest), str(error), content=content, intact=intact)
 
-    def _first(self, digest: Digest, read: Callable[[Objects], _Answer]) -> _Answer:
+    def _read_first(self, digest: Digest, read: Callable[[Objects], _Answer]) -> _Answer:
         """Return the result of `read` at the first place where it succeeds."""
         errors: list[DatasvcError] = []
         for number, place in enumerate(self._places):
