@@ -104,7 +104,8 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     name = stored.sharding.names.get(index.fqn)
     if name is None:
         raise ConfigError(
-            f"the plan needs the tensor {index.fqn!r}, which {stored.version} does not have; load again"
+            f"the plan needs the tensor {index.fqn!r}, which {stored.version} does not have; load again, because the "
+            "ranks may have planned for different versions"
         )
     record = stored.records[name]
     # The offsets of an item are relative to a block in the metadata; that block begins at `index.offset`.
@@ -113,8 +114,9 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
     shape = tuple(item.lengths)
     if not is_inside((start, shape), record.shape):
         raise ConfigError(
-            f"the plan needs the block of shape {shape} at {start} of {index.fqn!r}, whose shape in {stored.version} "
-            f"is {record.shape}; load again"
+            f"the plan needs the block of shape {shape} at {start} of {index.fqn!r}, which has the shape "
+            f"{record.shape} in {stored.version}; load again, because the ranks may have planned for different "
+            "versions"
         )
     return record, (start, shape)
 

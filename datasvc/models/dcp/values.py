@@ -51,8 +51,8 @@ def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             raise ConfigError(
-                f"{name!r} is a sharded tensor inside a {type(value).__name__}, whose content planners do not "
-                "shard; put it into a dict or a list"
+                f"{name!r} is a sharded tensor inside a {type(value).__name__}; planners can shard only tensors in "
+                "dicts and lists: put it into a dict or a list"
             )
     return EncodedValue(find(skeleton, (key,)), tensors, is_opaque=False)
 

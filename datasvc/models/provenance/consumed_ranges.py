@@ -81,7 +81,7 @@ class EpochPart(NamedTuple):
         step: number of optimizer steps before the batch at `first`; None if unknown.
         global_batch: number of samples of a step over all ranks; None if unknown.
         is_certain: False if it is unknown whether the last positions were dropped, because the entry does not record
-            what the run did with an incomplete last batch.
+            how the run treated an incomplete last batch.
     """
 
     epoch: int

@@ -75,7 +75,7 @@ class ConsumerReport:
         keys: requested keys, in the requested order.
         missing: `int64[n]`, indices in `keys` of keys that occur in no data that these versions read.
         versions: the requested versions, with the number of samples that each consumed.
-        gaps: unknown parts of what a version consumed, one line each, by name of a requested version or ancestor.
+        gaps: unknown parts of the consumption, one line each, by name of a requested version or ancestor.
         chunks: uses of the samples, grouped by version and epoch, ordered by version and training.
         seen: by name of a version or ancestor, the samples that it or an ancestor of it consumed.
     """

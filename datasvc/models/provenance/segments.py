@@ -129,7 +129,7 @@ def _is_start_known(ancestry: Ancestry, version: Version, use: DataUse, earlier:
     """Return whether a parent has the step at which the run's record starts, or no parent is needed."""
     step = use.spans[0].step if use.spans else None
     if not step or HISTORY in version.entry or (version.gaps and not version.parents):
-        return True  # the run began at step 0, or the history or a gap describes what it continued
+        return True  # the run began at step 0, or the history or a gap describes the versions it continued
     # If an ancestor is of the same run, this version's record continues that of the ancestor.
     if any(run == use.run for run, _ in earlier if run is not None):
         return True

@@ -18,7 +18,7 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_reference
 
 HISTORY = "history"
-"""Field of an entry that records what ancestors outside its repository consumed, see `segments.history_of`."""
+"""Field of an entry: the segments that ancestors outside its repository consumed, see `segments.history_of`."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, 
     Raises:
         ConfigError: a reference is a name alone, or a version is tagged and `force` is not set; nothing was removed.
         NotFoundError: a version does not exist or was removed earlier; nothing was removed now.
-        ConflictError: another process moved a tag of one of the versions during the removal. The message lists what
-            was removed. The tags of the other versions are restored.
+        ConflictError: another process moved a tag of one of the versions during the removal. The message lists the
+            removed versions. The tags of the other versions are restored.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
     numbers: dict[str, set[int]] = {}

@@ -34,7 +34,7 @@ class CachedSource:
         cache: cache of this node; its peers are tried before the repositories.
         repositories: repositories of the objects, nearest first.
         direct: source over the same repositories, for objects that the cache cannot provide.
-        records: records whose chunks will be read once each; after its last chunk, an object is released.
+        records: records of the tensors to read, each chunk once; an object is released after its last chunk.
     """
 
     def __init__(
