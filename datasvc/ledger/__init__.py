@@ -1,1 +1,1 @@
-"""Record of the positions that each rank of a run served: its files, and the audit over all of them."""
+"""The ledger: the files in which each rank of a run records the positions it served, and the audit of these files."""

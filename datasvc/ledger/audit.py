@@ -1,7 +1,8 @@
-"""Audit of a ledger: whether a run served each sample of an epoch exactly once, over all ranks and restarts.
+"""Audits a ledger, for `datasvc audit`: did a run serve each sample of an epoch once, over all ranks and restarts?
 
-The audit is a pure function of the files. `history` determines which positions of each file count. The rest is
-arithmetic of strided ranges, whose cost depends on the number of restarts and ranks, not on the number of samples.
+The audit is a pure function of the files. `history` groups the files into attempts, one for each start of the job,
+and determines which positions of each attempt count. Positions are compared as strided ranges, so the cost depends
+on the number of restarts and ranks, not on the number of samples.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAX_NAMED_RANKS = 8
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """How often the samples of one epoch were served, for the weights at the end of the history.
+    """How often the samples of one epoch were served to the training of the final weights.
 
     Attributes:
         epoch: epoch, counted from 0.
@@ -30,13 +31,13 @@ class EpochAudit:
         reached: number of positions that every rank has passed; all positions if the epoch is finished.
         is_finished: whether the run has passed the end of the epoch.
         served: number of positions served once, with a sample.
-        masked: number of positions served once, whose sample did not decode.
+        masked: number of positions served once, with a masked sample because the original did not decode.
         dropped: number of positions dropped at the end of the epoch by tail="drop".
         padded: number of padding samples: served again, but masked, to fill a batch.
-        never: positions before `reached` that no rank served.
+        never: positions before `reached` that were not served by any rank.
         repeated: positions served more than once.
-        again: number of positions served before a restart from an older state; the weights trained on them are lost.
-        copies: number of positions in other files of the same ranks, from model-parallel peers or from restarts.
+        again: number of served positions that do not count, because the run restarted from an older state.
+        copies: number of positions in files that do not count, from model-parallel peers or restarts of a rank.
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
         disagreements: descriptions of disagreements between ranks in the attempts that count for the epoch.
     """
@@ -76,8 +77,8 @@ class Audit:
         num_files: number of files read.
         world_sizes: number of ranks of each attempt.
         epochs: audited epochs.
-        disagreements: descriptions of files with other data or another order; and, in the audited epochs, of ranks
-            with other batch sizes or other numbers of files.
+        disagreements: descriptions of files with other data or another access order than the first file; and, in the
+            audited epochs, of ranks that differ in batch size, tail or number of files.
         damage: descriptions of damaged records and files.
         torn: paths of files whose end was cut off by a crash.
     """
@@ -92,7 +93,7 @@ class Audit:
 
     @property
     def is_proven(self) -> bool:
-        """Whether at least one audited epoch is finished, and no error was found in any of them."""
+        """Whether at least one audited epoch is finished, and no audited epoch has an error."""
         sound = not (self.disagreements or self.damage)
         is_any_finished = any(epoch.is_finished for epoch in self.epochs)
         return sound and is_any_finished and all(epoch.is_faultless for epoch in self.epochs)
@@ -107,7 +108,7 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
         damage: descriptions of files that could not be read.
 
     Raises:
-        NotFoundError: the files have no records, or none of `epoch`.
+        NotFoundError: there are no files, or the files have no records, or no records of `epoch`.
     """
     files = list(order_files(folders))
     if not files:
@@ -179,7 +180,7 @@ def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
 
 
 class _History:
-    """Records of all attempts, by epoch. Each attempt has its limit, so it knows which of its positions count."""
+    """Records of all attempts, by epoch. The limit of each attempt determines which of its positions count."""
 
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts
@@ -196,9 +197,9 @@ class _History:
         self._end = max(self._ends(), default=(0, 0))
 
     def audit(self, epoch: int) -> EpochAudit:
-        """Return the audit of one epoch."""
+        """Audit one epoch."""
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
-        # Windows in which a rank has served its share, by attempt and rank.
+        # Ranges [start, stop) of the epoch that a rank has passed, by attempt and rank.
         windows: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         num_served = 0
         for attempt, rank, record in self._records[epoch]:
@@ -279,7 +280,7 @@ class _History:
                 yield f"{prefix} rank {_ranks_text(attempt.missing_ranks)} left no file"
             for rank, file in sorted(attempt.files.items()):
                 coverage = cover(windows[id(attempt), rank], start, stop)
-                # The first gap and the first repetition are enough to find the rank at fault.
+                # The first gap and the first repetition are enough to identify the rank.
                 for gap in coverage.never.ranges[:1]:
                     yield f"{prefix} rank {rank} skipped positions {gap.start} to {gap.stop - 1}: {file.path.name}"
                 for twice in coverage.repeated.ranges[:1]:

@@ -1,6 +1,7 @@
-"""Positions that are in none or in several of many strided ranges, computed without a list of positions.
+"""Finds the positions that no strided range, or more than one, contains; the audit reports them.
 
-The audit finds missing and repeated positions by this computation.
+No list of positions is made. A range consists of runs of consecutive positions inside of a window [start, stop); only
+the edges of runs and windows are computed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from datasvc.keyed_random import Integers
 from datasvc.ledger.strided_range import StridedRange, contiguous
 
-_CHUNK_RUNS = 1 << 20  # runs whose edges are in memory at a time
+_CHUNK_RUNS = 1 << 20  # number of runs in memory at a time
 _MAX_RANGES = 1000
 
 
@@ -63,8 +64,8 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
         The positions as ranges, in ascending order of their windows.
     """
     result = Coverage()
-    # Between two window edges, the coverage is periodic with the least common multiple of the periods (a lap). So
-    # only the first lap is computed, in chunks because it may be long, and its result holds for all laps.
+    # Between two window edges, the coverage repeats with the least common multiple of the periods (a lap). So only
+    # the first lap is computed, and its result holds for all laps. A lap may be long, so it is computed in chunks.
     for first, last, active in _windows(ranges, start, stop):
         lap = math.lcm(*(strided.period for strided in active if not strided.is_contiguous))
         repeats = lap < last - first
@@ -101,7 +102,7 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
 def _count(
     result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
-    """Add the uneven positions of [start, stop); if `repeats` is (first, last, lap), of all laps of [first, last)."""
+    """Add positions of [start, stop) not covered exactly once; with `repeats` (first, last, lap), those of all laps."""
     edges, counts = _count_cover(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():
@@ -114,7 +115,7 @@ def _count(
 
 
 def _count_cover(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
-    """Return the edges of intervals of [start, stop), `int64[n + 1]`, and the ranges that cover each, `int64[n]`."""
+    """Return edges of intervals of [start, stop), `int64[n + 1]`, and how many ranges cover each, `int64[n]`."""
     spans = [strided.clip(start, stop).runs() for strided in active]
     starts = np.concatenate([np.empty(0, np.int64), *(begins for begins, _ in spans)])
     stops = np.concatenate([np.empty(0, np.int64), *(ends for _, ends in spans)])

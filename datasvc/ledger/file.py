@@ -1,11 +1,13 @@
-"""Files of a ledger: the positions that one rank served from a cursor (epoch, position) on, in records of 64 bytes.
+"""Format of ledger files, which a loader writes and `audit` reads: the positions that one rank has served.
+
+A file has a header, with the cursor (epoch, position) of the first batch, and records of 64 bytes:
 
     header: magic, format, CRC-32 and JSON, padded with spaces to a multiple of 64 bytes
     record: CRC-32 of the other fields, kind, epoch, start, stop, period, offset, length, number of positions
 
 Integers are little-endian. A rank extends its last record in place. Because 64 divides the page size, a killed
-process leaves the old record or the new one, so a file is exact to the batch. A power cut may lose the last seconds
-of a file; checksums detect incomplete records. A file that is empty or all zeros after a power cut is ignored.
+process leaves either the old record or the new one, so a file is correct up to the last batch. A power cut may lose
+the last seconds of a file. Checksums detect incomplete records, and a file that is empty or all zeros is ignored.
 
 A file is named NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest number in the folder when the
 rank starts, so a run has higher numbers than the run that it continues.
@@ -34,14 +36,14 @@ SUFFIX: Final = ".ledger"
 RECORD_BYTES: Final = 64
 
 _MAGIC = b"datasvc-ledger"
-_MAX_HEADER = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 _RECORD = struct.Struct("<IIqqqqqqq")
 _NAME = re.compile(r"(\d+)-rank\d+-of-\d+-[0-9a-f]+\.ledger")
 _MAX_POSITION = 1 << 62
 
 
 class RecordKind(IntEnum):
-    """What happened to the samples at some positions.
+    """Outcome of the samples at some positions.
 
     SERVED: in a batch. MASKED: also in a batch, but the sample did not decode and was masked. PADDED: served again,
     masked, to fill a batch. DROPPED: left over at the end of an epoch, too few for a batch.
@@ -102,8 +104,8 @@ class Header:
     """Header of a file: its rank, data and first cursor.
 
     Attributes:
-        order: state of the loader without epoch and position, as JSON values: the version and order of a split, or
-            those of a mixture.
+        order: state of the loader without epoch and position, as JSON values: the version and access order of a split
+            or mixture.
         source: data that is read, such as "digits@1/train".
         num_samples: samples of an epoch.
         data_rank: data rank of the process.
@@ -112,7 +114,7 @@ class Header:
         tail: "drop", "short" or "pad".
         epoch: epoch of the first batch.
         position: position of the first batch.
-        started: start time in seconds since 1970, for people and for the order of files of several folders.
+        started: start time in seconds since 1970; files of several folders are ordered by it.
     """
 
     order: Mapping[str, Any]
@@ -139,7 +141,9 @@ class LedgerFile:
     """Content of a file.
 
     Attributes:
+        path: path of the file.
         number: number of the file in its folder.
+        header: rank, data and first cursor.
         records: complete records, in the order in which they were started.
         torn: whether a crash cut off the end of the file.
         damage: descriptions of damaged records.
@@ -174,7 +178,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # List only now: because the folder has changed, the client of a network file system uses no cached list.
+        # List after the change above: the client of a network file system then does not return a cached list.
         number = max((number for number, _ in list_files(folder)), default=0) + 1
         name = f"{number:08}-rank{header.data_rank}-of-{header.data_world_size}-{unique}{SUFFIX}"
         path = temporary.rename(folder / name)
@@ -230,14 +234,15 @@ def read_header(path: Path) -> Header:
         ConfigError: the file has another format.
         UnavailableError: the file cannot be read.
     """
-    return _parse_header(path, _read_bytes(path, _MAX_HEADER))[0]
+    return _parse_header(path, _read_bytes(path, _MAX_HEADER_BYTES))[0]
 
 
 def _number_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None or not path.is_file():
         raise NotFoundError(
-            f"{path} is neither a folder nor a file of a ledger (*{SUFFIX}); give what a loader got as ledger="
+            f"{path} is neither a folder nor a file of a ledger (*{SUFFIX}); give the path that a loader got as "
+            "ledger="
         )
     return int(match[1])
 
@@ -253,14 +258,16 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
     """Return the header and its length in bytes."""
     # Limit the search: in a damaged file, the first line feed may be anywhere or missing.
-    line = content[: content.find(b"\n", 0, _MAX_HEADER) + 1]
+    line = content[: content.find(b"\n", 0, _MAX_HEADER_BYTES) + 1]
     magic, _, fields = line.partition(b" ")
     number, _, fields = fields.partition(b" ")
     checksum, _, body = fields.partition(b" ")
     if magic != _MAGIC or not number.isdigit():
         raise CorruptDataError(f"{path} does not start with the header of a ledger; the file is ignored")
     if int(number) != FORMAT:
-        raise ConfigError(f"{path} has format {int(number)}; this datasvc reads format {FORMAT}: use another datasvc")
+        raise ConfigError(
+            f"{path} has format {int(number)}; this datasvc reads format {FORMAT}: use a matching release"
+        )
     body = body.rstrip()
     if b"%08x" % zlib.crc32(body) != checksum or len(line) % RECORD_BYTES:
         raise CorruptDataError(f"the header of {path} is damaged; the file is ignored")

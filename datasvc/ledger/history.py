@@ -1,24 +1,26 @@
-"""History of a run from the files of many ranks and restarts: the positions that its last weights were trained on.
+"""Derives the history of a run from its ledger files: the positions that the final weights were trained on.
 
-A killed job has served positions after its last saved state; when it resumes from this state, it serves them again.
-Only the second time counts, because the weights of the first are lost. The rules:
+A killed job has served positions after its last saved state. When it resumes from this state, it serves them again.
+Only the second time counts, because the weights of the first are lost. A cursor is (epoch, position). The rules:
 
 1. Files are ordered by number; those of several folders by start time, as far as the numbers of each folder allow.
    Files without records are ignored.
-2. Consecutive files with the same first cursor and the same number of ranks are one *attempt*: the ranks of a job. If
-   a rank has several files in an attempt, the last one counts; the others belong to its model-parallel peers, or to a
-   restart from the same state. All ranks have equally many peers and restarts, so all ranks with files must have
-   equally many files. If a rank has fewer, its last file may belong to an earlier restart, and proves nothing about
-   the last restart: `audit` reports a disagreement. (A rank that was killed before its first batch has the same
-   effect.) A rank without files is not a disagreement, because `audit` reports its positions as missing.
-3. An attempt continues the latest earlier attempt that could save a state at its first cursor: one that began there,
-   or reached it with whole batches. If there is none, it continues the latest one that began at or before
-   that cursor.
-4. The history is the last attempt and the chain of attempts that it continues. Each counts from its first cursor to
-   its limit, the first cursor of the next attempt in the chain. The weights of all other positions were lost.
+2. Consecutive files with the same first cursor and the same number of ranks are one *attempt*: ranks that started
+   together. If a rank has several files in an attempt, the last one counts. The others belong to its model-parallel
+   peers, or to an earlier start from the same state. All ranks have equally many peers and restarts, so all ranks
+   with files must have equally many files. If a rank has fewer, its last file may belong to an earlier restart, and
+   proves nothing about the last restart: `audit` reports a disagreement. (A rank that was killed before its first
+   batch has the same effect.) A rank without files is not a disagreement, because `audit` reports its positions as
+   missing.
+3. An attempt continues the latest earlier attempt that could save a state at its first cursor: an attempt that began
+   at this cursor, or reached it with whole batches. If there is none, it continues the latest attempt that began at
+   or before this cursor.
+4. The history is the last attempt and the chain of attempts that it continues. Each attempt counts from its first
+   cursor to its limit, the first cursor of the next attempt in the chain. All other positions do not count, because
+   the weights trained on them were lost.
 
-A cursor is (epoch, position). The rules require that all ranks of an attempt exit before the next attempt starts to
-serve, which every launcher ensures.
+The rules require that all ranks of an attempt exit before the next attempt starts to serve. Every launcher
+ensures it.
 """
 
 from __future__ import annotations
@@ -35,16 +37,17 @@ from datasvc.ledger.strided_range import StridedRange
 Cursor = tuple[int, int]
 """Epoch and position."""
 
+# Limit of the last attempt: a cursor after all positions of any run.
 END: Cursor = (1 << 62, 0)
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Files of the ranks of one attempt.
+    """Files of the ranks of one attempt, see rule 2 of this module.
 
     Attributes:
         begin: first cursor of the attempt.
-        limit: cursor up to which the served positions count; equal to `begin` if none count.
+        limit: cursor before which the served positions count; equal to `begin` if no positions count.
         world_size: number of data ranks.
         files: file of each data rank; ranks without records are missing.
         copies: other files of these ranks, which do not count.
@@ -129,8 +132,8 @@ def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
 
 
 def _set_limits(attempts: list[Attempt]) -> list[Attempt]:
-    """Set the limits of the last attempt and of those that it continues; return all attempts."""
-    # Go backwards, because the first cursor of an attempt is the limit of the attempt that it continues.
+    """Set the limits of the attempts in the history, by rule 4; return all attempts."""
+    # Iterate backwards, because the first cursor of an attempt is the limit of the attempt that it continues.
     limited = list(attempts)
     limit, index = END, len(attempts) - 1
     while index >= 0:

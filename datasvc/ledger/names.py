@@ -1,4 +1,4 @@
-"""Keys of the samples at positions of a run; with them, `datasvc audit --repo` names missing and repeated samples."""
+"""Looks up the sample keys at positions of a run; `datasvc audit --repo` names missing and repeated samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SampleNames:
 
     Args:
         repository: repository with the data that the run read.
-        header: header of a file of the ledger.
+        header: header of a ledger file of the run; it identifies the data and the access order.
 
     Raises:
         ConfigError: the run read a mixture; or the version in the repository is not the one that the run read.

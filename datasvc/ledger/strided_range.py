@@ -1,7 +1,8 @@
-"""Sets of positions with equal runs at equal distances, stored as five integers.
+"""Strided ranges: sets of positions that consist of equally long runs at equal distances, stored as five integers.
 
-A rank serves the same part of each global batch, or the same lanes of the order. In both cases, the positions of all
-its steps form one strided range, whatever the length of the epoch.
+A ledger record holds one strided range. A rank serves the same part of each global batch, or the same lanes of the
+access order (see `order`). In both cases, the positions of all its steps form one strided range, whatever the length
+of the epoch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datasvc.keyed_random import Integers
 
 @dataclass(frozen=True)
 class StridedRange:
-    """Positions p of [start, stop) with (p - offset) % period < length.
+    """Positions p of the window [start, stop) with (p - offset) % period < length.
 
     Attributes:
         start: first position of the window.
@@ -116,10 +117,10 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
         positions: `int64[n]` in [start, stop), the positions of one rank.
 
     Returns:
-        One range over the whole window if the positions are strided, as those of `slice_step` are; otherwise one
-        range per run, and then a range without positions, whose window ends at `stop`.
+        One range over the whole window if the positions are strided, as the results of `order.slice_step` are.
+        Otherwise one range per run, and then a range without positions, with a window that ends at `stop`.
     """
-    # Candidates are derived from the first runs only, so compare each with all positions.
+    # Candidates are derived from a few positions only, so compare each with all positions.
     for candidate in _candidates(start, stop, positions):
         if _holds_exactly(candidate, positions):
             return [candidate]
@@ -127,6 +128,7 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
 
 
 def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedRange]:
+    """Yield ranges that fit the first runs of the positions."""
     num_positions = len(positions)
     if not num_positions:
         yield StridedRange(start, stop, 1, 0, 0)
