@@ -102,7 +102,7 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
 def _count(
     result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
 ) -> None:
-    """Add positions of [start, stop) not covered exactly once; with `repeats` (first, last, lap), those of all laps."""
+    """Add positions of [start, stop) not covered once; with `repeats` (first, last, lap), those of all laps."""
     edges, counts = _count_cover(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():

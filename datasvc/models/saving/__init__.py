@@ -1,1 +1,1 @@
-"""Saves checkpoints of a run: in the background, on all ranks together, on a schedule."""
+"""Saves checkpoints of a run as model versions: in the foreground or background, by one process or all ranks."""

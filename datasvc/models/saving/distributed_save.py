@@ -36,7 +36,15 @@ _FINGERPRINT_BITS: Final = 62
 
 @dataclass(frozen=True)
 class RankWrites:
-    """Message of a rank to rank 0: the chunks that it has stored, and the skeleton of its own state."""
+    """Message of a rank to rank 0 about the part of the save that it has stored.
+
+    Attributes:
+        chunks: stored chunks with the names of their tensors.
+        rank_tensors: dtype and shape of each tensor that only this rank has, by name.
+        rank_skeleton: skeleton of the state that only this rank has; None: it has none.
+        new_bytes: bytes that were not in the repository before.
+        num_nonfinite: number of NaN and infinite elements by tensor.
+    """
 
     chunks: Sequence[tuple[str, Chunk]]
     rank_tensors: Mapping[str, tuple[str, Shape]]
@@ -64,7 +72,7 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
     """Check that all ranks are ready to store the same step; return the tensors that rank 0 stores alone.
 
     Every rank calls this before it stores anything. Rank 0 stores a shared tensor alone if its bytes differ between
-    ranks. The shared tensors of `state` have the same names, dtypes and shapes on all ranks. If this rank cannot
+    ranks. The shared tensors of `state` must have the same names, dtypes and shapes on all ranks. If this rank cannot
     store the state, `error` is the reason.
 
     Raises:
@@ -117,7 +125,7 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
             # The version is committed: a rank that was lost afterwards does not change that.
             return version
         if channel.rank == 0:
-            # Only this rank commits, so its own error tells the outcome.
+            # Only this rank commits, so its own error is the outcome.
             assert error is not None
             raise error from lost
         raise UnknownOutcomeError(
@@ -158,14 +166,17 @@ def store_part(
     base_tensors: Mapping[str, torch.Tensor],
     codec: Codec,
 ) -> RankWrites:
-    """Store this rank's part of the shared tensors and all of its own tensors."""
+    """Store this rank's part of the shared tensors, and all tensors that only this rank has.
+
+    `rank0_only` is the result of `agree_on_tensors`. For the other arguments and the errors see `store_chunks`.
+    """
     if rank0_only and channel.rank == 0:
         logger.info(
             "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
         )
     shared, rank_tensors = _describe(state.tensors), _describe(state.rank_tensors)
-    parts = partition_writes(shared, channel.size, rank0_only=rank0_only)[channel.rank]
-    blocks = [TensorBlock(name, box[0], state.tensors[name][slices(box)]) for name, box in parts]
+    assigned = partition_writes(shared, channel.size, rank0_only=rank0_only)[channel.rank]
+    blocks = [TensorBlock(name, box[0], state.tensors[name][slices(box)]) for name, box in assigned]
     blocks += whole_blocks(state.rank_tensors)
     stored = store_chunks(objects, blocks, base=base, base_tensors=whole_blocks(base_tensors), codec=codec)
     return RankWrites(stored.chunks, rank_tensors, state.rank_skeleton, stored.new_bytes, stored.num_nonfinite)
@@ -177,7 +188,10 @@ def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Shape
 
 
 def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
-    """Return the state that all ranks together have stored. Raises ConfigError: two tensors have the same name."""
+    """Return the state that all ranks together have stored; rank 0 calls this before the commit.
+
+    Raises ConfigError: two tensors have the same name.
+    """
     described = _describe(state.tensors)
     for rank_writes in parts:
         for name, dtype_and_shape in rank_writes.rank_tensors.items():

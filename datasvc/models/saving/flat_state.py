@@ -1,6 +1,6 @@
 """Flattens the state that one rank saves into named tensors and a JSON skeleton, and checks that both can be stored.
 
-The check comes before the copy: a state that cannot be stored is an error of `save`, not of the background write.
+The check runs before the state is copied, so that `save` itself raises the error, not the background write.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class FlatState:
 
     Attributes:
         skeleton: skeleton of the state that all ranks share, see `state_tree`.
-        tensors: tensors of that state, by name.
-        rank_skeleton: skeleton of the state of this rank alone; None: no such state.
+        tensors: tensors of the shared state, by name.
+        rank_skeleton: skeleton of the state that only this rank has; None: this rank has no state of its own.
         rank_tensors: tensors of this rank's state by name; the names are unique to this rank.
     """
 
@@ -43,7 +43,7 @@ class FlatState:
 
     @property
     def signature(self) -> list[str]:
-        """Name, dtype and shape of each shared tensor: must be equal on all ranks."""
+        """Name, dtype and shape of each shared tensor, sorted by name; must be equal on all ranks."""
         return [f"{name} {dtype_name(tensor)}{list(tensor.shape)}" for name, tensor in sorted(self.tensors.items())]
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
@@ -69,7 +69,7 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
     rank_skeleton: Any = None
     rank_tensors: Mapping[str, torch.Tensor] = {}
     if rank_state is not None:
-        # Put the state below the rank's number, so that the names of its tensors differ from those of other ranks.
+        # The path contains the rank's number, so that the names of its tensors differ from those of other ranks.
         full_skeleton, rank_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
         rank_skeleton = full_skeleton[RANK_STATE][str(rank)]
     for name in tensors.keys() & rank_tensors.keys():

@@ -1,6 +1,6 @@
 """`CheckpointManager`: saves and restores the checkpoints of one model during a run.
 
-The calling thread copies the state to host memory. The thread of a `SaveQueue` writes the copy, so that the training
+The calling thread copies the state to host memory. The thread of a `SaveQueue` writes the copy while the training
 continues. All ranks save together, and get the same version or the same error.
 """
 
@@ -51,26 +51,25 @@ TIMEOUT_S: Final = 600.0
 class CheckpointManager:
     """Saves and restores the versions of one model. Made by `repo.models.manager(name)`.
 
-    Use it as a context manager, or call `close`. In a job of several ranks every rank makes one and calls the same
-    methods in the same order, `close` included.
+    Use it as a context manager, or call `close`. In a job of several ranks, every rank makes a manager and calls the
+    same methods in the same order, `close` included.
 
     Args:
         repository: repository that stores the checkpoints.
         name: name of the model; the first save creates the model.
         codec: "none", "planes" or "delta", see `store_tensors`.
         every: interval between saves, for `should_save`: a number of steps, or a duration such as "10min". None: as
-            often as `max_stall` allows; if that is None too, no save is due.
-        max_stall: largest share of the training time that saves may take, "3%" or 0.03; saves are spaced out so that
-            they take no more. None: no limit.
+            often as `max_stall` allows; if `max_stall` is None too, no save is due.
+        max_stall: largest share of the training time that saves may take, "3%" or 0.03; the next save is delayed
+            until the earlier ones take no more than this share. None: no limit.
         overlap: behaviour of a save while earlier saves are running: "queue" waits once two are running, "refuse"
             raises BusyError.
-        failures: what `save` does with the error of an earlier save that was not reported yet: "raise" raises it,
-            "log" logs it and continues. After a stop signal `save` always logs it. `wait` and `close` always raise
-            it.
+        failures: treatment in `save` of an unreported error of an earlier save: "raise" raises it, "log" logs it and
+            continues. After a stop signal `save` always logs it. `wait` and `close` always raise it.
         grace: time that the run has to end after SIGTERM or Ctrl-C, such as "30s". The signal then does not end the
             process at once: `should_save` sets `stop_signal`. None: signal handlers are unchanged.
-        group: torch.distributed group whose ranks save together; None: the default group; without it, this process
-            saves alone.
+        group: torch.distributed group of the ranks that save together; None: the default group. Without a default
+            group, this process saves alone.
         timeout_s: seconds that a rank waits for an answer of the other ranks before it abandons a save.
         cache: this node's cache, or its folder, for restores; see `restore.restore`.
         peers: other nodes to fetch from, for a cache that is given by its folder.
@@ -134,7 +133,7 @@ class CheckpointManager:
         self._writer = VersionWriter(repository, name, codec, self._save_channel)
         self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
-        self._copying: deque[SaveHandle] = deque()  # saves whose device copies are not counted in the cost yet
+        self._copying: deque[SaveHandle] = deque()  # saves with device copies that are not yet counted in the cost
         self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
 
@@ -176,13 +175,13 @@ class CheckpointManager:
         self._count_device_copies()
         is_saving = self._queue.is_busy
         self._scheduler.end_step(is_saving=is_saving)
-        # All ranks have the same next check, from rank 0, so all of them skip the same exchanges.
+        # All ranks use the next check that rank 0 has computed, so all of them skip the same exchanges.
         if self._main_channel.size > 1 and step < self._next_check:
             return False
         decision = self._scheduler.decide(step, is_saving=is_saving)
         received = None if self._preemption is None else self._preemption.received
         answers: list[Any] = [[step, decision.is_due, decision.next_step, received]]
-        # Without a clock and signals, each rank makes the same decision from the step number and needs no message.
+        # Without a clock and signals, all ranks make the same decision from the step number, without a message.
         if self._policy.needs_clock or self._preemption is not None:
             answers = self._main_channel.exchange(answers[0])
         steps = [answer[0] for answer in answers]
@@ -275,7 +274,7 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint:
-        """Return a checkpoint with every byte verified, the same on every rank; the next save has it as its parent.
+        """Return a checkpoint with every byte verified, the same on every rank. It is the parent of the next save.
 
         Waits for running saves first, so that their parent is the version from before the restore. `ref` is a
         version or tag of any model; None: the newest version of this model. For the other arguments and the errors
@@ -324,7 +323,7 @@ class CheckpointManager:
         """Wait for all saves, then release signal handlers, memory and connections to the other ranks.
 
         After a stop signal the wait ends with the grace period. A signal that `should_save` has not reported is
-        raised again, so that the handler that was installed before the manager's receives it.
+        raised again, so that the handler that was installed before this manager receives it.
 
         Raises:
             DatasvcError: a save failed and its error was not reported yet.
@@ -353,12 +352,12 @@ class CheckpointManager:
                 signal.raise_signal(received)
 
     def _agree(self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None) -> None:
-        """Check that all ranks save the same step and signature. Raises as `save`."""
+        """Check that all ranks save the same step and tensors. Raises as `save`."""
         if self._main_channel.size == 1:
             if error is not None:
                 raise error
             return
-        # Send a digest, because a signature is long: signatures are sent in full only if their digests differ.
+        # Send a digest of the tensor signature, because the signature is long. It is sent only if the digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
         # A rank with an error exchanges too, because the others would otherwise wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
@@ -371,12 +370,12 @@ class CheckpointManager:
             raise ConfigError(describe_mismatch(self._main_channel.exchange(flat_state.signature)))
 
     def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
-        """Copy the state and queue the write; an interrupted save is queued too, and fails there."""
+        """Copy the state and queue the write; an interrupted save is queued too, and fails in the save thread."""
         handle = SaveHandle(metadata.step)
         buffer, next_buffer = self._buffers
         copies: HostCopies | Exception
         try:
-            # After this wait, fewer saves are running than there are buffers, so none of them stores this buffer.
+            # After this wait, fewer saves are running than there are buffers, so no save uses this buffer.
             self._queue.wait_for_slot()
             self._buffers.rotate()
             try:
@@ -384,7 +383,7 @@ class CheckpointManager:
             except Exception as failure:  # noqa: BLE001 - raised in the background, on all ranks
                 copies = failure
         except BaseException as failure:
-            # The other ranks have queued this save: it must fail in the background on all ranks, or they would wait.
+            # The other ranks have queued this save and would wait for it, so it must fail in the background on all.
             copies = DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}")
             handle.mark_reported()
             raise

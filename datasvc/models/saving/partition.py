@@ -1,4 +1,7 @@
-"""Partitions the writes of a distributed save: a pure function assigns the chunks of the shared tensors to ranks."""
+"""Partitions the writes of a distributed save: a pure function assigns each chunk of the shared tensors to a rank.
+
+`distributed_save` calls it. Shared tensors are those that all ranks hold; only one rank stores each of their chunks.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def partition_writes(
                 large.append((nbytes, name, box))
     heap = [(load_bytes, rank) for rank, load_bytes in enumerate(load)]
     heapq.heapify(heap)
-    # Give the largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
+    # Assign the largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
     for nbytes, name, box in sorted(large, key=lambda chunk: -chunk[0]):
         load_bytes, rank = heapq.heappop(heap)
         assigned[rank].append((name, box))

@@ -1,8 +1,8 @@
 """Preemption: after SIGTERM from a scheduler, or Ctrl-C, a run saves once more and ends within a grace period.
 
 The handler only records the signal. The run polls it (`CheckpointManager.should_save`), saves and leaves its loop. If
-that takes longer than the grace period, the process exits with the signal's status, even if the run is blocked. A
-save that is not committed by then leaves nothing visible.
+the run takes longer than the grace period, a thread ends the process with the signal's status, even if the run is
+blocked. A save that is not committed by then leaves nothing visible.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _open: list[Preemption] = []
 class Preemption:
     """Records SIGTERM and Ctrl-C instead of ending the process at once. `close` restores the previous handlers.
 
-    A second Ctrl-C, more than two seconds after the first signal, raises KeyboardInterrupt as usual. Several open
-    instances all record a signal. A forked child gets the previous handlers back.
+    A second Ctrl-C, more than two seconds after the first signal, raises KeyboardInterrupt as usual. If several
+    instances are open, each of them records the signal. In a forked child, the previous handlers are restored.
 
     Args:
-        grace_s: seconds from the first signal until the process is ended, if it still runs then.
+        grace_s: seconds from the first signal until a process that still runs is ended.
 
     Attributes:
         received: number of the first signal received; None: none so far.
@@ -44,7 +44,7 @@ class Preemption:
     def __init__(self, grace_s: float) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "signal handlers can be set in the main thread only: make the manager there, or without a grace"
+                "signal handlers can be set in the main thread only: make the manager there, or without grace="
             )
         self.received: int | None = None
         self._grace_s = grace_s
@@ -67,7 +67,7 @@ class Preemption:
         return max(0.0, self._grace_s - (time.monotonic() - self._received_s))
 
     def close(self) -> None:
-        """Restore the previous handlers; a signal that was received no longer ends the process."""
+        """Restore the previous handlers; a signal that was received before no longer ends the process."""
         if self._is_closed:
             return
         self._is_released.set()
@@ -96,7 +96,7 @@ class Preemption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous_handler(number)
         if self._is_closed or self._pid != os.getpid():
-            # A handler that was installed later restored this one after `close`, or this is a child just forked.
+            # This instance was closed, but later code reinstalled its handler; or this is a child just forked.
             _call_handler(previous, number, frame)
             return
         if _owner(previous) is not None:

@@ -27,10 +27,10 @@ class SaveQueue:
     """Runs saves one after the other, in a thread that exists while there are saves.
 
     Args:
-        write: performs a save and returns the committed version.
+        write: function that performs a save and returns the committed version.
         limit: largest number of saves that are queued or running.
         overlap: behaviour of a save while others are running: "queue" waits while `limit` saves are queued or
-            running, "refuse" raises if there is any.
+            running, "refuse" raises BusyError if any save is queued or running.
     """
 
     def __init__(self, write: Callable[[SaveTask], Resolved], *, limit: int, overlap: str) -> None:
@@ -65,7 +65,7 @@ class SaveQueue:
             )
 
     def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:
-        """Return number and error of the first unreported failure, and mark it as reported; else None."""
+        """Return number and error of the first unreported failure, and mark it as reported; None if there is none."""
         while self._failed:
             handle = self._failed.popleft()
             error = handle.take_unreported_error()
@@ -94,10 +94,10 @@ class SaveQueue:
                 return
             self._is_running = True
         try:
-            # A daemon thread: the interpreter does not join it. `_finish_all` waits for its saves at exit.
+            # A daemon thread: the interpreter does not join it at exit. `_finish_all` waits for the saves instead.
             threading.Thread(target=self._run, name="datasvc-save", daemon=True).start()
         except RuntimeError as error:
-            # The system has no thread left. The other ranks wait for this save, so it runs in the calling thread.
+            # The system cannot start a thread. The other ranks wait for this save, so it runs in the calling thread.
             logger.warning("the save of step %d stops the training: %s", task.handle.step, error)
             self._run()
 
@@ -147,7 +147,7 @@ class SaveQueue:
             except BaseException as error:  # noqa: BLE001 - raised by `result`, `wait` or the next save
                 failure = error
             handle = task.handle
-            # The state takes much memory. Drop this reference, so that `popleft` below drops the last one.
+            # The state takes much memory. Delete this reference, so that `popleft` below deletes the last one.
             del task
             with self._changed:
                 handle.settle(version, failure)

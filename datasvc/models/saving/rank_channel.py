@@ -1,7 +1,7 @@
 """Exchanges small JSON messages between the ranks of a save, over gloo groups that only the saves use.
 
-These groups separate the messages from all other collectives, and work on the host whatever the back end of the
-default group is. A rank that dies or does not answer within the timeout is an error on all other ranks, never a hang.
+The messages cannot be mixed up with other collectives, and work on the host whatever the back end of the default
+group is. If a rank dies or does not answer within the timeout, all other ranks raise an error and do not hang.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class GroupChannel(RankChannel):
 
     def exchange(self, message: Any) -> list[Any]:
         """See `RankChannel`."""
-        # A slot holds the length and the beginning of a message. Usually all messages fit, else a second collective
-        # sends them in full.
+        # A slot holds the length and the beginning of a message. If a message does not fit into its slot, a second
+        # collective sends all messages in full.
         raw = json.dumps(message).encode()
         slots = self._all_gather(
             len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
@@ -106,10 +106,10 @@ class GroupChannel(RankChannel):
         """See `RankChannel`."""
         import torch.distributed as dist
 
-        # The connections end when the last reference to the group is dropped.
+        # The connections are closed when the last reference to the group is deleted.
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
-            # The call fails if the default group was destroyed first: that destroys this group too.
+            # The call fails if the default group was destroyed first, because this group was then destroyed with it.
             with suppress(ValueError, RuntimeError, AssertionError):
                 dist.destroy_process_group(group)
 

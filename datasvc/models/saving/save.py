@@ -46,7 +46,7 @@ def save(
         metrics: metric values by name, {"val_accuracy": 0.98}; NaN and infinities are stored as text.
         parent: version that this run continues, "digits-cnn@3"; a name or tag is resolved now. A reference to a model
             that is not in this repository is stored as it is: it may name a version of another repository.
-        merged: further versions that this one was made from, as in an average of weights; resolved like `parent`.
+        merged: further versions that this version was made from, as in an average of weights; resolved like `parent`.
         message: free text for readers of the log.
         code: code of the run; default: the git checkout of the working folder, with its local changes.
         environment: environment of the run; default: that of this process.

@@ -1,9 +1,9 @@
 """Save policy: decides when the next save is due, for `CheckpointManager.should_save`.
 
-The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021): the time for which the save stops the
-training, plus the time by which steps are slower while a save is written. `max_stall` is the largest share of the
-training time that this cost may take: the next save waits until enough training time has passed. This module does no
-I/O, and the clock is an argument.
+The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). It is the time for which the save stops the
+training, plus the time by which steps are slower while the save is written. `max_stall` is the largest share of the
+training time that this cost may take: no save is due until enough training time has passed. This module does no I/O,
+and the clock is an argument.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from typing import Final, NamedTuple
 from datasvc.errors import ConfigError
 
 CHECK_EVERY_S: Final = 1.0
-"""Approximate seconds between two checks of clocks and signals in a job of several ranks: a check is a collective."""
-# Undisturbed steps that give the usual step time, and how many of them a save needs with `max_stall` alone.
+"""Approximate seconds between two checks of clock and signals, which are collectives in a job of several ranks."""
+# An undisturbed step runs without a save. The usual step time is the median of the latest `_MEASURED_STEPS` of them.
+# With `max_stall` alone, the next save is due after at least `_MIN_MEASURED_STEPS` of them.
 _MEASURED_STEPS: Final = 64
 _MIN_MEASURED_STEPS: Final = 8
+# The slowest of these latest steps determines the number of steps to the next check.
 _LATEST_STEPS: Final = 4
-# A step of at least this factor times the usual step, and at least this time, is a break, such as an evaluation. It
-# does not count as slowed by a save.
+# A step of at least this factor times the usual step time, and at least this many seconds, is a break, such as an
+# evaluation. It does not count as slowed by a save.
 _BREAK_FACTOR: Final = 10.0
 _MIN_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
@@ -37,7 +39,7 @@ _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """How often to save.
+    """Settings of how often to save.
 
     Attributes:
         every_steps: save when the step is a multiple of this number; None: not by steps.
@@ -92,7 +94,7 @@ def parse_policy(every: int | str | None, max_stall: float | str | None) -> Save
     """Parse the settings: `every=1000`, `"1000 steps"` or `"10min"`, and `max_stall="3%"` or `0.03`.
 
     Raises:
-        ConfigError: a value is not in one of these forms or out of range.
+        ConfigError: a value has another form or is out of range.
     """
     if isinstance(max_stall, str):
         percentage = _SHARE.fullmatch(max_stall.strip())
@@ -102,7 +104,7 @@ def parse_policy(every: int | str | None, max_stall: float | str | None) -> Save
     else:
         share = max_stall
     if share is not None and not 0 < share < 1:
-        raise ConfigError(f"max_stall is {max_stall!r}; expected a share of the training's time, '3%' or 0.03")
+        raise ConfigError(f"max_stall is {max_stall!r}; expected a share of the training time, such as '3%' or 0.03")
     steps = _STEPS.fullmatch(every.strip()) if isinstance(every, str) else None
     if steps is not None:
         every = int(steps[1])
@@ -132,7 +134,7 @@ class SaveScheduler:
 
     Attributes:
         cost: training time that saving has taken so far.
-        overhead_s: cost of saving, in seconds, that training time has not offset yet: each second of training offsets
+        overhead_s: cost of saving in seconds that is not yet offset by training time: each second of training offsets
             `max_stall` seconds of cost. With `max_stall`, no save is due before `overhead_s` is 0.
     """
 
@@ -156,7 +158,7 @@ class SaveScheduler:
         step_s, self._last_end = ended - self._last_end, ended
         self._latest.append(step_s)
         self._add_cost(training_s=step_s)
-        # A write that ran at the start or at the end of the step may have slowed it.
+        # The step may have been slowed by a write that was running at its start or at its end.
         is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
         if not is_disturbed:
             self._undisturbed.append(step_s)
@@ -164,7 +166,7 @@ class SaveScheduler:
         elif self._undisturbed:
             usual_s = statistics.median(self._undisturbed)
             is_break = step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S)
-            # In a break, only the known device copies count as caused by the save.
+            # In a break, only the device copies that were measured count as caused by the save.
             self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
         self.overhead_s = max(0.0, self.overhead_s - self._offset_share * step_s)
 
@@ -196,8 +198,8 @@ class SaveScheduler:
     @property
     def _disturbed_s(self) -> float:
         """Seconds by which the last save has slowed the steps since its stall."""
-        # A negative sum means that steps were faster, by chance or for another reason. It must not reduce the stall.
-        # Device copies make steps slower, so `_slowed_s` has them too, except in a break. The larger value counts.
+        # A negative `_slowed_s` means that steps were faster, by chance or for another reason. It must not reduce the
+        # cost. Device copies make steps slower, so `_slowed_s` includes them too, except in a break: take the larger.
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
@@ -221,7 +223,7 @@ class SaveScheduler:
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
-            # The steps between two checks were not checked: save if one of them is a multiple.
+            # Steps after the last check were skipped: save if one of them, or this step, is a multiple.
             return step // policy.every_steps > last_check // policy.every_steps
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
@@ -232,7 +234,7 @@ class SaveScheduler:
         longest_s = max(self._latest, default=0.0)
         if not longest_s:
             return 1
-        # A signal waits for the next check: one slow step shortens the interval at once, fast steps only double it.
+        # A signal is noticed only at a check: one slow step shortens the interval at once, fast steps only double it.
         steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - last_check))
         every = self._policy.every_steps
         return steps if every is None else min(steps, every - step % every)

@@ -1,6 +1,6 @@
-"""A save as one value, `SaveTask`: the training thread makes it, and the save thread writes it.
+"""`SaveTask`: all data of one background save, which the training thread passes to the save thread.
 
-`SaveHandle` is the part that the caller gets: the outcome and the timings of the save.
+`SaveHandle` is the part that the caller of `save` gets: the outcome and the timings of the save.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SaveHandle:
         number: position among the saves of its queue, from 0; -1 before submission.
         stall_s: seconds for which the call stopped the training until the save was queued; a wait for the commit does
             not count. Once `done`, `device_s` is included.
-        device_s: seconds for which a device copied the state; None: the copies have not ended, or they failed.
+        device_s: seconds for which the busiest device copied the state; None: the copies have not ended, or failed.
     """
 
     def __init__(self, step: int) -> None:
@@ -64,7 +64,7 @@ class SaveHandle:
             timeout: seconds; None: no limit.
 
         Raises:
-            UnavailableError: the save has not ended in time; it continues.
+            UnavailableError: the save has not ended within `timeout`; it continues.
             DatasvcError: the save failed; no version was committed.
         """
         check_process(self._pid)

@@ -1,8 +1,8 @@
-"""Checks that all ranks store to one place, because `./repo`, for example, may be another folder on each node.
+"""Checks that all ranks of a save use the same store: a path such as `./repo` may be another folder on each node.
 
 One rank writes a marker, a small file with a random name and random content, and other ranks read it. The name is
-new, so no cache of a file system or driver can have the file. The marker is removed at once; a marker that a killed
-process leaves is a temporary file, which `gc` removes.
+new, so no cache of a file system or client can have the file. The marker is removed after the check. A marker that a
+killed process leaves is a temporary file, which `gc` removes.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def check_same_store(channel: RankChannel, storage: Storage) -> None:
 
 
 def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
-    """Check and remove the markers of the other ranks, for a save whose coordinator has collected all markers.
+    """Check and remove the markers of the other ranks, after the coordinator of a save has collected all markers.
 
     Args:
         storage: storage of this rank, the coordinator.
-        markers: marker by rank; None: the rank wrote none.
+        markers: marker of each rank, in rank order; None: the rank wrote none.
 
     Raises:
-        ConfigError: this rank cannot read some of them; the message names their ranks.
+        ConfigError: this rank cannot read some of the markers; the message names their ranks.
         UnavailableError: the store did not answer.
     """
     written = {rank: marker for rank, marker in enumerate(markers) if marker is not None}

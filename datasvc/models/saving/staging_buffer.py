@@ -27,7 +27,7 @@ _MADV_WIPEONFORK: Final = 18  # linux/mman.h; Python does not name it
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Tensors in host memory; the buffer must not be filled again while they are read.
+    """Copies of tensors in host memory; their buffer must not be filled again while they are read.
 
     Attributes:
         tensors: copies by the names of the originals; originals that share memory share one copy.
@@ -36,7 +36,7 @@ class HostCopies:
 
     tensors: Mapping[str, torch.Tensor]
     nbytes: int
-    _events: tuple[tuple[torch.device, Any, Any], ...]  # device, and the events before and after its copies
+    _events: tuple[tuple[torch.device, Any, Any], ...]  # device, and the CUDA events before and after its copies
 
     def wait(self) -> float:
         """Wait for the device copies; return the seconds for which the busiest device was copying."""
@@ -57,7 +57,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
-        # Device for which pinning was tried, even without success; None: not tried.
+        # Device for which pinning was tried, with or without success; None: not tried.
         self._pinned_for: torch.device | None = None
         # Reentrant, because `_grow` calls `release` while `copy` holds the lock.
         self._lock = threading.RLock()
@@ -97,7 +97,7 @@ class HostBuffer:
         return HostCopies(copies, nbytes, events)
 
     def reserve_like(self, other: HostBuffer) -> None:
-        """Allocate as much memory as `other` has and touch it, so that the first `copy` does not pay for page faults.
+        """Allocate as much memory as `other` has and write to it, so that the first `copy` causes no page faults.
 
         Does nothing if this buffer has memory already. Raises ConfigError: there is not enough memory.
         """
@@ -117,7 +117,7 @@ class HostBuffer:
             self._memory, self._is_pinned, self._pinned_for = None, False, None
 
     def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
-        # Memory is pinned only at its allocation. So the first tensor on a CUDA device needs new memory in any case.
+        # Memory is pinned only when it is allocated. So the first tensor on a CUDA device always needs new memory.
         if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
         self.release()
@@ -134,7 +134,7 @@ class HostBuffer:
         if tensor.is_cuda:
             if tensor.device not in start_events:
                 start_events[tensor.device] = _record_event(tensor.device)
-            # The tensor may belong to another stream: its memory must not be reused there before the copy has run.
+            # The tensor may belong to another stream, which must not reuse its memory before the copy has run.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
             # Conjugate and negate on the device: `copy_` would do it on the host, before the bytes have arrived.
             copied.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
@@ -144,9 +144,9 @@ class HostBuffer:
 
 
 def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], int]:
-    """Return the offset of each tensor in a buffer, in bytes, and the size of the buffer.
+    """Return the offset of each tensor in a buffer, and the size of the buffer, in bytes.
 
-    Tensors that are the same elements of the same memory, such as tied weights, share one offset.
+    Tensors that share the same memory with the same layout, such as tied weights, share one offset.
     """
     offsets: dict[str, int] = {}
     offset_by_memory: dict[Any, int] = {}
@@ -183,7 +183,7 @@ def _map_memory(nbytes: int) -> torch.Tensor:
 
 
 def _record_event(device: torch.device) -> Any:
-    """Return an event on the current stream of a device, with its time."""
+    """Record an event with its time on the current stream of a device, and return it."""
     import torch
 
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -192,7 +192,7 @@ def _record_event(device: torch.device) -> Any:
 
 
 def _pin(memory: torch.Tensor, device: torch.device) -> bool:
-    """Pin the memory, so that devices copy into it asynchronously; return whether that worked."""
+    """Pin the memory, so that devices copy into it asynchronously; return whether it is pinned."""
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
 """Background part of a save: waits for the device copies, stores the tensors and commits the version.
 
-All ranks run the same steps, and each step ends with an exchange: an error on one rank is raised on all of them.
+`CheckpointManager` runs it in the save thread. All ranks run the same steps, and each step ends with an exchange of
+messages, so that an error on one rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 class VersionWriter:
     """Writes the versions of one model one after the other, in the save thread.
 
-    No other thread may use its `channel` to the other ranks.
+    No other thread may use its `channel` to the other ranks. With the codec "delta", chunks are stored as
+    differences to the chunks of an earlier version, the base: the parent, or else the newest version of the model.
 
     Attributes:
         newest: version that was committed or restored last; None: none yet.
@@ -46,7 +48,7 @@ class VersionWriter:
         self._name = name
         self._codec: Codec = codec
         self._channel = channel
-        self._records: tuple[str, Sequence[TensorRecord]] = ("", ())  # of the version that this rank committed last
+        self._records: tuple[str, Sequence[TensorRecord]] = ("", ())  # version that this rank committed last
         # Copies that the last save wrote. A later save may overwrite them, so `store_chunks` checks their digests.
         self._base_tensors: Mapping[str, torch.Tensor] = {}
         self._trusts_base = True
@@ -72,7 +74,7 @@ class VersionWriter:
             error = failure
         rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
-            # After a failure, store in full: if the base lacks objects, every difference to it would fail too.
+            # After a failure, store in full: if the base misses objects, every difference to it would fail too.
             base = self._base(task.metadata) if self._codec == "delta" and trusts_base else ()
             part = store_part(
                 channel,
@@ -102,13 +104,13 @@ class VersionWriter:
         self._base_tensors = {}
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
-        # The save thread determines this: when `save` was called, an earlier save may not have been committed yet.
+        # Determine the parent only now: when `save` was called, an earlier save may not have been committed yet.
         return metadata.parent or (None if self.newest is None else str(self.newest))
 
     def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:
-        """Return the records of the version to which the tensors of this save are stored as differences."""
+        """Return the records of the base of this save, () if there is none."""
         parent = self._parent(metadata)
-        # Cached records are valid while their version exists: its removal may delete the objects that they name.
+        # The cached records are valid while their version exists: after its removal, their objects may be deleted.
         if parent is not None and self._records[0] == parent:
             with suppress(NotFoundError):
                 self._repository.resolve("models", parent)
@@ -125,7 +127,7 @@ class VersionWriter:
             replace(task.metadata, parent=self._parent(task.metadata)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
-        # The next save stores differences to this version, and need not read its table.
+        # The next save stores differences to this version. It then need not read the tensor table.
         self._records = (str(version), stored.records)
         return version
 
