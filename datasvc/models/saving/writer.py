@@ -74,7 +74,7 @@ class VersionWriter:
             error = failure
         rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
-            # After a failure, store in full: if the base misses objects, every difference to it would fail too.
+            # After a failure, store in full: if the base lacks objects, every difference to it would fail too.
             base = self._base(task.metadata) if self._codec == "delta" and trusts_base else ()
             part = store_part(
                 channel,

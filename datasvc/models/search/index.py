@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 INDEX_FORMAT: Final = 3
 # A model name cannot begin with a dot, so no log has this path.
 INDEX_PATH: Final = "models/.index"
-# An index of millions of versions is far smaller. So a larger file is damaged, and is rebuilt from the entries.
+# An index of millions of versions is far smaller. So a larger file is damaged, and the index is rebuilt.
 _MAX_BYTES: Final = 1 << 30
 _DIGEST_BYTES: Final = 64
 _MODELS_AT_ONCE: Final = 16
@@ -40,7 +40,7 @@ _METADATA_KEY = b"datasvc.models.index"
 
 
 class Head(NamedTuple):
-    """Newest indexed version of a model."""
+    """Newest indexed version of a model: its number, and the id of its commit."""
 
     number: int
     commit: str
@@ -86,7 +86,7 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
         return stored
     fields = {field: position for position, field in enumerate(stored.fields)}
     table = pa.concat_tables([stored.table, build_rows(entries, fields)]).combine_chunks()
-    # Versions of a model are in ascending order, so the newest one overwrites the others.
+    # Versions of a model are in ascending order, so the head of the newest one overwrites the others.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
     index = VersionIndex(table, tuple(fields), {**stored.heads, **heads})
     if len(entries) >= max(_MAX_MISSING, stored.table.num_rows // _MISSING_PART):
@@ -151,7 +151,7 @@ def _publish(repository: Repository, index: VersionIndex) -> None:
         # of concurrent writers replaces an index that is as correct as its own.
         repository.storage.put_bytes(INDEX_PATH, content, synced=False)
     except UnavailableError:
-        # Ignore a read-only or full store, because it costs only time: this query has its result, and the next query
+        # Ignore a read-only or full store: this query has its result. The next query only takes longer, because it
         # reads the same entries again.
         return
 

@@ -1,7 +1,7 @@
 """Rows of the version index: one for each model version, with the fields of its entry that SQL can use.
 
 Metrics, settings, environment and code (`TREES`) have fields that differ from model to model. In a row they form
-one list of values, because a table with a column for each field would be nearly empty; `table.py` makes the columns.
+one list of values, because a table with a column for each field would be nearly empty. `table` makes the columns.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ def _metric(value: Any) -> Any:
 
 
 def _leaves(value: Any, path: tuple[str, ...], *, is_list: bool = False) -> Iterator[tuple[Field, str | float]]:
+    """Yield each text, boolean and number in a tree, with its field."""
     if isinstance(value, str):
         yield Field(path, "text", is_list), value
     elif isinstance(value, bool | int | float):

@@ -1,4 +1,4 @@
-"""Builds the table for SQL from an index: `metrics`, `config`, `environment` and `code` become typed structs."""
+"""Builds the table that `query` passes to DuckDB from an index: the metrics, settings etc. become typed structs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from datasvc.models.search.rows import TREES, VALUES, Field
 _TYPES: Final = {"number": pa.float64(), "boolean": pa.bool_(), "text": pa.string()}
 # These columns always exist, so that `not code.dirty` is valid in a repository where no version has the field.
 _CODE: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
-# SQL that names one field of a struct: metrics.top1, metrics['top1'].
+# Regular expression of SQL that names one field of a struct: metrics.top1, metrics['top1'].
 _NAME_IN_STRUCT: Final = r"""\b{}"?\s*(?:\.|\[\s*'(?:[^']|'')*'\s*\])"""
 # SQL with one of these words may read a column without naming it.
 WILDCARDS: Final = ("*", "columns", "versions")
@@ -82,15 +82,15 @@ def _plan_use(sql: str | None) -> Callable[[Field], bool]:
         for tree in TREES
         if len(re.findall(rf"\b{tree}\b", text)) != len(re.findall(_NAME_IN_STRUCT.format(tree), text))
     }
-    plain_text = _without_quotes(text)
+    plain_text = _lower_unquoted(text)
 
     def is_used(field: Field) -> bool:
-        return field.path[0] in whole_trees or any(_without_quotes(name) in plain_text for name in field.path[1:])
+        return field.path[0] in whole_trees or any(_lower_unquoted(name) in plain_text for name in field.path[1:])
 
     return is_used
 
 
-def _without_quotes(text: str) -> str:
+def _lower_unquoted(text: str) -> str:
     return text.lower().replace('"', "").replace("'", "")
 
 
@@ -103,7 +103,7 @@ def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
         groups.setdefault((field.path[depth], kinds.index(kind)), {})[field] = array
     children: dict[str, Any] = {}
     taken: set[str] = set()
-    # A name that some field has is never given to another field.
+    # The name of one field is never used for another field.
     reserved = {name.lower() for name, _ in groups}
     # Sorted by name and kind, so that the same fields always get the same names.
     for (path_name, kind_number), group in sorted(groups.items()):
@@ -111,9 +111,9 @@ def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
         name, kind = path_name.replace("\0", "\N{REPLACEMENT CHARACTER}") or "_", kinds[kind_number]
         candidates = chain([name, f"{name}_{kind}"], (f"{name}_{number}" for number in count(2)))
         free_name = next(
-            free
-            for free in candidates
-            if free.lower() not in taken and (free == name or free.lower() not in reserved)
+            candidate
+            for candidate in candidates
+            if candidate.lower() not in taken and (candidate == name or candidate.lower() not in reserved)
         )
         taken.add(free_name.lower())
         children[free_name] = _struct(group, depth + 1) if kind == "struct" else next(iter(group.values()))

@@ -1,1 +1,1 @@
-"""Stores tensors as objects: chunks, byte planes, differences, and the table that lists them."""
+"""Stores tensors of model versions as objects: splits them into chunks, encodes these, and lists them in a table."""

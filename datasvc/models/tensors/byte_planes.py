@@ -1,4 +1,4 @@
-"""Splits words, or their differences to other words, into planes of bytes, and joins them again; for `codec`.
+"""Splits words, or their differences to other words, into planes of bytes for `codec`, and joins them again.
 
 Plane 0 has the lowest byte of every word, plane 1 the next one. All steps run on blocks that fit into the processor's
 caches. Words of up to four bytes are split and joined by arithmetic on whole words, because that uses vector
@@ -92,9 +92,9 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
     if word == 1:
         out[:] = planes[0]
     elif word > _WIDEST_BY_ARITHMETIC:
-        single: Bytes = out.view(np.uint8).reshape(-1, word)
+        bytes_of_words: Bytes = out.view(np.uint8).reshape(-1, word)
         for number, plane in enumerate(planes):
-            single[:, number] = plane
+            bytes_of_words[:, number] = plane
     else:
         half = word // 2
         low, narrow = memory[word]
@@ -108,7 +108,7 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
 
 
 def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:
-    """Return the differences of words; the sign of an integer difference is folded into the lowest bit."""
+    """Return the differences of words; the sign of an integer difference moves to the lowest bit."""
     if encoding == "xor":
         return np.bitwise_xor(block, base)
     word = block.itemsize

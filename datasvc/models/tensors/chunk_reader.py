@@ -1,8 +1,9 @@
-"""Reads chunks: fetches and decodes the links of each chunk's chain, and verifies the result against its digest.
+"""Reads chunks of tensors, for `read`, and verifies the decoded bytes of each chunk against its digest.
 
-Adjacent links of one object are read in one request. Objects are not verified at first, because the digest of the
-chunk covers the decoded bytes. If it does not match, the links are read again, from copies whose whole objects match
-their digests.
+A chunk is stored as a chain of links. A link is a range of an object. The first link encodes a whole chunk, and each
+further link a difference. Adjacent links of one object are read in one request. Objects are not verified at first,
+because the digest of the chunk covers the decoded bytes. If it does not match, the links are read again, from copies
+of the objects that are verified as a whole.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _GAP_BYTES: Final = 64 << 10
 class ChunkSource(Protocol):
     """A source of stored bytes: a repository's `Objects`, the node's cache, or several repositories with failover.
 
-    Safe for threads. Results may be unverified: the caller verifies them, and calls `copies` if they are wrong.
+    Safe for threads. The bytes may be unverified: the caller verifies them, and calls `copies` if they are wrong.
     """
 
     def read_range(self, digest: Digest, offset: int, length: int) -> bytes | memoryview:
         """Return exactly `length` bytes of an object from `offset`.
 
         Raises:
-            NotFoundError: no place has the object.
+            NotFoundError: there is no copy of the object.
             CorruptDataError: the object ends before `offset + length`.
             UnavailableError: no copy can be read now.
         """
@@ -65,7 +66,7 @@ class NearSource(ChunkSource, Protocol):
 
 @dataclass
 class _SharedRange:
-    """A range of an object that holds several links; its content stays in memory from the first use to the last."""
+    """A range of an object that contains several links; its content is in memory from the first use to the last."""
 
     object: Digest
     offset: int
@@ -120,7 +121,7 @@ class ChunkReader:
         elif near is not None:
             stored: bytes | memoryview
             with self._decoders.borrow() as decoder:
-                # Read a link only after those before it are decoded, so that all use the same memory of the decoder.
+                # Read a link only after the ones before it are decoded, so that all use the same memory.
                 for link in chunk.chain:
                     if link.is_whole_object:
                         stored = memory = decoder.memory(link.length).data
@@ -149,7 +150,7 @@ class ChunkReader:
         if span is None:
             return self._source.read_range(link.object, link.offset, link.length)
         with span.lock:
-            # The first link reads the range, and the last one drops it, so that only few ranges are in memory.
+            # The first link reads the range, and the last one frees it, so that only few ranges are in memory.
             if span.content is None:
                 length = span.stop - span.offset
                 span.content = memoryview(self._source.read_range(span.object, span.offset, length))
@@ -171,7 +172,7 @@ class ChunkReader:
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the links of a chunk from the first good copy of each, then from the second of each, and so on."""
+        """Yield the links of a chunk, first from the first good copy of each link, then from the second, etc."""
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
         for link, copy in zip(chunk.chain, copies, strict=True):
@@ -222,7 +223,7 @@ def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
 
 
 def check_reaches(source: ChunkSource, name: str, chunk: Chunk) -> None:
-    """Raise CorruptDataError if a large raw chunk exceeds its object. For other errors see `read_range`.
+    """Raise CorruptDataError if a large raw chunk extends beyond its object. For other errors see `read_range`.
 
     Call this before allocating memory of the size that a table claims. Encoded chunks have a limit and need no check.
     """

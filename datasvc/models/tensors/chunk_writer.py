@@ -1,7 +1,8 @@
 """Writes the chunks of a save, for `write`: each in its smallest encoding, unless its bytes are stored already.
 
-Bytes are stored already if the version before, a raw object or the deduplication index has them. Encoded chunks of
-`OWN_OBJECT_BYTES` or more become objects of their own; smaller ones of a save are packed into few objects.
+The bytes may be stored already in the base (the version to which a save stores differences), as a raw object, or as
+an encoded chunk in the deduplication index. Encoded chunks of `OWN_OBJECT_BYTES` or more become objects of their own.
+The smaller chunks of a save are packed into few objects.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from datasvc.errors import CorruptDataError, NotFoundError
-from datasvc.models.tensors import codec as planes
+from datasvc.models.tensors import codec as chunk_codec
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes, Decoders
 from datasvc.models.tensors.dedup_index import find_chain, write_pointer
@@ -66,7 +67,7 @@ class TensorBlock:
 
     @property
     def key(self) -> BlockKey:
-        """Equal for blocks of two versions of which one can be stored as a difference to the other."""
+        """Key of the block: a block can be stored as a difference to a base block with an equal key."""
         return self.name, self.start, tuple(self.tensor.shape), dtype_name(self.tensor)
 
 
@@ -76,7 +77,7 @@ class ChunkWriter:
     Args:
         objects: objects of the repository.
         batch: batch over `objects` in which new objects are written; `finish` finishes it.
-        base: records of the version before.
+        base: records of the base; () for none.
         base_tensors: blocks in memory that may equal chunks of the base, by key.
         codec: see `write.store_tensors`.
         progress: counts the bytes of each chunk that was stored.
@@ -118,7 +119,7 @@ class ChunkWriter:
         digest, dtype = digest_of(content.data), dtype_name(block.tensor)
         num_nonfinite = count_nonfinite(content, dtype)
         with self._lock:
-            # Counted for every tensor, also if another tensor has stored an equal chunk.
+            # Count in every tensor, also if another tensor has stored an equal chunk.
             self.num_nonfinite[block.name] += num_nonfinite
             # Mark the chunk before storing it, so that no other thread stores it too.
             is_new = digest not in self._seen
@@ -168,12 +169,12 @@ class ChunkWriter:
     def _encode(
         self, block: TensorBlock, dtype: str, content: Bytes
     ) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
-        """Return the smallest encoding of a block: the chain to which it is a difference, its name, and its bytes."""
+        """Return the smallest encoding of a block: the chain before it, the encoding, and the encoded bytes."""
         if self._codec == "none":
             return (), "raw", content.data
-        word = planes.word_bytes(dtype)
+        word = chunk_codec.word_bytes(dtype)
         base = self._base_of(block, dtype, content.size) if self._codec == "delta" and self._base_chunks else None
-        trials = planes.try_encodings(content, word, base[1] if base else None)
+        trials = chunk_codec.try_encodings(content, word, base[1] if base else None)
         if base:
             chunk, base_content = base
             encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
@@ -183,13 +184,13 @@ class ChunkWriter:
                 _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST,
             )
             if trials[encoding].share <= max_share:
-                stored = trials[encoding].stored or planes.encode(content, word, encoding, base_content)
-                # The share was estimated from a sample: check the whole.
+                stored = trials[encoding].stored or chunk_codec.encode(content, word, encoding, base_content)
+                # The share was estimated from a sample: check it for the whole block.
                 if len(stored) <= max_share * content.size:
                     return chunk.chain, encoding, stored
-        if planes.is_worthwhile(trials["planes"].share):
-            stored = trials["planes"].stored or planes.encode(content, word, "planes")
-            if planes.is_worthwhile(len(stored) / content.size):
+        if chunk_codec.is_worthwhile(trials["planes"].share):
+            stored = trials["planes"].stored or chunk_codec.encode(content, word, "planes")
+            if chunk_codec.is_worthwhile(len(stored) / content.size):
                 return (), "planes", stored
         return (), "raw", content.data
 

@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 CHUNK_BYTES: Final = 8 << 20
-# A regular tiling needs few comparisons per chunk. A table that needs more than this in all is rejected as invalid,
-# because it may be an attack.
+# A regular tiling needs few comparisons per chunk. A table that needs more comparisons than this in total is rejected
+# as invalid, because it may be an attack.
 _MAX_COMPARISONS: Final = 50_000_000
 
 
@@ -84,7 +84,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     ends = np.searchsorted(starts[:, along], stops[:, along], side="left")
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
-        return True  # not known, but the caller then rejects the boxes
+        return True  # it is not known whether they overlap, but the caller then rejects them
     # One vectorised comparison per box: with a hundred thousand boxes a loop over pairs would take minutes.
     for box, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:

@@ -1,10 +1,10 @@
 """Chunk codec: the bytes of numbers are grouped into planes by significance, and each plane is compressed by zstd.
 
-It is lossless for any bits. Trained weights have similar exponents and noise in their low bits; between two
-checkpoints even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to an
-earlier version of it, compress well where the interleaved bytes do not (as in LightRW, ZipNN and Delta-DNN). There
-are two kinds of difference: XOR, and the difference of the bits as integers, whose sign is folded into the lowest bit
-so that small changes of either sign have upper planes of zeros.
+It is lossless for any bits. Trained weights have similar exponents and noise in their low bits. Between two
+checkpoints, even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to an
+earlier version of the chunk, compress better than the interleaved bytes (as in LightRW, ZipNN and Delta-DNN). There
+are two kinds of difference: XOR, and the difference of the bits as integers. The sign of an integer difference is
+moved to the lowest bit, so that the upper planes are zeros for small changes of either sign.
 
 Functions take and return arrays `uint8[size]` of whole little-endian words, and release the interpreter lock.
 """
@@ -34,7 +34,7 @@ _ZSTD: Final = zstandard.ZstdCompressionParameters(compression_level=1, min_matc
 _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
 _PLANE_SAMPLE_BYTES: Final = 32 << 10
-# Content whose encoded share is not below this is stored raw, because raw bytes need no decoding.
+# Content is stored raw if encoding does not make it smaller than this share, because raw bytes need no decoding.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
@@ -70,7 +70,7 @@ class EncodingTrial(NamedTuple):
 
     Attributes:
         share: encoded share of the sample's bytes.
-        stored: encoded bytes of the whole content, if it is so small that the sample is all of it; else None.
+        stored: encoded bytes of the content if the sample is the whole content, because it is small; else None.
     """
 
     share: float
@@ -97,7 +97,7 @@ def try_encodings(content: Bytes, word: int, base: Bytes | None = None) -> dict[
 
 
 def is_worthwhile(share: float) -> bool:
-    """Return whether an encoding with this share saves enough to pay for its decoding."""
+    """Return whether an encoding to `share` of the raw bytes saves enough to be worth its decoding."""
     return share < _WORTHWHILE
 
 
@@ -123,15 +123,15 @@ class ChainDecoder:
     """Decodes chains; reuses its memory between calls. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # Only truncated frames need a window. They are damaged, and may claim a window of any size: limit it.
+        # Only truncated frames need a window. These are damaged and may claim a window of any size: limit the size.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
-        """Decode links into `out`: a standalone one replaces its content, a difference is applied to it.
+        """Decode links into `out`: a standalone link replaces its content, a difference is applied to it.
 
         Every link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding
-        needs some four times the memory of `out`, whatever sizes the links claim.
+        needs about four times the memory of `out`, whatever sizes the links claim.
 
         Raises:
             CorruptDataError: a link does not decode to the size of `out`.
@@ -199,7 +199,7 @@ class Decoders:
 
     @contextmanager
     def borrow(self) -> Iterator[ChainDecoder]:
-        """Wait for a decoder and borrow it. The one used last is lent first: its memory is in the caches."""
+        """Wait for a free decoder and borrow it. The one used last comes first: its memory is in the CPU caches."""
         with self._free:
             try:
                 decoder = self._idle.pop()

@@ -1,14 +1,14 @@
-"""Deduplication index: pointers from the digest of a chunk's raw bytes to the chain that stores it encoded.
+"""Deduplication index, for `chunk_writer`: finds an encoded chunk by the digest of its raw bytes.
 
 A raw chunk is an object named by its own digest, so equal bytes are found without an index. Encoded bytes have
-another digest: without an index another model would store them again. A pointer is a small file
-`tensors/3f/DIGEST.json` with the chain. It is a hint only: no read depends on it, a lost or damaged pointer costs a
-second copy, and every object that it names is checked before a table names it again.
+another digest: without an index, another model would store them again. A pointer is a small file
+`tensors/3f/DIGEST.json` with the chain of the chunk (see `tensor_table`). No read depends on a pointer: if it is lost
+or damaged, a second copy is stored. Every object that it names is checked before a table names it again.
 
 Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
-chain with an object older than a day is not reused. A chunk that was stored as a difference is then stored once more,
-in full, where another model has its bytes. Raw chunks and planes take no more space, because storing them again gives
-the same object.
+chain with an object older than a day is not reused. If another model has the bytes of a chunk that was stored as a
+difference, the chunk is then stored again, in full. Raw chunks and planes take no more space, because storing them
+again gives the same object.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]
 
 
 def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return a chain that decodes to this digest, None unless all its objects exist. Raises UnavailableError."""
+    """Return a chain that decodes to this digest and has all its objects; else None. Raises UnavailableError."""
     path = pointer_path(digest)
     try:
         pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))

@@ -1,4 +1,4 @@
-"""Dtypes of tensors: which can be stored, their bytes in row-major order as `uint8[size]`, and checked casts."""
+"""Storable dtypes: converts tensors to their bytes in row-major order, `uint8[size]`, and back; and checked casts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK_WORDS: Final = 64 << 10
 
 
 def _magnitude(word: type[np.unsignedinteger[Any]], least: int) -> tuple[type[np.unsignedinteger[Any]], Any, Any]:
-    """Return an entry of `_MAGNITUDES`; `least`: the smallest magnitude that is not finite."""
+    """Return a value of `_MAGNITUDES`; `least`: the smallest magnitude that is not finite."""
     return word, word(np.iinfo(word).max >> 1), word(least)
 
 
@@ -42,12 +42,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError, naming the tensor, unless it has dense data of a known dtype. Does not read the data."""
+    """Raise ConfigError, with the name, if a tensor is not dense or its dtype is unknown. Does not read the data."""
     import torch
 
     if hasattr(tensor, "placements"):
         raise ConfigError(
-            f"tensor {name!r} is a DTensor, of which each rank holds a part; save it with "
+            f"tensor {name!r} is a DTensor: each rank holds only a part of it. Save it with "
             "torch.distributed.checkpoint and datasvc.models.dcp, or save its full_tensor()"
         )
     is_unsupported = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested

@@ -1,4 +1,4 @@
-"""Selects tensors by patterns, and renames them by name maps, for restores, imports and exports of parts."""
+"""Selects tensors by name patterns, and renames them by name maps, for partial restores, imports and exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tensors in threads: only the chunks that are needed, each verified against its digest."""
+"""Reads tensors, for restores and exports, in threads: only the chunks that are needed, verified by their digests."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def load_tensors(
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
     tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
-    # Large tensors first, so that none is left for a single thread at the end. Small ones keep their order, because
-    # they were packed into objects in this order.
+    # Large tensors first, so that no thread reads one alone at the end. Small tensors keep their order, because they
+    # were packed into objects in this order.
     ordered = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
     reads = []
     for record in ordered:

@@ -1,8 +1,8 @@
 """Converts a state tree, nested dicts, lists and tuples with tensors as leaves, to JSON and named tensors, and back.
 
-There is no pickle: reading runs no code. What JSON cannot represent is marked: `{"$tensor": NAME}`, `{"$tuple":
-[...]}`, `{"$float": "nan"}`, `{"$bytes": HEX}`, and `{"$dict": [[KEY, VALUE], ...]}` for a dict with a key that is no
-string or begins with `$`.
+It does not use pickle, so reading a state runs no code. A value that JSON cannot represent is a dict with one mark as
+its key: `{"$tensor": NAME}`, `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$bytes": HEX}`, and `{"$dict": [[KEY,
+VALUE], ...]}` for a dict with a key that is not a string or begins with `$`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STATE_FORMAT: Final = 1
 # Limit of a reader: enough for the names of two million tensors, or for the random states of 36,000 ranks. Larger
-# values belong into tensors: JSON values take some twenty times as much memory.
+# values should be tensors: JSON values take about twenty times as much memory.
 MAX_STATE_BYTES: Final = 256 << 20
 _MAX_DEPTH = 100
 _MAX_PATH = 1 << 16
@@ -40,7 +40,7 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
     Args:
         state: state tree.
         max_nodes: largest number of values; a value that occurs in several places counts each time. Set it for trees
-            from an untrusted file, which may refer to one list very often.
+            from an untrusted file, which may contain one list very often.
 
     Raises:
         ConfigError: a leaf can be stored neither as JSON nor as a tensor, and the message names it; or the tree is

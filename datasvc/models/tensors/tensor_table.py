@@ -1,7 +1,7 @@
-"""Tensor tables: the tensors of a version, and the stored bytes of each of their chunks; an Arrow IPC file.
+"""Tensor tables: Arrow IPC files that list the tensors of a version, and the objects that store each of their chunks.
 
 A table is self-contained: a restore needs no other table and no other version's entry. A table from a store is not
-trusted: `decode_table` validates all values before memory is allocated or an object is read because of them.
+trusted: `decode_table` validates all values before they are used to allocate memory or to read objects.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ _COLUMNS = pa.schema(
     _required(("name", pa.string()), ("dtype", pa.string()), ("shape", _list(pa.int64())), ("pieces", _list(_CHUNK))),
     metadata={_METADATA_KEY: str(TENSOR_TABLE_FORMAT).encode()},
 )
+# Columns of format 1.
 _COLUMNS_1 = pa.schema(
     [
         *_required(("name", pa.string()), ("dtype", pa.string())),
@@ -96,7 +97,7 @@ _COLUMNS_1 = pa.schema(
 
 @dataclass(frozen=True)
 class ChainLink:
-    """A range of stored bytes that encodes a chunk, or the chunk's difference to what the links before it decode to.
+    """A range of stored bytes that encodes a chunk, or its difference to the decoded bytes of the links before.
 
     Attributes:
         object: digest of the object that holds the bytes.
@@ -283,10 +284,10 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     table_format = int((reader.schema.metadata or {})[_METADATA_KEY])
     if table_format not in {1, 2}:
         if table_format < 1:
-            raise ValueError(f"format {table_format}")
+            raise ValueError(f"format {table_format}; expected 1 or 2")
         return pa.table({}), table_format
     if not reader.schema.equals(_COLUMNS_1 if table_format == 1 else _COLUMNS):
-        raise ValueError(f"columns {reader.schema}")
+        raise ValueError(f"unexpected columns {reader.schema}")
     if _has_compressed_batch(messages):
         raise ValueError("its buffers are compressed, which datasvc never writes")
     rows = reader.read_all()
@@ -315,7 +316,7 @@ def _row(record: TensorRecord) -> dict[str, Any]:
 
 def _records(table: pa.Table) -> Iterator[TensorRecord]:
     """Yield the records of a table of format 2."""
-    # Convert small batches: rows that are Python values take ten times as much memory as the table.
+    # Convert small batches: as Python values, rows take ten times as much memory as in the table.
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         for row in batch.to_pylist():
             chunks = []
@@ -351,7 +352,7 @@ def _check_record(record: TensorRecord, location: str) -> None:
         raise CorruptDataError(
             f"{location}: tensor {record.name!r} of shape {shape}: its chunks leave out elements or hold some twice"
         )
-    # Sizes of 0 are left out, so that the other sizes of a tensor without elements are limited too.
+    # Leave out sizes of 0, so that the other sizes of a tensor without elements are limited too.
     if math.prod(filter(None, shape)) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
         raise CorruptDataError(f"{location}: tensor {record.name!r} of shape {shape} is larger than any memory")
     for chunk in record.chunks:
@@ -371,7 +372,8 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
     allowed = STANDALONE
     for link in chain:
         if link.encoding not in allowed:
-            return f"its encodings {[link.encoding for link in chain]} are not a valid sequence"
+            encodings = [link.encoding for link in chain]
+            return f"its encodings {encodings} are not valid; expected one of {STANDALONE}, then of {DIFFERENCES}"
         allowed = DIFFERENCES
         if min(link.offset, link.length) < 0 or link.offset + link.length > link.object_bytes:
             return (

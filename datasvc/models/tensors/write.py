@@ -1,4 +1,4 @@
-"""Writes tensors in threads: splits them into chunks, and stores each distinct chunk once, in its smallest form."""
+"""Writes tensors in threads: splits them into chunks, stores each distinct chunk once, in its smallest encoding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "Codec", "StoredState", "TensorBlock", "store_chunks", "store_tensors", "whole_blocks"]
 
-# Every thread holds several copies of a chunk, so more threads only compete for caches and memory. Local files are
-# written to the page cache and synced by other threads; for a remote store some threads upload while others encode.
+# Every thread holds several copies of a chunk, so more threads would only compete for caches and memory. Local files
+# are written to the page cache and synced by other threads. For a remote store, some threads upload while others
+# encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
 _THREADS: Final = max(8, min(16, count_processors()))
 
@@ -75,8 +76,8 @@ def store_tensors(
     Args:
         objects: objects of the repository.
         tensors: dense tensors by name, on any device; they must not change during the call.
-        base: records of the version before; chunks are stored as differences to its chunks.
-        codec: "none" stores raw bytes, "planes" byte planes where these are smaller, "delta" differences too.
+        base: records of an earlier version; "delta" stores chunks as differences to its chunks.
+        codec: "none" stores raw bytes, "planes" byte planes if these are smaller, "delta" also differences to `base`.
         chunk_bytes: largest size of a chunk in bytes.
         progress: counts the bytes of each chunk that was stored.
 
