@@ -30,7 +30,7 @@ from datasvc.repository.store.storage import redact_url
 
 @dataclass(frozen=True)
 class Transferred:
-    """One version in both repositories; `is_new`: whether this transfer created it at the target."""
+    """A version in both repositories; `is_new`: whether this transfer created it at the target."""
 
     source: Resolved
     target: Resolved
@@ -75,12 +75,12 @@ def transfer(
         target: repository to copy to, or its URL.
         refs: versions to copy: NAME, NAME@VERSION or NAME@TAG.
         name: name of the model at the target, by default the same; if it is given, all `refs` must be of one model.
-        with_parents: whether to copy all ancestors that are in the source too.
-        with_data: whether to copy the data-set versions that the models consumed too, with all shards.
+        with_parents: whether to copy also all ancestors that are in the source.
+        with_data: whether to copy also the data-set versions that the models consumed, with all shards.
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model must be signed at the source by one
             of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
-        progress: counts the bytes of each object once the target has it, also if it had the object before.
+        progress: counts the bytes of each object once the target has it, copied or not.
 
     Returns:
         The versions at the target, and the amount of data copied. Existing versions are not changed.
@@ -94,7 +94,7 @@ def transfer(
             stay; repeat the call to continue.
     """
     source, target = (
-        place if isinstance(place, Repository) else Repository.open(place) for place in (source, target)
+        given if isinstance(given, Repository) else Repository.open(given) for given in (source, target)
     )
     if source.url == target.url:
         raise ConfigError(f"{redact_url(source.url)} is both source and target; give two different repositories")

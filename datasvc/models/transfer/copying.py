@@ -1,6 +1,6 @@
-"""Copies missing objects from one repository to another, in threads, and verifies their digests.
+"""Copies missing objects from one repository to another, in threads, and verifies their digests, for a transfer.
 
-An interrupted copy can be repeated: objects never change, and those that the target has are skipped.
+An interrupted copy can be repeated: objects never change, and objects that the target already has are skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def copy_missing(
         source: objects of the source repository.
         target: objects of the target repository.
         objects: distinct objects to copy.
-        progress: counts the bytes of each object that the target now has.
+        progress: counts the bytes of each object once the target has it, copied or not.
         reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
             at any age. It is called at most once: only if the age of an object cannot be reset without writing the
             object again.
@@ -49,13 +49,13 @@ def copy_missing(
         CorruptDataError: an object is damaged at the source; it was not written to the target.
         UnavailableError: a store does not respond. Objects that were copied stay, and a repeated call skips them.
     """
-    lock, cached = threading.Lock(), list[Container[ObjectInfo]]()
+    lock, reachable_once = threading.Lock(), list[Container[ObjectInfo]]()
 
     def is_reachable(info: ObjectInfo) -> bool:
         with lock:
-            if not cached:
-                cached.append(reachable())
-        return info in cached[0]
+            if not reachable_once:
+                reachable_once.append(reachable())
+        return info in reachable_once[0]
 
     def copy_one(info: ObjectInfo) -> bool:
         is_copied = _copy(source, target, info, is_reachable)

@@ -1,7 +1,7 @@
-"""Finds versions in the logs of the target repository of a transfer, and rewrites their entries for it.
+"""Finds the versions of a transfer in the logs of the target repository, rewrites their entries, and commits them.
 
-The identity of a version is the id of the commit that created it first, in any repository. Its number and the
-numbers of its parents and data sets may differ at the target.
+The identity of a version is the id of the commit that first created it, in any repository. The numbers of the
+version, its parents and its data sets may differ at the target, so references in the entry are rewritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TargetLogs:
     Args:
         source: repository to copy from.
         target: repository to copy to.
-        names: names at the target, by kind and name at the source; only names that differ.
+        names: names at the target that differ from the source, by kind and name at the source.
     """
 
     def __init__(self, source: Repository, target: Repository, names: Mapping[tuple[Kind, str], str]) -> None:
@@ -43,7 +43,7 @@ class TargetLogs:
         self._source_commits: dict[str, frozenset[str]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
-        """Return the content of a version's entry at the source. Raise the errors of `Repository.entry`."""
+        """Return the content of a version's entry at the source. Raises as `Repository.entry`."""
         if version not in self._contents:
             self._contents[version] = self.source.entry(version).content
         return self._contents[version]
@@ -113,8 +113,8 @@ class TargetLogs:
 
         try:
             number, is_new = self._target.versions(version.kind, log.name).append(build).number, True
-        except _AlreadyThere as there:
-            number, is_new = there.number, False
+        except _AlreadyThere as existing:
+            number, is_new = existing.number, False
         return Resolved(version.kind, log.name, number), is_new
 
     def _log(self, version: Resolved) -> _TargetVersions:
@@ -139,7 +139,7 @@ class TargetLogs:
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
-            # The version also consumed the data of its ancestors. Record this, as some of them are not at the target.
+            # The version also consumed the data of its ancestors, some of which are not at the target: record it.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
@@ -187,13 +187,13 @@ class TargetLogs:
 
 
 def _parents(content: Mapping[str, Any]) -> list[Any]:
-    """Return the references in `parent` and `merged` of an entry; a damaged entry has none in `merged`."""
+    """Return the references in `parent` and `merged` of an entry; a damaged `merged` is ignored."""
     merged = content.get("merged")
     return list(filter(None, [content.get("parent"), *(merged if isinstance(merged, list) else ())]))
 
 
 class _TargetVersions:
-    """The versions of one name at the target whose entries this transfer has read.
+    """Versions of one name at the target, as far as this transfer has read their entries.
 
     Attributes:
         name: name at the target.
@@ -217,7 +217,7 @@ class _TargetVersions:
     def find(self, identity_sought: str, head: int | None = None) -> int | None:
         """Return the number of the living version with an identity; None if there is none.
 
-        `head` is the number of the newest version, if the caller knows it; it can save a listing of the log.
+        `head` is the number of the newest version; None: unknown. It can save a listing of the log.
         """
         if head is None or head not in self.contents:
             self.read_new()
@@ -242,7 +242,7 @@ class _AlreadyThere(Exception):  # noqa: N818 - not an error: the target already
 
 
 def identity(content: Mapping[str, Any]) -> str:
-    """Return the id of the commit that created a version first. Raises CorruptDataError: the entry has none."""
+    """Return the id of the commit that first created a version. Raises CorruptDataError: the entry has no id."""
     commit = content["origin"]["commit"] if is_copied(content) else content.get("commit")
     if not isinstance(commit, str):
         raise CorruptDataError(f"an entry has no valid commit id: {content.get('commit')!r}; expected a text")

@@ -1,4 +1,4 @@
-"""Intent journal of a transfer: protects its objects at the target from `gc` until the versions are committed.
+"""Intent journal of a transfer: protects the copied objects at the target from `gc` until the versions are committed.
 
 Without a journal, `gc` keeps an unreferenced object only for its grace period. The transfer of a large model over a
 slow network may take longer.
@@ -48,6 +48,6 @@ def declare_intent(
             renewed_s = time.monotonic()
 
     yield renew
-    # All versions are committed: the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
+    # All versions are committed, so the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
     with suppress(UnavailableError):
         journal.remove()

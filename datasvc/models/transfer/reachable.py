@@ -34,7 +34,7 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
         raise NotFoundError(f"{version} is incomplete: {error}") from error
-    # Also include other digests in the entry whose objects exist: a later datasvc may add fields with such digests.
+    # Also include existing objects of other digests in the entry: a later datasvc may add fields with digests.
     for digest in set(_digests_in(content)) - sizes.keys():
         size_bytes = repository.objects.size(digest)
         if size_bytes is not None:

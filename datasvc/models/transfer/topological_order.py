@@ -15,7 +15,8 @@ _BY_NAME: Final = attrgetter("name", "version")
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
     """Return the versions with parents before children; ties are broken by name and number.
 
-    `parents` has the parents of each version; a parent that is not a key is ignored, and cycles are cut.
+    `parents` has the parents of each version; a parent that is not a key is ignored. A parent that would close a
+    cycle is ignored too.
     """
     ordered: dict[Resolved, None] = {}
     for version in sorted(parents, key=_BY_NAME):

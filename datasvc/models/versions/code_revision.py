@@ -1,6 +1,6 @@
 """Describes the code of a run, for the entry of its versions: the git revision and the local changes.
 
-It runs git with limits of time and output. A run without git, or outside of a checkout, has no revision.
+The module runs git with limits of time and output. A run without git, or outside of a checkout, has no revision.
 """
 
 from __future__ import annotations
@@ -149,14 +149,14 @@ def without_credentials(url: str) -> str | None:
         return None if bare is None else f"{helper}{bare}"
     scheme, is_url, remainder = url.partition("://")
     if not is_url:
-        user, _, place = url.rpartition("@")
-        return url if user in {"", "git"} or url.startswith(("/", ".")) else place
-    user, _, place = remainder.rpartition("@")
+        user, _, host_path = url.rpartition("@")
+        return url if user in {"", "git"} or url.startswith(("/", ".")) else host_path
+    user, _, host_path = remainder.rpartition("@")
     if "?" in user:
         # This @ is in the query, so the text after it may be the end of a token.
         return None
     kept = "git@" if user == "git" and scheme == "ssh" else ""
-    return f"{scheme}://{kept}{re.split('[?#]', place)[0]}"
+    return f"{scheme}://{kept}{re.split('[?#]', host_path)[0]}"
 
 
 def _submodules(folder: str) -> dict[str, str]:
@@ -182,7 +182,7 @@ def _git(folder: str, *arguments: str, max_bytes: int = 1 << 20) -> str | None:
 def _output(folder: str, *arguments: str, max_bytes: int) -> bytes | None:
     """Return the first `max_bytes` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
-    # git then takes no lock that another git process may need, asks no question, and writes English.
+    # With these variables git takes no optional lock, does not prompt, and writes English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         with subprocess.Popen(  # noqa: S603
@@ -192,18 +192,18 @@ def _output(folder: str, *arguments: str, max_bytes: int) -> bytes | None:
             stderr=subprocess.DEVNULL,
             env=environment,
         ) as git:
-            killer = threading.Timer(_TIMEOUT_S, git.kill)
-            killer.daemon = True
-            killer.start()
+            timer = threading.Timer(_TIMEOUT_S, git.kill)
+            timer.daemon = True
+            timer.start()
             try:
                 assert git.stdout is not None
                 output = git.stdout.read(max_bytes)
                 if git.stdout.read(1):
-                    # The rest is not needed, and git would wait until it is read.
+                    # The rest of the output is not needed, and git would wait until it is read.
                     git.kill()
                     return output
                 return output if git.wait() == 0 else None
             finally:
-                killer.cancel()
+                timer.cancel()
     except OSError:
         return None

@@ -1,6 +1,6 @@
-"""Commits model versions: stored tensors, the state and the metadata become a log entry.
+"""Commits model versions: writes a log entry that names the stored tensors and the state, and has the metadata.
 
-Every save, import and sharded save commits here, so that the checks before the append hold for all versions.
+Every save, import and sharded save calls `commit`, so that every version passes the same checks.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def commit(
 def exact_version(repository: Repository, ref: str) -> str:
     """Return the version that the reference to a parent resolves to now, because a tag may be moved later.
 
-    A reference to a model that is not in this repository, or a text in another form, is returned unchanged: it may
-    name a version of another repository.
+    A reference to a model that is not in this repository, or a text that is not a reference, is returned unchanged:
+    it may name a version of another repository.
 
     Raises:
         NotFoundError: the model exists here and has no such version or tag.
@@ -106,9 +106,9 @@ def exact_version(repository: Repository, ref: str) -> str:
 
 
 def base_records(repository: Repository, name: str, parent: str | None = None) -> tuple[TensorRecord, ...]:
-    """Return the records of the version to whose tensors the next version of `name` stores differences.
+    """Return the records of the base: the version to which the next version of `name` stores differences.
 
-    That version is `parent`, else the newest version of the model. If there is none or it is damaged, returns (), and
+    The base is `parent`, else the newest version of the model. If there is no base or it is damaged, returns (), and
     the next version is stored in full. Raises UnavailableError.
     """
     for ref in (parent, name):

@@ -2,8 +2,8 @@
 
 The state of a loader has only the current position, which does not show what was consumed: a run that starts from the
 weights of another run may read the same data again. A data use therefore has spans: all positions that the run
-consumed since it started from the parent version's weights. Spans start at the parent and not at the previous save,
-so a save that fails, or is not committed before the next one is made, leaves no gap.
+consumed since it started from the parent version's weights. Spans start at the parent and not at the previous save.
+So a save that fails, or that is not yet committed when the next save starts, leaves no gap.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class DataUse:
         split: name of the split, "train"; for a mixture "mixture".
         state: state of the loader: order, epoch and position. Everything before the position was consumed.
         purpose: "training", or "evaluation" for data that the weights were not trained on.
-        run: random identifier of the run that made this; None: unknown.
-        spans: what the run consumed since it started from the parent version's weights, in order; () if this was not
-            recorded.
+        run: random identifier of the run; None: unknown.
+        spans: positions that the run consumed since it started from the parent version's weights, in order; () if
+            they were not recorded.
     """
 
     dataset: str
@@ -134,10 +134,10 @@ class ReadLoader(Protocol):
 class ConsumptionTracker:
     """Records what a run consumes from a loader: `save(..., data=[tracker.use()])`.
 
-    Make it when the loader is at the position where the run starts: after `load_state_dict` in a resumed run. Only
-    the rank that saves needs one. If a process takes its weights from another process and not from a version, load
-    the `state_dict` of that process's tracker too. Otherwise the data that was consumed between the parent version
-    and the hand-over is not recorded.
+    Make a tracker when the loader is at the position where the run starts: after `load_state_dict` in a resumed run.
+    Only the rank that saves needs a tracker. If a process takes its weights from another process and not from a
+    version, load the `state_dict` of that process's tracker too. Otherwise the data that was consumed between the
+    parent version and the hand-over is not recorded.
 
     Args:
         loader: loader of the training data; one batch of it, over all ranks, is one optimizer step.
@@ -161,7 +161,7 @@ class ConsumptionTracker:
         self._begin(loader, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was consumed so far as JSON values, for a process that takes over the current weights.
+        """Return the data consumed so far as JSON values, for a process that takes over the current weights.
 
         Raises ConfigError: see `use`.
         """
@@ -169,9 +169,9 @@ class ConsumptionTracker:
         return {"run": self._run, "spans": [span.to_dict() for span in spans]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue what another process consumed, for a process that has taken over its weights.
+        """Continue the record of another process, in a process that has taken over its weights.
 
-        Save the next version with the same parent as the other process would.
+        Save the next version with the parent that the other process would use.
 
         Args:
             state: `state_dict` of the other process, from the same moment as the weights and the loader's state.
@@ -193,7 +193,7 @@ class ConsumptionTracker:
         self._run, self._spans = str(run), spans
 
     def use(self) -> DataUse:
-        """Return what was consumed so far. Raises ConfigError: the loader is at a position before the run started."""
+        """Return the data consumed so far. Raises ConfigError: the loader is at a position before the run started."""
         # Drop the decoder settings: they do not change which samples are read, and the loader's own state has them.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)

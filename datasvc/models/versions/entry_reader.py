@@ -1,4 +1,4 @@
-"""Reads log entries of models along their ancestry: lists each log once, and reads entries in batches, each once."""
+"""Reads log entries of models, for lineage and transfers: lists each log once, and reads each entry once."""
 
 from __future__ import annotations
 

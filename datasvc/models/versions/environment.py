@@ -27,7 +27,7 @@ _PROC: Final = Path("/proc/driver/nvidia")
 
 
 def describe_environment(*, world_size: int | None = None, hostname: bool = False) -> dict[str, Any]:
-    """Return the environment of this process as JSON values; what is absent is left out.
+    """Return the environment of this process as JSON values; values that are not available are left out.
 
     Args:
         world_size: number of processes of the job; None: that of torch.distributed, if it is initialized.

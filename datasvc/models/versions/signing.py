@@ -4,8 +4,8 @@
 the version's number and the complete entry. The entry names everything else by digest, so that one signature covers
 every byte of the checkpoint and its metadata. Signature files are created and never changed.
 
-A signature does not cover tags: anybody who can write to the repository can move a tag to another signed version.
-Where that matters, refer to the version by its number.
+A signature does not cover tags: anybody who can write to the repository can move a tag to another signed version. To
+exclude this risk, refer to the version by its number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PURPOSE = b"datasvc model version 1"
 
 @dataclass(frozen=True)
 class Signature:
-    """A signature that was verified or just made; `key_id` is `PublicKey.id`; `location` is where its file is."""
+    """A valid signature of a version; `key_id` is `PublicKey.id`, `location` the location of the signature file."""
 
     version: str
     key_id: str
@@ -70,7 +70,7 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
     try:
         repository.storage.create(path, encode_entry(content))
     except ConflictError as error:
-        # A valid signature by this key may exist already: then there is nothing to do.
+        # If a valid signature by this key exists already, there is nothing to do.
         if _find_fault(repository, version, key.public, message) is not None:
             raise ConflictError(
                 f"{location} exists and is not a signature of {version} by this key; remove that file"
@@ -79,7 +79,7 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
 
 
 def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: Sequence[PublicKey]) -> Signature:
-    """Return a valid signature by one of `keys` of `entry`, which is the entry of `version`.
+    """Return a valid signature of `entry`, the entry of `version`, by one of `keys`.
 
     Raises:
         CorruptDataError: no key has a valid signature; the message has the reason for each key.
@@ -99,7 +99,7 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
 
 
 def _find_fault(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
-    """Return why there is no valid signature of `message` by `key`; None if there is one."""
+    """Return the reason why there is no valid signature of `message` by `key`; None if there is one."""
     try:
         return repository.storage.read_checked(
             _path(version, key), partial(_check_file, key=key, message=message), max_bytes=MAX_ENTRY_BYTES

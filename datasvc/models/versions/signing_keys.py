@@ -1,6 +1,6 @@
-"""Ed25519 keys in PEM files, for signatures of model versions; `openssl genpkey -algorithm ed25519` writes them too.
+"""Ed25519 keys in PEM files, for `signing`; `openssl genpkey -algorithm ed25519` writes such files too.
 
-This needs the package `cryptography`, which is imported only where a key is used, because it is optional.
+This module needs the package `cryptography`. It is optional, so it is imported only in functions that use a key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PublicKey:
 
     Attributes:
         id: first 16 hex digits of the BLAKE3 digest of the key's 32 bytes. It names the key in files and messages; it
-            proves nothing.
+            is not used for verification.
         source: file of the key.
     """
 
@@ -56,7 +56,7 @@ class PublicKey:
 
 @dataclass(frozen=True)
 class PrivateKey:
-    """A key that signs, with the public key of its pair."""
+    """A key that signs; `public` is the public key that belongs to it."""
 
     public: PublicKey
     _key: Ed25519PrivateKey = field(repr=False, compare=False)
@@ -146,8 +146,8 @@ def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, 
         paths: files of public keys; None: the files that `DATASVC_TRUSTED_KEYS` names, separated as in PATH.
 
     Raises:
-        ConfigError: see `load_public_keys`; or the variable is set but names no file, which is treated as a mistake,
-            not as "trust all".
+        ConfigError: see `load_public_keys`; or the variable is set but names no file: this is treated as a mistake,
+            and not as "trust all".
     """
     if paths is None:
         configured = os.environ.get(TRUSTED_KEYS_VARIABLE)
