@@ -81,7 +81,7 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
 
 
 def describe_mismatch(signatures: Sequence[Sequence[str]]) -> str:
-    """Describe the first difference between the ranks' tensor signatures, at least two of which differ."""
+    """Describe the first difference between the ranks' tensor signatures; at least two of them must differ."""
     first = set(signatures[0])
     for rank, signature in enumerate(signatures):
         missing, extra = sorted(first - set(signature)), sorted(set(signature) - first)

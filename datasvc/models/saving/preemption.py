@@ -123,7 +123,7 @@ class Preemption:
 
 
 def _owner(handler: Any) -> Preemption | None:
-    """Return the instance whose handler this is, None for any other handler."""
+    """Return the instance that this handler is a method of, None for any other handler."""
     owner = getattr(handler, "__self__", None)
     return owner if isinstance(owner, Preemption) else None
 

@@ -51,7 +51,7 @@ class VersionWriter:
         self._records: tuple[str, Sequence[TensorRecord]] = ("", ())  # version that this rank committed last
         # Copies that the last save wrote. A later save may overwrite them, so `store_chunks` checks their digests.
         self._base_tensors: Mapping[str, torch.Tensor] = {}
-        self._trusts_base = True
+        self._is_base_usable = True  # False after a save that failed
         self.newest: Resolved | None = None
 
     def write(self, task: SaveTask) -> Resolved:
@@ -64,8 +64,8 @@ class VersionWriter:
             UnknownOutcomeError: rank 0 was lost during the commit.
         """
         channel, state, part, version = self._channel, task.state, None, None
-        # `_trusts_base` becomes True again only after success, so that every kind of failure leaves it False.
-        trusts_base, self._trusts_base = self._trusts_base, False
+        # `_is_base_usable` becomes True again only after success, so that every kind of failure leaves it False.
+        is_base_usable, self._is_base_usable = self._is_base_usable, False
         # An error on this rank is sent to the others before it is raised: otherwise they would wait for this rank.
         error: Exception | None = None
         try:
@@ -75,7 +75,7 @@ class VersionWriter:
         rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
             # After a failure, store in full: if the base lacks objects, every difference to it would fail too.
-            base = self._base(task.metadata) if self._codec == "delta" and trusts_base else ()
+            base = self._base(task.metadata) if self._codec == "delta" and is_base_usable else ()
             part = store_part(
                 channel,
                 self._repository.objects,
@@ -94,7 +94,7 @@ class VersionWriter:
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         version = share_outcome(channel, version, error)
-        self._trusts_base = True
+        self._is_base_usable = True
         self._base_tensors = state.all_tensors
         self.newest = version
         return version

@@ -32,7 +32,7 @@ def pointer_path(digest: Digest) -> str:
 
 
 def pointed_digest(path: str) -> Digest | None:
-    """Return the digest of the chunk whose pointer has this path, None if no pointer can have this path."""
+    """Return the digest of the chunk that has its pointer at this path, None if this is not a path of a pointer."""
     match = _PATH.fullmatch(path)
     return Digest(match[2]) if match else None
 

@@ -118,7 +118,8 @@ def _check_file(raw: bytes, location: str, key: PublicKey, message: bytes) -> No
         raise CorruptDataError(f"{location} is not a valid signature file: {error!r}") from error
     if algorithm != _ALGORITHM or not key.verifies(signature, message):
         raise CorruptDataError(
-            f"{location} does not sign what is stored: the entry was changed, or the signature is of another version"
+            f"{location} does not match the stored entry: the entry was changed, or the signature is of another "
+            "version"
         )
 
 

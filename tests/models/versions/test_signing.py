@@ -91,7 +91,7 @@ def test_a_model_is_loaded_and_a_file_written_from_signed_versions_only(signed, 
 )
 def test_whatever_of_the_entry_changes_breaks_the_signature(signed, key, changes):
     change_entry(signed, **changes)
-    with pytest.raises(CorruptDataError, match="does not sign what is stored"):
+    with pytest.raises(CorruptDataError, match="does not match the stored entry"):
         restore(signed, "m", trusted_keys=[key.source])
 
 
@@ -109,7 +109,7 @@ def test_a_signature_belongs_to_one_number_and_one_name(signed, key):
         moved = entry.parents[1] / "signatures" / signature.name.replace("00000001", f"{version:08d}")
         moved.parent.mkdir(exist_ok=True)
         moved.write_bytes(signature.read_bytes())
-        with pytest.raises(CorruptDataError, match="does not sign what is stored"):
+        with pytest.raises(CorruptDataError, match="does not match the stored entry"):
             restore(signed, f"{name}@{version}", trusted_keys=[key.source])
 
 
