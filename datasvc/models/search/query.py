@@ -96,7 +96,7 @@ def find_versions(
         return []
     order = "model, version DESC"
     if order_by is not None:
-        # If the user's expression ends with a SQL comment, the line breaks here and below end this comment.
+        # If the user's expression ends with a SQL comment, the line breaks here and below end the comment.
         key = f"({order_by}\n)"
         order = f"{key} IS NULL OR {key}::VARCHAR = 'nan', {key} {'ASC' if ascending else 'DESC'}, {order}"
     with connected() as connection, _map_errors(f"the condition {condition!r}"):

@@ -103,7 +103,7 @@ def _struct(arrays: Mapping[Field, pa.Array], depth: int) -> pa.StructArray:
         groups.setdefault((field.path[depth], kinds.index(kind)), {})[field] = array
     children: dict[str, Any] = {}
     taken: set[str] = set()
-    # The name of one field is never used for another field.
+    # A name that a field has in the index is never used for another field.
     reserved = {name.lower() for name, _ in groups}
     # Sorted by name and kind, so that the same fields always get the same names.
     for (path_name, kind_number), group in sorted(groups.items()):

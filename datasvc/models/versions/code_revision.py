@@ -182,7 +182,7 @@ def _git(folder: str, *arguments: str, max_bytes: int = 1 << 20) -> str | None:
 def _output(folder: str, *arguments: str, max_bytes: int) -> bytes | None:
     """Return the first `max_bytes` bytes of git's output; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
-    # With these variables git takes no optional lock, does not prompt, and writes English.
+    # git then takes no lock that another git process may need, does not prompt, and writes English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         with subprocess.Popen(  # noqa: S603
