@@ -139,7 +139,7 @@ class TargetLogs:
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
-            # The version also consumed the data of its ancestors. Some of these are not at the target: record the data.
+            # The version also consumed the data of its ancestors. Some of these are not at the target: record it.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
