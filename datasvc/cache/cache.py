@@ -32,8 +32,9 @@ from datasvc.shards.versions.dataset import Split
 class Cache(CacheJob):
     """The cache of this node in `folder`; any number of processes may open it at the same time.
 
-    A `Cache` is also the job of its process, see `CacheJob`; `new_job` starts further jobs, one per access order. An
-    object that this process has acquired is not evicted until it is released, or until the process exits.
+    A process that has the cache open is a job of it, and the `Cache` is the handle of this job, see `CacheJob`;
+    `new_job` starts further jobs, one per access order. An object that this process has acquired is not evicted until
+    it is released, or until the process exits.
 
     Args:
         folder: folder on a local disk, used by the cache alone.
@@ -88,7 +89,7 @@ class Cache(CacheJob):
         return CachedShards(CacheJob(self.folder, self.tenant, self.peers), repository)
 
     def new_job(self, note: str = "") -> CacheJob:
-        """Start a job for one access order. The job has a clock of its own, and is valid until this process exits.
+        """Start a job for one access order. The job has its own clock (see `next_use`), and ends with this process.
 
         Args:
             note: description of the job, shown in the status.
@@ -175,7 +176,7 @@ class Cache(CacheJob):
         return scrub_folder(self._open(), progress)
 
     def check(self, digest: Digest) -> Finding:
-        """Read one resident object, and quarantine it if its bytes have changed."""
+        """Read one object, and quarantine it if its bytes have changed; return "gone" if it is not resident."""
         return check_object(self._open(), digest)
 
     def status(self) -> CacheStatus:

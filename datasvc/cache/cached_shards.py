@@ -51,7 +51,12 @@ class CachedShards:
             raise
 
     def release_shard(self, info: ObjectInfo, reuse: NextUse | None = None) -> None:
-        """Allow the shard to be evicted when space is needed; existing views of it stay readable."""
+        """Allow the shard to be evicted when space is needed; existing views of it stay readable.
+
+        Args:
+            info: the shard.
+            reuse: next use of the shard by this job; None: unknown.
+        """
         peers = self._job.peers
         if reuse is not None and peers is not None and peers.num_nodes > 1:
             # A node keeps the objects that it owns longer than others, because other nodes request them from it.

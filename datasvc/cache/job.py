@@ -32,7 +32,7 @@ _ROWS_AT_ONCE = 1000
 
 
 class Acquired(NamedTuple):
-    """An object on which this process has a hold.
+    """An object on which this process has a hold, a lock that prevents its eviction.
 
     Attributes:
         path: file of the object; it exists until the object is released.
@@ -73,7 +73,7 @@ class CacheJob:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that this tenant may use: the budget minus the guarantees of others, at most its maximum."""
+        """Most bytes that this tenant may use: the budget minus other tenants' guarantees, up to its own maximum."""
         return self._open().catalogue.read(CatalogueTables.account).available(self.tenant)
 
     def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:
@@ -86,7 +86,7 @@ class CacheJob:
 
         Raises:
             CacheFullError: the budget has no space for the object, or the disk is full and nothing can be evicted.
-            CorruptDataError: every source sent wrong bytes, the origin twice.
+            CorruptDataError: every source sent wrong bytes; the origin was read twice.
             NotFoundError, UnavailableError: see `Fetcher.fetch`.
             ConfigError: this cache is closed, or was opened before a fork.
         """
@@ -187,7 +187,7 @@ class CacheJob:
         self._open().catalogue.count({name: number})
 
     def abandon(self, held: Counter[Digest]) -> None:
-        """Release holds whose user was garbage-collected. For finalizers: it never blocks, nor acts after a fork."""
+        """Release holds whose user was garbage-collected. Never blocks, for finalizers; no effect in a forked child."""
         if self._opened is not None and self._opened.process == os.getpid():
             self._opened.locks.abandon(held.elements())
 

@@ -1,7 +1,7 @@
 """Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk.
 
-Objects on which jobs have holds are checked too. Such a job may have read wrong bytes of a corrupt object, so the
-report lists these objects as `held`.
+Objects on which jobs have holds (locks against eviction) are checked too. A job with a hold on a corrupt object may
+have read wrong bytes, so the report lists the object as `held`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of_file
 
 Finding = Literal["intact", "corrupt", "gone"]
+"""Result of a check; "gone": the object is not resident."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ScrubReport:
 
     Attributes:
         corrupt: corrupt objects; they are moved to the quarantine, and fetched again at their next use.
-        held: corrupt objects on which jobs had holds: they may have read wrong bytes.
+        held: corrupt objects on which jobs had holds; these jobs may have read wrong bytes.
     """
 
     num_checked: int
@@ -84,7 +85,7 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["held"]:
 def _finding_of(outcome: EvictOutcome) -> Finding | Literal["held"]:
     match outcome:
         case "superseded":
-            # Another process has already invalidated this file, or fetched it again, so it counts as intact.
+            # Another process has invalidated this file or fetched it again, so this check found nothing to report.
             return "intact"
         case "held":
             return "held"

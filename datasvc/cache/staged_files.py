@@ -1,10 +1,10 @@
 """Stage ordinary remote files by URL, for scripts that read plain paths on the local disk.
 
 The content behind a URL may change, so the object of a staged file is named by the URL and the state that the store
-reports (ETag, or time and size): a changed file is another object. The digest of its content is not known before the
-transfer; it is computed on arrival and recorded in `CACHE/links/`, so that `scrub` and a restart can verify the file.
-The returned path is a link with the original file name, in a separate folder per object, so that files with equal
-names do not collide.
+reports (ETag, or time and size): a changed file is another object. The digest of the content is not known before the
+transfer. It is computed on arrival and recorded in `CACHE/links/`, so that `scrub` and a restart can verify the file.
+The returned path is a link with the original file name. Each object has a separate folder for its link, so that files
+with equal names do not collide.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGR
     try:
         return map_in_threads(stage_one, urls, _MAX_FILES_AT_ONCE)
     finally:
-        # Held until all files have arrived, so that none of them evicts another.
+        # Held until all files have arrived, so that the fetch of one file does not evict another.
         for digest in held:
             cache.release(digest)

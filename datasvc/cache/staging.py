@@ -1,4 +1,4 @@
-"""Staging: make many objects resident, several at a time, without repeated requests for the same object.
+"""Staging: make many objects resident, several in parallel; an object that is listed twice is fetched once.
 
 `Cache.stage` uses it, and through it `datasvc stage`, pins and the staging jobs of a node.
 """
@@ -55,7 +55,7 @@ def stage_objects(
     num_threads: int | None,
     stop: threading.Event,
 ) -> StageReport:
-    """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that none evicts another."""
+    """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that no fetch evicts one."""
     objects = {info.digest: (info, repository) for info, repository in requests}
     needed = sum(footprint(info.size_bytes) for info, _ in objects.values())
     # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
@@ -88,7 +88,7 @@ def stage_objects(
 
 
 def _choose_threads(num_objects: int, needed_bytes: int) -> int:
-    """Return how many objects to fetch at once: more if they are small, to keep all requests busy."""
+    """Return how many objects to fetch at once: more if they are small, because these need fewer requests each."""
     mean_bytes = max(1, needed_bytes // max(1, num_objects))
     return min(max(_MIN_THREADS, _BYTES_AT_ONCE // mean_bytes), _MAX_THREADS)
 

@@ -31,11 +31,11 @@ class TenantUsage:
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """What `datasvc cache status` prints. Sizes are disk space, in whole blocks of 4 KiB.
+    """The values that `datasvc cache status` prints. Sizes are disk space, in whole blocks of 4 KiB.
 
     Attributes:
         budget_bytes: budget as it was set.
-        limit_bytes: the budget, or the lower limit that a full disk has imposed.
+        limit_bytes: the budget, or a lower limit that was set when the disk was full.
         resident_bytes: bytes of resident objects.
         reserved_bytes: bytes of objects being fetched.
         quarantined_bytes: bytes of corrupt objects that are kept until their space is needed.

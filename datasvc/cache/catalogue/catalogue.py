@@ -38,7 +38,7 @@ class NoSpaceYet(NamedTuple):
     """A refused reservation that may succeed once another object has arrived.
 
     Attributes:
-        digest: one object that is being fetched.
+        digest: the object to wait for, which is being fetched.
     """
 
     digest: Digest
@@ -151,7 +151,7 @@ class Catalogue:
     def reserve(
         self, info: ObjectInfo, job_id: str, tenant: str, *, prefetch: NextUse | None = None, evict: bool = True
     ) -> Reservation:
-        """Find an object resident, or reserve the space to fetch it.
+        """Reserve the space to fetch an object, unless it is resident.
 
         Args:
             info: the object; the caller has a hold on it unless it prefetches.
@@ -187,9 +187,9 @@ class Catalogue:
                 # The object's space is already charged; the space of its quarantined copy may not be.
                 space.count_quarantine(record.tenant)
             else:
-                # For an object needed now, any unused object may go; a prefetch spares those needed sooner.
+                # For an object needed now, any unused object may be evicted; a prefetch keeps those needed sooner.
                 min_distance_bytes = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
-                # Without `evict`, a prefetch spares every object that a running job may need again.
+                # Without `evict`, a prefetch keeps every object that a running job may need again.
                 min_distance_bytes = min_distance_bytes if evict else max(min_distance_bytes, SPARE_NEEDED)
                 refused = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
                 if refused and prefetch is not None:
@@ -262,7 +262,7 @@ class Catalogue:
             tables.count(counts)  # the hits since the last release, which need no transaction of their own
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
-        """Record when the caller needs objects whose files exist already; see `CacheJob.expect` for the arguments."""
+        """Record the next uses of objects whose files exist already; see `CacheJob.expect` for the arguments."""
         with self._writing() as (tables, space):
             tables.set_clock(job_id, now)
             for digest, next_use in next_uses.items():
@@ -273,7 +273,7 @@ class Catalogue:
                     space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
 
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
-        """Lower the limit to what a full disk can hold, and evict until the caller's object fits below it.
+        """Lower the limit to the bytes that fit on a full disk, and evict until the caller's object fits below it.
 
         Args:
             digest: object that the caller has reserved and could not write.
@@ -372,7 +372,7 @@ class Catalogue:
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
         # `_write_lock` is kept until the victims are unlocked: all threads of a process share one lock descriptor, so
-        # the locks of objects do not separate them.
+        # the locks of objects do not exclude another thread of this process.
         # The contexts close in reverse order, so that the victims are unlocked after the commit.
         with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
             tables = CatalogueTables(self._tables, txn)

@@ -24,7 +24,7 @@ from datasvc.sizes import parse_size
 CACHE_FORMAT: Final = 2
 _NAME: Final = "cache.json"
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash as octal numbers
-# There, locks are per machine, lost after a reconnect, or missing. Also, a cache on a network saves no transfer.
+# On these, locks are per machine, lost after a reconnect, or missing. Also, a cache on a network saves no transfer.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs"}
     | {"gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs"}

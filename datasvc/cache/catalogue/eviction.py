@@ -2,8 +2,8 @@
 
 Of all resident objects that are not in use, the one with the furthest next use is evicted first: Belady's rule
 (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which a known access order
-makes possible. Next uses of different jobs are compared by distance: the bytes that a job still reads before it needs
-the object.
+makes possible. A next use is the time when a job needs the object again, on the job's clock of bytes served. Next
+uses of different jobs are compared by distance: the bytes that a job still reads before it needs the object.
 
 An unknown next use counts as further than every known one. Of the objects with an unknown next use, the one released
 last is evicted first. Where every shard is used once per epoch, this keeps as much of the data as fits; evicting the
@@ -51,21 +51,23 @@ def choose_victims(
     min_distance_bytes: int = -NEVER,
     take: Callable[[EvictionCandidate], bool] = lambda _: True,
 ) -> list[EvictionCandidate]:
-    """Return the objects to evict so that `tenant` may use `size_bytes` more; if all are too few, all that may go.
+    """Return the objects to evict so that `tenant` may use `size_bytes` more.
+
+    If this is impossible, return all objects that may be evicted; `account` then shows the missing bytes.
 
     Args:
         candidates: objects in the order of eviction; iterated no further than needed.
         account: space in use; the victims are subtracted from it.
         tenant: tenant that needs the space.
         size_bytes: space that it needs.
-        min_distance_bytes: only objects further away may go, so that a prefetch evicts nothing needed sooner.
-        take: locks a victim, and returns whether it could; called only for objects whose eviction helps.
+        min_distance_bytes: evict only objects at a larger distance, so that a prefetch keeps those needed sooner.
+        take: locks a victim, and returns whether this succeeded; called only for objects whose eviction helps.
     """
     victims: list[EvictionCandidate] = []
     remaining = iter(candidates)
     while account.missing(tenant, size_bytes) > 0:
         candidate = next(remaining, None)
-        # The candidates of running jobs come by descending distance, so all later ones are spared too.
+        # The candidates of running jobs come by descending distance, so no later one may be evicted either.
         if candidate is None or candidate.distance_bytes <= min_distance_bytes:
             break
         if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes) and take(candidate):

@@ -1,6 +1,7 @@
 """Links that give staged files their original names, and the digests of their contents: `CACHE/links/`.
 
-The object of a staged file is not named by its content, so a scrub and a restart verify it by the recorded digest.
+A staged file is a remote file that was fetched by its URL, see `staged_files`. Its object is not named by its
+content, so a scrub and a restart verify it by the recorded digest.
 """
 
 from __future__ import annotations

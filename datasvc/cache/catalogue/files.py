@@ -66,7 +66,7 @@ class Files:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             check_folder(folder)
-            # catalogue/ comes before objects/: by this order `check_folder` tells a new cache from another folder.
+            # catalogue/ comes before objects/: so `check_folder` can distinguish a new cache from another folder.
             for name in ("leases", "catalogue", "quarantine", "pins", "objects", "incoming"):
                 (folder / name).mkdir(exist_ok=True)
         except OSError as error:
@@ -83,7 +83,7 @@ class Files:
         return f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}"
 
     def is_there(self, digest: Digest, size_bytes: int) -> bool:
-        """Return whether a resident object's file is a regular file, not a link, of the right size."""
+        """Return whether a resident object's file exists with the right size, and is not a link."""
         try:
             status = os.lstat(self.object_name(digest))
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Next uses of each shard by one job, over several epochs: the input of the eviction policy. Pure.
 
 Times are on the job's clock: the bytes that its access order has served since epoch 0, which is the number of
-positions times the mean size of a sample. On these clocks, the jobs of one cache are comparable, whatever their data
-and their speed.
+positions times the mean size of a sample. So the next uses of all jobs of a cache have the same unit, whatever the
+data and the speed of each job. For lanes, see `AccessOrder`.
 """
 
 from __future__ import annotations

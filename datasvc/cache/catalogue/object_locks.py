@@ -1,10 +1,10 @@
 """Object locks: each process locks the objects that it uses; the kernel releases the locks when the process exits.
 
-Each object has a lock of one byte, at an offset computed from its digest, in one of 64 files. So a hold (shared
-lock) writes nothing, and needs no clean-up and no timeout. An eviction takes the lock exclusively, which fails while
-any process has a hold. The locks belong to the open file description (`F_OFD_SETLK`): two descriptors of one process
-exclude each other as two processes do. Evictions use separate descriptors, so that they never evict an object that
-their own process uses.
+Each object has a lock of one byte, at an offset computed from its digest, in one of 64 files. A process that uses an
+object has a hold on it (a shared lock), which writes nothing, and needs no clean-up and no timeout. An eviction takes
+the lock exclusively, which fails while any process has a hold. The locks belong to the open file description
+(`F_OFD_SETLK`): two descriptors of one process exclude each other as two processes do. Evictions use separate
+descriptors, so that they never evict an object that their own process uses.
 """
 
 from __future__ import annotations

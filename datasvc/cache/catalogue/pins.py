@@ -1,4 +1,4 @@
-"""Pins: named sets of objects that are not evicted until they are unpinned. One file per pin, beside the catalogue.
+"""Pins: named sets of objects that are not evicted until they are unpinned. Each pin is a JSON file in `CACHE/pins/`.
 
 The files survive a rebuild of the catalogue, which reads the pins from them.
 """
@@ -38,7 +38,7 @@ class Pin:
 
 
 def changing_pin(folder: Path, name: str) -> AbstractContextManager[None]:
-    """Lock a pin's name for changes inside the block; wait until other changes of it are done. Raises OSError."""
+    """Lock a pin's name for changes inside the block; wait for other changes of this pin. Raises OSError."""
     # 60 bits of the name's digest choose the byte. Two names with the same byte would only wait for each other.
     return locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16))
 

@@ -1,4 +1,4 @@
-"""Quotas of tenants on one cache, and the account of what each tenant uses. Pure.
+"""Quotas of tenants on one cache, and the account of the bytes that each tenant uses. Pure.
 
 The guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
 maximum. Invariant: no reservation takes the quarantined bytes plus the sum over tenants of max(used, guaranteed)
@@ -58,7 +58,7 @@ class Account:
     """Disk space that each tenant uses, and the limits on it. `evict` changes only this object, not the catalogue.
 
     Attributes:
-        budget_bytes: budget of the cache, or the lower limit that a full disk has imposed.
+        budget_bytes: budget of the cache, or a lower limit that was set when the disk was full.
         quotas: quotas of the tenants that have one.
         used_bytes: reserved and resident bytes by tenant.
         quarantined_bytes: bytes of quarantined files, which count for no tenant.
@@ -81,13 +81,13 @@ class Account:
         return self.used_bytes.get(tenant, 0)
 
     def available(self, tenant: str) -> int:
-        """Return the most bytes a tenant may use: the budget minus the guarantees of others, at most its maximum.
+        """Return the most bytes a tenant may use: the budget minus others' guarantees, up to the tenant's maximum.
 
         Quarantined bytes are not subtracted.
         """
         others = {name: quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant}
         if self.is_limited_by_disk:
-            # What others use within their guarantees cannot be evicted; the unused rest reserves nothing.
+            # Bytes that others use within their guarantees cannot be evicted; unused guarantees are not reserved.
             others = {name: min(self.used(name), guaranteed) for name, guaranteed in others.items()}
         unreserved_bytes = self.budget_bytes - sum(others.values())
         maximum = self.quota(tenant).maximum_bytes
@@ -123,7 +123,7 @@ class Account:
         return self.used(victim) - freed_bytes >= self.quota(victim).guaranteed_bytes
 
     def evict(self, tenant: str, freed_bytes: int) -> None:
-        """Subtract `freed_bytes` from what a tenant uses."""
+        """Subtract `freed_bytes` from the bytes that a tenant uses."""
         self.used_bytes[tenant] = self.used(tenant) - freed_bytes
 
     def quota(self, tenant: str) -> Quota:

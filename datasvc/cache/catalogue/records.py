@@ -1,4 +1,4 @@
-"""Binary encoding of the catalogue's records and index keys: a few bytes each, because there may be millions."""
+"""Binary encoding of the catalogue's records and index keys. They are short, because there may be millions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _parse_head(content: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def footprint(size_bytes: Size) -> Size:
-    """Return the disk space of a file of that size, in whole blocks of 4 KiB. Sizes may be `int64[n]`."""
+    """Return the disk space of files of the given size in bytes, an int or `int64[n]`: whole blocks of 4 KiB."""
     return -(-size_bytes // _BLOCK) * _BLOCK
 
 

@@ -1,4 +1,4 @@
-"""Open a node's catalogue, or rebuild it from the files if it cannot be trusted.
+"""Open a node's catalogue, or rebuild it from the files if it is damaged or from an earlier boot.
 
 The catalogue is written without fsync, so it is valid for one boot of the machine only. After a reboot, or if it is
 damaged, a scan of the folder fills a new one: budget and quotas come from `cache.json`, pins from their files, and
@@ -68,7 +68,7 @@ class OpenLock:
 
 
 def open_catalogue(files: Files, locks: ObjectLocks) -> tuple[Catalogue, OpenLock]:
-    """Open the catalogue of a cache; rebuild it if it cannot be trusted.
+    """Open the catalogue of a cache; rebuild it if it is damaged or from an earlier boot.
 
     Raises:
         ConfigError: the cache has a later format.
@@ -154,7 +154,7 @@ def _is_truncated(folder: Path) -> bool:
         if len(head) < 2 * _PAGE:
             return True
         last_page = max(_LAST_PAGE.unpack_from(head, page + _LAST_PAGE_OFFSET)[0] for page in (0, _PAGE))
-        # The two meta pages belong to the last two transactions, and either of these may need the lost end.
+        # The two meta pages belong to the last two transactions, and either one may refer to pages in the lost end.
         expected_bytes, file_bytes = (last_page + 1) * _PAGE, path.stat().st_size
         if expected_bytes > _MAX_UNWRITTEN * file_bytes:
             return True

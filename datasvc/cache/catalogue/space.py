@@ -26,11 +26,11 @@ from datasvc.repository import Digest, ObjectInfo
 NO_JOB: Final = ""
 """Job id of objects that a scan of the folder found."""
 SPARE_NOTHING: Final = -NEVER
-"""A `min_distance_bytes` that spares no object."""
+"""A `min_distance_bytes` that allows the eviction of every object."""
 SPARE_NEEDED: Final = NEVER // 2
-"""A `min_distance_bytes` that spares every object that a running job may need again, at a known time or not."""
+"""A `min_distance_bytes` that keeps every object that a running job may need again, at a known time or not."""
 
-_NO_TENANT: Final = ""  # it has no object, so an eviction for it leaves every tenant its guarantee
+_NO_TENANT: Final = ""  # has no objects, so an eviction for it takes no object within any tenant's guarantee
 _MAPPED: Final = ".mapped"  # name suffix of a quarantined file on which a job had a hold when it was moved
 
 
@@ -53,8 +53,8 @@ class SpaceAllocator:
     def make_space(self, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING) -> bool:
         """Free space until a tenant may use `size_bytes` more; return False if that is impossible.
 
-        What ended processes have left is removed in either case, and may free enough. Objects are evicted only if the
-        result is True.
+        Leftovers of ended processes are removed in either case, see `sweep`; this alone may free enough. Objects are
+        evicted only if the result is True.
 
         Args:
             tenant: tenant that needs the space.
@@ -63,7 +63,7 @@ class SpaceAllocator:
         """
         if self._tables.account().missing(tenant, size_bytes) <= 0:
             return True
-        # What ended processes have left goes before any object that a job may use.
+        # Leftovers of ended processes are removed before any object that a job may use.
         self.sweep()
         account = self._tables.account()
         victims = self._choose_victims(account, tenant, size_bytes, min_distance_bytes)
@@ -138,7 +138,7 @@ class SpaceAllocator:
         )
 
     def sweep(self) -> None:
-        """Remove quarantined files and what ended processes have left. Call it before a useful object is evicted."""
+        """Remove quarantined files, and the reservations and jobs of ended processes. Call it before any eviction."""
         self._tables.quarantined_bytes = self._empty_quarantine()
         self._forget_readers()
         for digest in self._tables.reserved():
@@ -154,7 +154,7 @@ class SpaceAllocator:
     def claim(self, digest: Digest, claim: ObjectRecord) -> None:
         """Write the record `claim`, unless another running job needs the object at the same distance or sooner.
 
-        A record of the same job or of its process is always replaced: the process did not know the order yet.
+        A record of the same job is always replaced, and so is one of its process, which was made without the order.
         """
         record, claimant = self._tables.get(digest), self._tables.job(claim.job_id)
         assert record is not None
@@ -189,8 +189,8 @@ class SpaceAllocator:
         self._tables.delete(digest, record)
 
     def try_lock_exclusive(self, digest: Digest) -> bool:
-        """Lock an object until `unlock_all`, so that no process can use it; return False if one uses it now."""
-        # Never waits: an object in use may stay in use until its job ends.
+        """Lock an object until `unlock_all`, so that no process can use it; return False if a process uses it now."""
+        # Does not wait: an object in use may stay in use until its job ends.
         if not self._locks.try_lock_exclusive(digest):
             return False
         self._locked.append(digest)
@@ -245,7 +245,7 @@ class SpaceAllocator:
         """Yield the objects that may be evicted if they are not in use, the best victim first."""
         running = []
         for job in self._tables.jobs():
-            # In the order of registration: the objects of the oldest ended job go first.
+            # In the order of registration: the objects of the oldest ended job are evicted first.
             if self.is_alive(job):
                 running.append(self._queue(job.job_id, job.clock_bytes))
             else:

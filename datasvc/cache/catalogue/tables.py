@@ -171,8 +171,8 @@ class CatalogueTables:
         self._set_clock(job_id, _ENDED)
 
     def unregister(self, job_id: str) -> None:
-        """Delete a job unless objects of it are still listed."""
-        # Eviction reaches listed objects through their job, so the job stays as long as it has any.
+        """Delete a job unless the index `order` still lists objects of it."""
+        # Eviction finds listed objects through their job, so the job stays until none of its objects is listed.
         prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
         if not (cursor.set_range(prefix) and bytes(cursor.key()).startswith(prefix)):
@@ -186,7 +186,7 @@ class CatalogueTables:
         return reuse.next_use
 
     def set_clock(self, job_id: str, now: int) -> None:
-        """Set a job's clock, unless the job has ended. The clock goes back when a job restores an earlier state."""
+        """Set a job's clock, unless the job has ended. After a job restores an earlier state, `now` is lower."""
         self._ensure_registered(job_id)
         self._set_clock(job_id, now)
 
@@ -244,7 +244,7 @@ class CatalogueTables:
 
     @property
     def limit_bytes(self) -> int:
-        """The budget, or the lower limit that a full disk has imposed. Bytes."""
+        """The budget, or a lower limit that was set when the disk was full. Bytes."""
         return self._number(_LIMIT)
 
     @limit_bytes.setter
@@ -270,7 +270,7 @@ class CatalogueTables:
         self._txn.put(_BOOT, boot.encode(), db=self._tables.meta)
 
     def account(self) -> Account:
-        """Return what the tenants use, and their limits."""
+        """Return the disk space that each tenant uses, and the limits."""
         used = {name: number for name, number in self._numbers(b"u:").items() if number}
         configuration, limit = self.configuration, self.limit_bytes
         return Account(limit, configuration.quotas, used, self.quarantined_bytes, limit < configuration.budget_bytes)
