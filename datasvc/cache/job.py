@@ -187,7 +187,7 @@ class CacheJob:
         self._open().catalogue.count({name: number})
 
     def abandon(self, held: Counter[Digest]) -> None:
-        """Release holds whose user was garbage-collected. Never blocks, for finalizers; no effect in a forked child."""
+        """Release holds whose user was garbage-collected. For finalizers: never blocks; no effect after a fork."""
         if self._opened is not None and self._opened.process == os.getpid():
             self._opened.locks.abandon(held.elements())
 

@@ -1,8 +1,9 @@
 """The incoming file of an object during a transfer: received ranges, bytes per source, and an incremental hash.
 
-Each byte is written once between two calls of `reset`, and hashed after all bytes before it have arrived: from the
-receive buffer if possible, otherwise from the file. So bytes of an earlier process are verified from the file. Most
-bytes of this process are verified from the receive buffer, so a fault while they are written is not detected.
+Each byte is written once, unless `reset` discards all bytes. Bytes are hashed in order: from the receive buffer if
+all bytes before them are hashed already, otherwise from the file. So bytes of an earlier process are verified from
+the file. Most bytes of this process are verified from the receive buffer, so a fault while they are written is not
+detected. A part is `PART_BYTES` of the object; the list of received parts survives a killed process.
 """
 
 from __future__ import annotations

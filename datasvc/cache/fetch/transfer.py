@@ -46,9 +46,9 @@ def transfer(
     """Fill a file with an object, and verify it.
 
     When a source fails, the next one continues the transfer. When the complete bytes are wrong, this is recorded for
-    each source that sent some of them, and the transfer restarts with the next source; the origin gets a second try,
-    because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept; while
-    the file contains such bytes, no source is blamed for wrong bytes.
+    each source that sent some of them, and the transfer restarts with the next source. The origin gets a second try,
+    because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept. While
+    the file contains some of these, wrong bytes are recorded for no source, because their sender is unknown.
 
     Args:
         info: the object.
@@ -136,7 +136,7 @@ class _Transfer:
 
     def _record_corrupt(self, source: ObjectSource, error: CorruptDataError) -> None:
         self._failures.append((source, error))
-        # A bit error in transfer is not likely to repeat, wrong bytes in the store are: one more try decides.
+        # A bit error in transfer is not likely to repeat, but wrong bytes in the store are read again: try once more.
         if source.kind == "origin" and source not in self._tried_again:
             self._tried_again.add(source)
             self._untried.append(source)

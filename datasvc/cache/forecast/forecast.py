@@ -40,7 +40,8 @@ class EpochForecast:
         origin_rate: bytes per second that all nodes need from the origin; None without a sample rate.
         peer_rate: bytes per second that each node needs from the others; None without a sample rate.
         fed_samples_per_second: highest sample rate of a node that the given bandwidths allow; None: no limit.
-        starves: whether that rate is below the rate that the run needs; None without a sample rate or any bandwidth.
+        starves: whether `fed_samples_per_second` is below the rate that the run needs; None without a sample rate or
+            without any bandwidth.
     """
 
     used_bytes: int

@@ -1,6 +1,6 @@
 """Simulates the traffic of caches for a known sequence of uses, without moving data. Pure.
 
-Each node has a cache. Each shard may have an owner among the nodes, which alone reads it from the origin.
+`forecast` uses it. Each node has a cache. Each shard may have an owner: the only node that reads it from the origin.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def replay(
             the end of the next epoch, and nodes keep owned shards longer than others, see `bias_owned`.
         bytes_per_shard: `int64[num_shards]`.
         budget_bytes: budget of each node's cache.
-        ahead_bytes: fetch shards that are needed within this distance, unless that evicts shards needed sooner; 0:
-            fetch a shard when it is needed.
+        ahead_bytes: fetch shards that are needed within this distance, unless the fetch would evict shards needed
+            sooner; 0: fetch a shard when it is needed.
         owners: `int64[num_shards]`, the node that reads each shard from the origin for all; None: each node reads
             all its shards from the origin. An owner outside of `nodes` always has its shards.
 

@@ -1,4 +1,7 @@
-"""A simulated cache: its resident shards and evictions, by the policy of the real cache, without any data. Pure."""
+"""A simulated cache: its resident shards and evictions, by the policy of the real cache, without any data. Pure.
+
+`replay` simulates each node with one.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class FileMembership:
     def nodes(self) -> Nodes:
         """See `NodeMembership`."""
         old_identity, old_nodes = self._current
-        # An error is swallowed on purpose: the last valid list stays in use.
+        # Errors are ignored on purpose: the last valid list stays in use.
         with suppress(OSError, ConfigError):
             identity = _identity(self._path.stat())
             if identity != old_identity:
@@ -163,7 +163,7 @@ class DnsMembership:
         # A name server may take seconds: one thread waits for it, and the others use the current list.
         if self._clock() - self._resolved_s >= self._interval_s and self._resolving.acquire(blocking=False):
             try:
-                # An error is swallowed on purpose: the last addresses stay in use.
+                # Errors are ignored on purpose: the last addresses stay in use.
                 with suppress(OSError, ConfigError):
                     self._refresh()
             finally:
@@ -224,7 +224,7 @@ def _parse_urls(texts: Iterable[str]) -> tuple[str, ...]:
 def _nodes_at_start(urls: tuple[str, ...], local_url: str | None) -> Nodes:
     nodes = _nodes_while_running(urls, local_url)
     if local_url is not None and nodes.local_url is None:
-        # A node that is listed in another spelling would request its own objects from itself, and wait for itself.
+        # A node that is listed under another URL would request its own objects from itself, and deadlock.
         raise ConfigError(
             f"this node is {local_url!r}, which is not in the list of nodes: {', '.join(urls)}; use the "
             "same URL in both"

@@ -112,7 +112,7 @@ class PeerHealth:
     # The next two methods are called with the lock held.
 
     def _extend(self, streak: _Streak) -> None:
-        # Several threads may lose the same peer at the same time: during a pause, their failures count as one fault.
+        # The requests of several threads may fail at the same time: failures during a pause count as one fault.
         if not streak.length or self._is_on_trial or self._clock() >= self._paused_until_s:
             streak.length += 1
             self._is_on_trial = False

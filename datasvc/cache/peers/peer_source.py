@@ -1,6 +1,6 @@
-"""A peer (another node) as the source of an object: the HTTP requests, and what counts as a failure.
+"""A peer (another node) as the source of an object: sends the HTTP requests, and records their failures.
 
-Each stream opens its own connection. That costs little, because transfers are long; and no idle connection remains
+Each stream opens its own connection. This costs little, because transfers are long. It also leaves no idle connection
 that a fork could copy.
 """
 
@@ -130,7 +130,7 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, ask the peer to check its copy, and pause requests to it."""
+        """See `ObjectSource`. After wrong bytes, request a check of the peer's copy, and pause other requests."""
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()

@@ -1,9 +1,9 @@
 """The other nodes, as sources of objects before and after the origin.
 
-A node requests an object only from nodes that rank above it, see `placement`. These fetch the object from its origin
-if they do not have it, so that it is read from the origin once. The owner ranks first, so it reads from the origin.
-Other nodes skip a peer that is paused after a failure: for them, the next in rank is the owner. If the origin fails,
-the nodes that rank below the requesting one send the objects that they have.
+A node requests an object only from nodes that rank above it, see `placement`. A requested node fetches the object
+from its origin if it does not have it, so that all nodes together read it once. The owner ranks first, so it reads
+from the origin. Other nodes skip a peer that is paused after a failure, and use the next node in rank as the owner.
+If the origin fails, the nodes that rank below the requesting one send the objects that they have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.repository import Digest, ObjectInfo
 
 
 class Peers:
-    """The other nodes, and the health of each as seen by this process.
+    """The other nodes, and the health of each by the requests of this process.
 
     Args:
         membership: list of nodes.

@@ -1,7 +1,7 @@
 """Read and verify single samples by range while their shards are in transfer, so that a run can start sooner.
 
-A shard takes a second or more to arrive, a sample some milliseconds. But each byte that is read early is transferred
-twice, so only a small share of the data is read in this way.
+A shard takes a second or more to arrive, and a sample takes some milliseconds. But each byte that is read early is
+transferred twice, so only a small share of the data is read in this way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PartialShardReader:
         objects: store of the shards.
         split_bytes: size of all shards; all ranks together may read 2 % of it early.
         num_ranks: number of ranks of the job.
-        count: adds to a counter of the cache.
+        count: called with the name of a counter of the cache and the number to add.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 It receives the position of the job, fetches the shards in the order of need, across the end of the epoch, and pauses
 when the next shard would evict one that is needed sooner. The job fetches missing shards itself, so a stager that is
-late or has crashed costs time, but no correctness.
+late or has crashed makes the job slower, but its data stays the same.
 
 It is a separate program (`python -m datasvc.cache.prefetch.stager`), and exits when the job exits: see
 `ChildProcess`.
@@ -128,7 +128,7 @@ class JobPrefetcher:
         try:
             outcome = self._fetch(needed, now)
         except DatasvcError:
-            # Not raised: the job meets and reports the same error if it persists until the shard is needed.
+            # Not raised: if the error persists until the shard is needed, the job's own fetch reports it.
             with suppress(DatasvcError):
                 self._job.count("prefetch_failures", 1)
         finally:
@@ -146,7 +146,7 @@ class JobPrefetcher:
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:
         info = self._split.table.shard(needed.shard)
-        # Further ahead, a fetch evicts no shards that a job needs: these are worth more.
+        # Further ahead, a fetch evicts no shard that a running job may need again: keeping it is worth more.
         evict = needed.first - now <= self._ahead_bytes
         # A shard at the border of two lanes has several uses, and one of these may come before `needed`.
         next_use = self._timeline.next_use(needed.shard, *self._cursor)

@@ -39,7 +39,7 @@ def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
 def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:
     """Raise CacheFullError if the shards in use at the same time do not fit: the run would fail later.
 
-    `what` is the name of the access order, for the message.
+    `what` names the access order in the message.
     """
     if needed_bytes > budget_bytes:
         raise CacheFullError(

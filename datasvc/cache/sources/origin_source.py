@@ -1,7 +1,8 @@
 """Sources of objects: the interface of every source, and the origin, read by parallel ranged requests.
 
 One request to an object store transfers some 35-90 MB/s, so many run at once. Their number is limited over all
-objects that a process fetches: a single shard is as fast as many, and many shards send no more requests than one.
+objects that a process fetches. So a single shard arrives as fast as many together, and many shards send no more
+requests than one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WRITING_THREADS = 4
 
 
 class ObjectSource(Protocol):
-    """A place from which an object can be read.
+    """A store or a node from which an object can be read.
 
     Attributes:
         name: name of the source, for messages.
@@ -194,7 +195,7 @@ class OriginSource:
                 gate.close()
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. Does nothing: there is one origin, which is used whatever it sent before."""
+        """See `ObjectSource`. Does nothing: there is one origin, which is used even after wrong bytes."""
 
     def _transfer(self, ranges: RangeRequests, gate: RequestGate, *, is_streamed: bool) -> None:
         """Read one range after the other, until all are requested or the gate is closed."""

@@ -1,6 +1,6 @@
-"""Ranged requests for one object: how a range is divided into requests, and a gate for their bytes.
+"""Ranged requests for one object: `OriginSource` sends them.
 
-`OriginSource` sends the requests.
+`RangeRequests` divides a range into requests. `RequestGate` passes on their bytes until the transfer has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class RangeRequests:
     Args:
         start: first byte of the range.
         stop: first byte after the range.
-        max_parts: most parts of a request while its object has only one at a time; otherwise `GATHERED_PARTS`.
+        max_parts: most parts of a request while the object has one request at a time; while it has several, the
+            limit is `GATHERED_PARTS`.
     """
 
     def __init__(self, start: int, stop: int, max_parts: int) -> None:

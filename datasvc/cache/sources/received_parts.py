@@ -1,8 +1,8 @@
-"""The list of received parts of an object: a small file beside the incoming one, to resume an interrupted fetch.
+"""The list of received parts of an object: a small file next to the incoming one, to resume an interrupted fetch.
 
-The list is only a hint. A part is added after its bytes were written, but a power cut may keep the entry and lose the
-bytes, so a resumed file is accepted only if the digest of the complete object is right. An invalid list restarts the
-fetch.
+A part is `PART_BYTES` of the object; the last part may be shorter. The list is only a hint. A part is added after its
+bytes were written, but a power cut may keep the part in the list and lose its bytes. So a resumed file is accepted
+only if the digest of the complete object is right. An invalid list restarts the fetch.
 """
 
 from __future__ import annotations
