@@ -29,7 +29,7 @@ class NodeClient:
 
     Args:
         url: base URL of the node.
-        token: its bearer token; None if it requires none.
+        token: bearer token of the node; None if it requires none.
         ca_file: CA certificates for the node; None: those of the system.
 
     Raises:
@@ -39,7 +39,7 @@ class NodeClient:
     def __init__(self, url: str, *, token: str | None = None, ca_file: Path | None = None) -> None:
         self._url = parse_node(url)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # No proxies: a node is in the local network, and a proxy would see the token.
+        # No proxies: a node is in the local network, and a proxy would receive the token.
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context(ca_file)), _NoRedirects()
         )

@@ -1,4 +1,4 @@
-"""Open the peers that a command names, with the token from the environment."""
+"""Open the peers in the `peers` setting of a command or a recipe, with the token from the environment."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class _RankNode:
 
 
 class RankNodes:
-    """The servers of a job's nodes. Every rank creates a `RankNodes`, at the same place among its collective calls.
+    """The servers of a job's nodes. Collective: every rank creates it, in the same order among collective calls.
 
     Args:
         folder: cache folder of this node.

@@ -1,4 +1,4 @@
-"""Run a node: listen, respond, and shut down gracefully."""
+"""Run a node for `datasvc serve` or `embedded`: listen, respond, and shut down gracefully."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
         ready: called with the node's URL once the node listens.
 
     Returns:
-        Whether all threads have ended; if not, end the process without waiting for them.
+        Whether all threads have ended; if not, the caller must end the process without waiting for them.
 
     Raises:
         ConfigError: another process serves this cache, or the address cannot be used; or see `Cache`.

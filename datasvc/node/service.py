@@ -1,4 +1,7 @@
-"""Create and close the parts of a node: cache, origins, peers, jobs, and the web application."""
+"""Create and close the parts of a node: cache, origins, peers, staging jobs, and the web application.
+
+`server` runs the application. This module guards that only one process serves a cache.
+"""
 
 from __future__ import annotations
 

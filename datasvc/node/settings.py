@@ -18,7 +18,7 @@ class NodeSettings:
     """Settings of one node, checked when they are created.
 
     Attributes:
-        folder: folder of the cache that it serves.
+        folder: folder of the cache that the node serves.
         repositories: URLs of the origins that it may read; it reads no others.
         host: address to listen on.
         port: port to listen on; 0: any free one.
@@ -81,7 +81,7 @@ class NodeSettings:
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # No session tickets: a peer that waits for the first byte of a response would take a ticket for it.
+        # No session tickets: a peer that waits for the first byte of a response would mistake a ticket for it.
         context.num_tickets = 0
         try:
             # Without a password callback, OpenSSL would prompt on the terminal.

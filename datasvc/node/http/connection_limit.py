@@ -40,7 +40,7 @@ class BoundedConnections:
         """Return the protocol of a new connection."""
         if self.num_open < self._max:
             return self._server()
-        # The peer gets a response, not a closed port, so it learns that it may try again.
+        # A response, instead of a closed connection, tells the peer that it may try again.
         self.num_refused += 1
         return _Refusal()
 

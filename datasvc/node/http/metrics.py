@@ -1,6 +1,6 @@
 """Prometheus metrics for `/metrics`: the numbers of the status document.
 
-They have a registry of their own, because other libraries in this process may register metrics in the default one.
+They have a separate registry, because other libraries in this process may register metrics in the default one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
-# Rows of name in the status, name of the metric, help text. Counters of the cache include all processes of the node.
+# Each row: name in the status document, name of the metric, help text.
+# The counters of the cache include all processes of the node.
 _CACHE_COUNTERS: Final = (
     ("hits", "cache_hits", "Objects that were resident when requested"),
     ("misses", "cache_misses", "Objects that had to be fetched"),

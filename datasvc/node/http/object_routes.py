@@ -5,8 +5,8 @@
     HEAD /objects/{digest}                      its size if it is resident, otherwise 404
     POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
 
-The response to a fetch starts when the object is complete and verified; until then, a peer sees from `/healthz` that
-the node is running. A peer verifies the bytes again, and requests a check if they are wrong. An object that is
+The response to a fetch starts when the object is complete and verified. Until then, a peer checks with `/healthz`
+that the node is running. A peer verifies the bytes again, and requests a check if they are wrong. An object that is
 damaged on this disk is quarantined and no longer served.
 """
 
@@ -168,7 +168,7 @@ def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
     first, last = match.groups()
     if max(len(first), len(last)) > _MAX_DIGITS:
         return None
-    # Without a first byte, the header asks for the last bytes of the object.
+    # Without a first byte, the header requests the last bytes of the object.
     if not first:
         start, stop = max(0, size_bytes - int(last)), size_bytes
     else:

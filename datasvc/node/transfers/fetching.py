@@ -1,7 +1,8 @@
 """Serves objects of a node's cache to peers; concurrent requests for one object share one fetch.
 
-Objects are fetched only from the origin, never from a peer: the requesting peer takes this node for the owner, and
-two nodes that take each other for the owner would wait for each other forever.
+Objects are fetched only from the origin, never from a peer. A peer requests an object from this node because the
+peer's list of nodes ranks this node higher. If another list ranks the peer higher, the two nodes would otherwise wait
+for each other forever.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Fetches:
 
 
 def _check_size(info: ObjectInfo, repository: Repository) -> None:
-    """Compare a requested size with the origin's: for a false size, the cache would evict objects in vain."""
+    """Compare a requested size with the origin's: for a wrong size, the cache would evict objects for nothing."""
     stored = repository.objects.size(info.digest)
     if stored is None:
         raise NotFoundError(f"{repository.objects.location(info.digest)} does not exist")

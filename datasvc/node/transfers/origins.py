@@ -35,14 +35,14 @@ class RateLimitedStorage(Storage):
         raise TypeError("a rate-limited storage belongs to its process; send its URL instead")
 
     def read(self, path: str, max_bytes: int | None = None) -> bytes:
-        """Return the whole content. Its size is known only afterwards, so the next read waits in its place."""
+        """Return the whole content. Its size is known only afterwards, so the next read waits instead."""
         content = super().read(path, max_bytes)
         if max_bytes is None:  # otherwise `read_start` has counted it
             self._bucket.reserve(len(content))
         return content
 
     def read_start(self, path: str, length: int) -> bytes:
-        """Return the first bytes. Their number is known only afterwards, so the next read waits in their place."""
+        """Return the first bytes. Their number is known only afterwards, so the next read waits instead."""
         content = super().read_start(path, length)
         self._bucket.reserve(len(content))
         return content
@@ -107,7 +107,7 @@ class Origins:
         return sorted({redact_url(repository.url) for repository in self._repositories.values()})
 
     def close(self) -> None:
-        """Make the reads fail that wait for the rate limit."""
+        """Make reads that wait for the rate limit fail."""
         self._closing.set()
 
     def _only(self) -> Repository | None:

@@ -35,7 +35,10 @@ class StreamPlan:
 
 
 def plan_streams(rate_bytes_s: int | None) -> StreamPlan:
-    """Under a limit, use so few streams that each is fast enough, and writes so small that no pause is above 1 s."""
+    """Return the plan for a limit in bytes per second; None: no limit.
+
+    Under a limit, there are few enough streams that no peer ends one as too slow, and each write takes at most 1 s.
+    """
     if rate_bytes_s is None:
         return StreamPlan(_MAX_STREAMS, _MAX_WRITE_BYTES)
     num_streams = max(1, min(_MAX_STREAMS, rate_bytes_s // _MIN_STREAM_BYTES_S))
@@ -87,7 +90,7 @@ class Sender:
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[None]:
-        """Wait for a free stream, and hold it while the block runs. Raise UnavailableError if none becomes free."""
+        """Wait for a free stream, and occupy it while the block runs. Raise UnavailableError if none becomes free."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         slot = loop.create_task(self._slots.acquire())

@@ -1,4 +1,7 @@
-"""Staging jobs: bring data sets into the cache of a node in the background; they can be watched and cancelled."""
+"""Staging jobs of a node: each brings a data set into the cache in the background, and can be watched and cancelled.
+
+The routes of `/stage` start them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ class StageJob:
     Attributes:
         id: identifier in URLs.
         labels: data set and repository as text, for `describe`.
-        total_bytes: size of all its shards, equal ones counted once.
-        stop: event that cancels it.
+        total_bytes: size of all shards of the job, equal ones counted once.
+        stop: event that cancels the job.
         state: current state; it changes under the lock of the job.
         future: done when `run` has ended in its thread; set by `StageJobs`.
     """
@@ -112,7 +115,7 @@ class StageJobs:
     """The staging jobs of a node. Thread-safe.
 
     Args:
-        cache: cache that they fill.
+        cache: cache that the jobs fill.
         num_at_once: number of jobs that run at the same time; each uses several threads and connections.
         max_unfinished: maximum number of waiting and running jobs; further ones are refused.
         max_ended: number of ended jobs that stay listed.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Limits bytes to a rate: in any period, at most `rate_bytes_s` per second, plus a burst of a tenth of that.
+    """Limits bytes to a rate: in any period, at most `rate_bytes_s` per second, plus a burst of 0.1 s at this rate.
 
     After a pause, the burst passes at once; a larger reservation passes in one piece after a longer wait. Callers are
     served in the order of their calls. Thread-safe.
