@@ -1,6 +1,6 @@
 """A repository: its objects, and the logs of its data sets, models and tags.
 
-Invariant: a tagged version is not removed. A writer that moves a tag reads the log of removals after its commit; a
+Invariant: a tagged version is not removed. A writer that moves a tag reads the log of removals after its commit. A
 writer that removes versions reads the tags after its commit. A writer that finds a conflict reverts its own commit.
 """
 
@@ -31,7 +31,7 @@ _KIND_NAMES: dict[Kind, str] = {"datasets": "data set", "models": "model"}
 
 @dataclass(frozen=True)
 class Resolved:
-    """An immutable version: the result of resolving a reference."""
+    """An immutable version: the result of `Repository.resolve`."""
 
     kind: Kind
     name: str
@@ -160,7 +160,7 @@ class Repository:
         if before == target.version and expect in {None, before}:
             return target
         tags.move(tag, target.version, expect=expect, newest=newest)
-        # A writer that removes versions reads the tags before and after its commit: one of the two sees the conflict.
+        # A writer that removes versions reads the tags before and after its commit: one writer finds the conflict.
         if self._is_removed(target):
             outcome = self._move_back(target, tag, before)
             raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")

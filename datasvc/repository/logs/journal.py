@@ -1,7 +1,7 @@
-"""Journal of unfinished work: records of its finished parts, so that the work can resume after its process is killed.
+"""Journal of unfinished work, such as an ingest: records of its finished parts, to resume after a killed process.
 
-A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified on
-reading; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
+A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified when it
+is read; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
 journals that were never resumed.
 """
 

@@ -1,8 +1,8 @@
 """Append-only logs of numbered JSON entries. The creation of the next entry is the only commit point of the system.
 
-An entry is created only if its number is free: of concurrent writers one succeeds, and the others rebase: they build
-their entry again for the next number. Every entry has a random commit id, by which a writer recognises its own entry
-if the store's response is lost. It also has a checksum, which detects a changed byte.
+An entry is created only if its number is free, so one of several concurrent writers succeeds. The others rebase: they
+build their entry again for the next number. Every entry has a random commit id. If the store's response is lost, a
+writer recognises its own entry by this id. Every entry also has a checksum, which detects a changed byte.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Log:
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.
 
-        The number of requests is logarithmic, so a reader that has read most of a long log need not list it again.
+        The number of requests is logarithmic in the number of new entries, so a reader of a long log saves a listing.
         Raises UnavailableError.
         """
         # Numbers have no gaps, so the newest one is found by doubling the step, and then halving it.

@@ -38,7 +38,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is valid, otherwise raise ConfigError; `what` is its kind for the message, as "model"."""
+    """Return `name` if it is valid, otherwise raise ConfigError; `what` is its kind in messages, such as "tag"."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "
@@ -48,7 +48,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it is valid, which means a name that is not a number. Otherwise raise ConfigError."""
+    """Return `tag` if it is a valid name and not a number, otherwise raise ConfigError."""
     if tag.isdecimal():
         raise ConfigError(f"{tag!r} is not a valid tag: NAME@{tag} is version {tag}; use a name with a letter")
     return check_name(tag, "tag")

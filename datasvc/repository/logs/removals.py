@@ -1,7 +1,7 @@
 """Log of the removed versions of one data set or model.
 
 The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
-An entry of this log lists all versions that are removed at its time, so a reader needs only the newest entry.
+Each entry of this log lists all versions that are removed when it is created, so a reader needs only the newest one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Removals:
         return self._read(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
-        """Return the versions that were removed before `before_s`, and not given back since.
+        """Return the versions that were removed before `before_s`, and not restored by `give_back` since.
 
         `before_s` is in seconds since 1970 of the store's clock. Raises the errors of `Log.read`.
         """
@@ -48,7 +48,7 @@ class Removals:
         newest_old = max((number for number in numbers if self._log.path_of(number) in old), default=0)
         if not newest_old:
             return frozenset()
-        # Only versions in all entries since then: one that was given back and removed again gets a new grace period.
+        # Only versions in all entries since then: one that was restored and removed again gets a new grace period.
         since = self._log.entries(number for number in numbers if number >= newest_old)
         all_versions = self._versions.numbers()
         return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
@@ -57,7 +57,7 @@ class Removals:
         """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
         # A binary search is possible because entries only add versions, except those of `give_back`. If a version was
-        # given back and removed again, the search finds one of its removals.
+        # restored and removed again, the search finds one of its removals.
         first = bisect_left(numbers, True, key=lambda number: version in self._read(number, all_versions))
         return self._log.read(numbers[first]) if first < len(numbers) else None
 

@@ -1,4 +1,4 @@
-"""Tags of one data set or model. A tag is a log: each entry moves the tag to a version, or removes it with a null."""
+"""Tags of one data set or model. A tag is a log: each entry moves it to a version, or removes it (version null)."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Tags:
             tag: name of the tag.
             version: new version; None removes the tag.
             expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
-            newest: result of `newest`; it saves two requests, unless another writer has moved the tag since.
+            newest: result of `newest`, to save two requests if no other writer has moved the tag since.
 
         Raises:
             ConflictError: the tag does not point at `expect`; nothing was changed.

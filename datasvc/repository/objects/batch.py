@@ -1,8 +1,8 @@
 """Batched writes of objects: every object is synced before its rename, but most syncs find the bytes on the disk.
 
 An fsync of one file makes the file system write out everything that was started before. So the writeback of each file
-starts at once, and a file is synced only when `_MAX_OPEN` later files are written: by then, its bytes are mostly on
-the disk. Folders are synced once each, at the end.
+starts at once, and a file is synced only when `_MAX_OPEN` later files are written: by then, most of its bytes are on
+the disk. Each folder is synced once, at the end.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from datasvc.repository.store.retries import map_exceptions
 logger = logging.getLogger(__name__)
 
 QUARANTINE: Final = "quarantine"
-# Maximum number of entries of `_verified_ns`, some 50 MB. When it is full, it is cleared, and files are hashed again.
+# Maximum number of files in `_verified_ns`, some 50 MB. A full table is cleared, and files are hashed again.
 _MAX_VERIFIED: Final = 1 << 19
 # Errors that do not mean that the file is damaged.
 _NOT_DAMAGE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)

@@ -37,7 +37,7 @@ Digest = NewType("Digest", str)
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
 RANGE_BYTES = 8 << 20
-# `read` requests so many bytes first, without the size: only a larger object then needs a request for its size.
+# `read` first requests this many bytes, before the size is known. Only a larger object needs a request for its size.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
 _WRITEBACK_BYTES = 8 << 20
@@ -193,7 +193,7 @@ class Objects:
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
-        """Like `reuse`, but compare only the size: for callers that could not write the object again."""
+        """Like `reuse`, but compare only the size: for callers that do not have the bytes to write it again."""
         return self.storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
@@ -309,8 +309,8 @@ class Objects:
         try:
             content = self.storage.read_range(self.path(digest), offset, length)
         except UnavailableError:
-            # A store also fails if the range is beyond the end of the object: in this case the store works, but the
-            # object is damaged.
+            # A store also reports an error if the range is beyond the end of the object. Then the object is damaged,
+            # and another try would not help.
             self._check_reaches(digest, offset + length)
             raise
         if len(content) < length:
@@ -329,7 +329,7 @@ class Objects:
             )
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the range of bytes once if the whole object is intact and has this range; otherwise yield nothing."""
+        """Yield the range if the whole object is intact and has it, otherwise nothing; a repository has one copy."""
         with suppress(NotFoundError, CorruptDataError, UnavailableError):
             content = memoryview(self.read(digest))
             if len(content) >= offset + length:

@@ -27,7 +27,7 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
     Args:
         objects: objects of the repository.
         referenced: digests in the entry and in its tables.
-        what: what is to be committed, for messages.
+        what: name of the new entry, for messages.
 
     Raises:
         NotFoundError: an object is missing; the caller must not commit.

@@ -1,8 +1,8 @@
 """Atomic create-only writes, which every commit needs, and the fsspec drivers that have them.
 
 fsspec's base class implements `pipe_file(mode="create")` as `exists()` followed by a write. Two writers can both find
-no file, and one of their entries is lost. A test with one writer does not detect this. So a driver is accepted only
-if it inherits its `pipe_file` from a class whose source code is known to be atomic.
+no file, and then one overwrites the entry of the other. A test with one writer does not detect this. So a driver is
+accepted only if it inherits its `pipe_file` from a class whose source code is known to be atomic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 WRITABLE_STORES: Final = (
-    "a local folder, S3 and what speaks its protocol (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
+    "a local folder, S3 or a compatible store (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
     "(abfs://) or memory://"
 )
 # Drivers whose write requests carry a condition: If-None-Match for S3 and Azure, ifGenerationMatch for Google.

@@ -1,4 +1,7 @@
-"""HTTP connections for `http_stream`: reused between requests, cancelled from another thread, read without copies."""
+"""HTTP connections for `http_stream`: reused between requests, cancelled from another thread, read without copies.
+
+`Connection` is one connection; `Connections` is the pool of idle ones.
+"""
 
 from __future__ import annotations
 

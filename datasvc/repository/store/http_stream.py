@@ -39,7 +39,7 @@ class UnsupportedResponseError(Exception):
 
 @dataclass(frozen=True)
 class _StreamRequest:
-    """A request for a file, without its range."""
+    """A request for a file, without the range of bytes, which each attempt adds."""
 
     server: Endpoint
     target: str

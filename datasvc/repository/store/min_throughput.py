@@ -1,6 +1,7 @@
 """Detection of a sender whose throughput is too low, although bytes still arrive.
 
-A timeout for silence never ends a stream of a few bytes at a time. The check is used for web servers and for peers.
+A timeout for silence never ends a stream that sends a few bytes at a time. Reads from web servers and from peers use
+this check.
 """
 
 from __future__ import annotations

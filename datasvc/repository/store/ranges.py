@@ -26,7 +26,7 @@ class RangeReader:
 
     @property
     def can_stream(self) -> bool:
-        """Whether the memory of `stream` does not depend on the range; False after an unsupported response."""
+        """Whether `stream` needs little memory for a range of any length; False after an unsupported response."""
         return self._http is not None
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:

@@ -65,7 +65,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
 
 def pause_s(num_failures: int) -> float:
     """Return the pause in seconds after a number of consecutive failures."""
-    # With random jitter: many clients that fail at the same time do not all return at the same time.
+    # With random jitter, so that clients that fail at the same time do not all retry at the same time.
     return FIRST_PAUSE_S * 2.0 ** (num_failures - 1) + random.uniform(0, FIRST_PAUSE_S)  # noqa: S311
 
 

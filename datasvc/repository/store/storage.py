@@ -1,8 +1,8 @@
 """File operations on a store over fsspec: read, ranged read, list, write, and create-only write.
 
-`create` is the basis of every commit. For local files it links a finished temporary file; elsewhere it is fsspec's
-`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`). A remote file is then read, because a store
-may report an error after it has written, or ignore the condition. All exceptions are converted to those of
+Every commit uses `create`. For a local file, it links a finished temporary file. For a remote file, it calls fsspec's
+`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`), and then reads the file, because a store may
+report an error after it has written, or ignore the condition. All exceptions are converted to those of
 `datasvc.errors`.
 """
 
@@ -97,7 +97,7 @@ def _redact_part(part: str) -> str:
     if not split.netloc:
         return part.partition("?")[0] if split.scheme else part
     user, at, host = split.netloc.rpartition("@")
-    # In Azure URLs, the container is in the place of the user; a colon would precede a password.
+    # Azure URLs have the container where others have the user; a colon would precede a password.
     container = f"{user}{at}" if split.scheme in _CONTAINER_SCHEMES and ":" not in user else ""
     return urlunsplit((split.scheme, f"{container}{host}", split.path, "", ""))
 
@@ -299,7 +299,7 @@ class Storage:
         Args:
             path: path to create.
             content: bytes that no other writer writes, such as an entry with a random id. After a failure, `create`
-                compares them with the stored bytes, to find out who has written the file.
+                compares them with the stored bytes, to find out which writer has written the file.
 
         Raises:
             ConfigError: see `check_writable`.
