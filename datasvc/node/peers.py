@@ -1,4 +1,4 @@
-"""Open the peers in the `peers` setting of a command or a recipe, with the token from the environment."""
+"""Open the peers that an option of a command or a recipe lists, with the token from the environment."""
 
 from __future__ import annotations
 

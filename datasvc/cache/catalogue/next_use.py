@@ -2,7 +2,7 @@
 
 Times are on the job's clock: the bytes that its access order has served since epoch 0, which is the number of
 positions times the mean size of a sample. So the next uses of all jobs of a cache have the same unit, whatever the
-data and the speed of each job. For lanes, see `AccessOrder`.
+data and the speed of each job. A lane is a span of the data set; an order reads its lanes in parallel.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def next_uses(uses: Uses) -> Integers:
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
     # `following` is, for each use, the first use of the same shard that begins at or after its end.
     by_shard = np.argsort(begins, kind="stable")
-    place = np.searchsorted(begins[by_shard], ends)
-    following = by_shard[np.minimum(place, len(uses) - 1)]
-    is_reused = (place < len(uses)) & (uses.shards[following] == uses.shards)
+    insert_at = np.searchsorted(begins[by_shard], ends)
+    following = by_shard[np.minimum(insert_at, len(uses) - 1)]
+    is_reused = (insert_at < len(uses)) & (uses.shards[following] == uses.shards)
     # A job of the real cache also declares next uses only until the end of the next epoch, see `UseTimeline`.
     is_reused &= uses.epochs[following] - uses.epochs <= 1
     return np.where(is_reused, uses.first[following], NEVER)

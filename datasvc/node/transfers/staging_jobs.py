@@ -159,7 +159,9 @@ class StageJobs:
         """Return a job. Raise NotFoundError if there is none with that id."""
         with self._lock:
             if job_id not in self._jobs:
-                raise NotFoundError("there is no such staging job: it never existed, or ended long ago")
+                raise NotFoundError(
+                    "there is no such staging job: it never existed, or ended long ago; /stage lists the jobs"
+                )
             return self._jobs[job_id]
 
     def all(self) -> list[StageJob]:
