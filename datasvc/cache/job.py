@@ -52,7 +52,7 @@ class CacheJob:
         folder: folder of the cache.
         tenant: tenant whose quota is charged.
         peers: other nodes to read objects from before the origin; None: no other nodes.
-        job_id: id of the job; None: the job of this process.
+        job_id: id of an access order's job, see `Cache.new_job`; None: the job of this process.
 
     Attributes:
         id: id of the job, under which the catalogue records its clock and its next uses.

@@ -99,13 +99,16 @@ class RankNodes:
         self._group = group or _new_group()
         self._node: EmbeddedNode | None = None
         # Every rank computes the same nodes and leaders from the same list, without further messages.
-        plan = self._gather(lambda: _RankNode.of(folder, address))
-        rank, token = self._rank(), plan[0].token
-        local = plan[rank]
+        nodes_by_rank = self._gather(lambda: _RankNode.of(folder, address))
+        rank, token = self._rank(), nodes_by_rank[0].token
+        local = nodes_by_rank[rank]
         # The leader of a node is its first rank, which starts the server.
-        leaders = [min(number for number, other in enumerate(plan) if other.shares_cache(node)) for node in plan]
-        nodes = list(dict.fromkeys(plan[leader].url for leader in leaders))
-        _check_reachable(plan, nodes)
+        leaders = [
+            min(number for number, other in enumerate(nodes_by_rank) if other.shares_cache(node))
+            for node in nodes_by_rank
+        ]
+        nodes = list(dict.fromkeys(nodes_by_rank[leader].url for leader in leaders))
+        _check_reachable(nodes_by_rank, nodes)
 
         def start() -> None:
             if leaders[rank] != rank:
@@ -127,7 +130,9 @@ class RankNodes:
         except ConfigError:
             self.close()
             raise
-        self.peers = Peers(FixedMembership(nodes, local_url=plan[leaders[rank]].url), PeerSettings(token=token))
+        self.peers = Peers(
+            FixedMembership(nodes, local_url=nodes_by_rank[leaders[rank]].url), PeerSettings(token=token)
+        )
 
     def close(self) -> None:
         """Stop the server that this rank started, if any; other ranks then read from the origin."""
@@ -191,10 +196,10 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_reachable(plan: Sequence[_RankNode], nodes: Sequence[str]) -> None:
+def _check_reachable(nodes_by_rank: Sequence[_RankNode], nodes: Sequence[str]) -> None:
     """Raise ConfigError for loopback addresses in a job of several machines."""
-    local = [node.url for node in plan if node.url in nodes and is_loopback(node.host)]
-    if local and len({node.machine for node in plan}) > 1:
+    local = [node.url for node in nodes_by_rank if node.url in nodes and is_loopback(node.host)]
+    if local and len({node.machine for node in nodes_by_rank}) > 1:
         raise ConfigError(
             f"{', '.join(local)} cannot be reached from the other machines: set `address` on each rank, or set "
             "MASTER_ADDR to an address that all machines can reach"

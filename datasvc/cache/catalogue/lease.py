@@ -24,7 +24,7 @@ class RunningJob(NamedTuple):
     Attributes:
         lease_id: lease of the process; the id of an access order adds a dot and a number.
         clock_bytes: bytes that the job has served, as it last reported.
-        note: description that the job gave of itself.
+        note: description of the job, such as the split that it reads; may be empty.
     """
 
     lease_id: str

@@ -48,7 +48,7 @@ class JobRow(NamedTuple):
         sequence: registration number, ascending.
         job_id: lease of the process, or id of one of its access orders.
         clock_bytes: clock value that the job last reported; None: the job has ended, although its process may run.
-        note: description that the job gave of itself.
+        note: description of the job, such as the split that it reads; may be empty.
     """
 
     sequence: int

@@ -1,8 +1,8 @@
 """Timeline of one job: when its access order uses each shard, on the clock that compares the jobs of a cache. Pure.
 
 The clock counts the bytes that the order has served since epoch 0, see `next_use`. The timeline covers this epoch and
-the next one. This is enough to find each shard's next use, because every shard is used in each epoch. A lane is a span
-of the data set; an order reads its lanes in parallel.
+the next one. This is enough to find each shard's next use, because every shard is used in each epoch. A lane is a
+span of the data set; an order reads its lanes in parallel.
 """
 
 from __future__ import annotations
