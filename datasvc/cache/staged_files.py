@@ -1,4 +1,4 @@
-"""Stage ordinary remote files by URL, for scripts that read plain paths on the local disk.
+"""Stage ordinary remote files by URL, for scripts that read plain paths on the local disk: `datasvc stage URL`.
 
 The content behind a URL may change, so the object of a staged file is named by the URL and the state that the store
 reports (ETag, or time and size): a changed file is another object. The digest of the content is not known before the
