@@ -20,7 +20,7 @@ class Batch(ABC, Generic[A]):
     """A dataclass of arrays or tensors that can be unpacked and indexed like the tuple `(inputs, labels)`.
 
     `len(batch)` is therefore 2, as for a pair from torch's `DataLoader`; the number of samples is
-    `len(batch.positions)`.
+    `len(batch.positions)`. `A` is the type of inputs and labels: a torch tensor or a NumPy array.
     """
 
     @property

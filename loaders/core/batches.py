@@ -38,7 +38,7 @@ class SampleBatch(NamedTuple):
         positions: `int64[n]`, positions of this rank's samples.
         mask: `bool[n]`, False for padding samples.
         shards: `int64[n]`, index of each sample's shard in the shard table of its split.
-        rows: `int64[n]`, row of each sample in its shard's file, in which deleted samples still have rows.
+        rows: `int64[n]`, row of each sample in its shard's file; deleted samples still have rows in that file.
         blobs: views of the encoded images, `uint8[size]` each; a view keeps the memory map of its shard alive. Empty
             if no blob column was requested.
         columns: further columns of fixed width by name, `dtype[n]`.
@@ -83,15 +83,17 @@ class SampleBatches:
     """One rank's endless stream of batches, epoch after epoch, from any cursor.
 
     Args:
+        samples: the split or mixture to read.
         store: shard store to read from; for a mixture, one store per split.
         config: parameters of the access order.
         batch_size: samples of this rank per step.
+        rank, world_size, tail: see `DataRanks` and `Loader`.
         blob: column with the encoded images; None: read no blobs.
         columns: further columns of fixed width to read.
 
     Raises:
-        ConfigError: a split lacks one of the columns, or has it with another type than the first split; `stream`
-            reads a sample for which a column is null.
+        ConfigError: a split lacks one of the columns, or has it with another type than the first split. `stream`
+            raises it too, if a column is null for a sample of a batch.
     """
 
     def __init__(
@@ -196,7 +198,7 @@ class SampleBatches:
 
 
 class _SplitLocator:
-    """A `SampleLocator` of one split, whose positions are those of the split's access order."""
+    """A `SampleLocator` of one split: its positions are those of the split's access order."""
 
     def __init__(self, reader: SplitReader, lanes: int) -> None:
         self._reader = reader
@@ -212,7 +214,7 @@ class _SplitLocator:
 
 
 class _MixtureLocator:
-    """A `SampleLocator` of a mixture: assigns positions to splits, each with an order and epochs of its own."""
+    """A `SampleLocator` of a mixture: it assigns positions to splits, and each split has its own order and epochs."""
 
     # Always 1, even if the splits' orders have lanes: the mixture's positions have no fixed relation to these lanes.
     lanes = 1
@@ -235,16 +237,16 @@ class _MixtureLocator:
         return self._cached_cursors[cursor]
 
     def locate(self, epoch: int, positions: Integers) -> SampleLocations:
-        places = self._order.locate(epoch, positions)
+        assigned = self._order.locate(epoch, positions)
         shards, rows = np.empty_like(positions), np.empty_like(positions)
         # One call per split and epoch, because each call has a high fixed cost.
-        by_order = np.lexsort((places.epochs, places.sources))
-        sources, epochs = places.sources[by_order], places.epochs[by_order]
+        by_order = np.lexsort((assigned.epochs, assigned.sources))
+        sources, epochs = assigned.sources[by_order], assigned.epochs[by_order]
         cuts = np.flatnonzero((np.diff(sources) != 0) | (np.diff(epochs) != 0)) + 1
         for group in np.split(by_order, cuts) if len(positions) else []:
-            source, split_epoch = int(places.sources[group[0]]), int(places.epochs[group[0]])
-            shards[group], rows[group] = self._readers[source].locate(split_epoch, places.positions[group])
-        return SampleLocations(places.sources, places.epochs, shards, rows)
+            source, split_epoch = int(assigned.sources[group[0]]), int(assigned.epochs[group[0]])
+            shards[group], rows[group] = self._readers[source].locate(split_epoch, assigned.positions[group])
+        return SampleLocations(assigned.sources, assigned.epochs, shards, rows)
 
 
 def _common_types(readers: Sequence[SplitReader], columns: Sequence[str]) -> dict[str, npt.DTypeLike]:

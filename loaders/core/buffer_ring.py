@@ -30,7 +30,7 @@ class BufferRing:
         self._buffers: list[npt.NDArray[Any]] = []
 
     def take(self) -> npt.NDArray[Any]:
-        """Return an unused buffer with arbitrary values; a view of it, handed to a user, keeps it in use."""
+        """Return an unused buffer with arbitrary values. A reference to a view of the buffer keeps it in use."""
         if (unused := _find(self._buffers, _REFERENCES_OF_AN_UNUSED_BUFFER)) is not None:
             return unused
         buffer = np.empty(self._shape, self._dtype)

@@ -1,6 +1,7 @@
-"""Shard stores that read a loader's splits through the node's cache, which must have room for all splits' windows.
+"""Shard stores that read a loader's splits through the node's cache. Loaders with `cache=` use them.
 
-Loaders with `cache=` use them. If the budget is too small, creating the loader fails, before anything is fetched.
+A window is the set of shards that consecutive positions of an order need at the same time. The cache's budget must
+hold the windows of all splits. Otherwise creating the loader fails, before anything is fetched.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def follow_splits(
     For the arguments see `Loader`; `global_batch` is the number of samples of a step over all ranks.
 
     Raises:
-        CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has their size.
+        CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has both sizes.
     """
     _check_windows(samples, order, cache, global_batch * (prefetch + 1))
     # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
@@ -33,8 +34,8 @@ def follow_splits(
         else lanes_of_rank(global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
     )
     return [
-        PrefetchingShardStore(cache, split, split_order, lanes, num_ranks=ranks.world_size, step_bytes=step)
-        for split, split_order, step in zip(
+        PrefetchingShardStore(cache, split, split_order, lanes, num_ranks=ranks.world_size, step_bytes=step_bytes)
+        for split, split_order, step_bytes in zip(
             splits_of(samples), split_orders(samples, order), clock_steps(samples), strict=True
         )
     ]

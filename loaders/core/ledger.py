@@ -77,7 +77,7 @@ class Ledger:
     ) -> None:
         self.folder = Path(folder)
         self._header_fields: dict[str, Any] = {
-            # A JSON round trip, so that the order equals that of a stored header.
+            # A JSON round trip, so that the order can be compared with one that is read from a stored header.
             "order": json.loads(json.dumps(order)),
             "source": source,
             "num_samples": num_samples,
@@ -143,6 +143,7 @@ class Ledger:
                 os.close(file)
 
     def _grow(self, record: LedgerRecord) -> None:
+        """Write served samples: extend the last record of served samples if they continue its range, else add one."""
         growing = self._position.growing
         if growing is None or growing.epoch != record.epoch or not record.strided.continues(growing.strided):
             index = self._position.num_records
@@ -155,6 +156,7 @@ class Ledger:
         self._position = _WritePosition(self._position.num_records, longer, self._position.growing_index)
 
     def _append(self, records: Sequence[LedgerRecord]) -> None:
+        """Write records after the last one; they never grow."""
         if records:
             num_records = self._position.num_records
             self._put(num_records, b"".join(record.encode() for record in records))

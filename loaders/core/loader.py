@@ -80,7 +80,8 @@ class Loader(ABC, Generic[B]):
         ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
             a column; a batch is larger than the epoch with `tail="drop"`; the ledger belongs to other data or
             another order.
-        CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
+        CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
+            sizes.
     """
 
     def __init__(

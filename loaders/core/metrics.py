@@ -1,4 +1,7 @@
-"""Prometheus metrics of loaders: `registry.register(LoaderCollector({"train": loader}))`."""
+"""Prometheus metrics of the speed and the waits of loaders.
+
+A job exports them with `registry.register(LoaderCollector({"train": loader}))`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from datasvc.loaders.profiling.step_times import Stage, Totals
 _COUNTERS: Final[tuple[tuple[str, str, Callable[[Totals], float]], ...]] = (
     ("steps", "Batches handed over", lambda totals: totals.num_steps),
     ("samples", "Samples handed over", lambda totals: totals.num_samples),
-    ("wait_seconds", "Waited by the consumer", lambda totals: totals.wait_s),
-    ("consumer_seconds", "Between a batch and the next call", lambda totals: totals.consumer_s),
+    ("wait_seconds", "Seconds that the consumer waited", lambda totals: totals.wait_s),
+    ("consumer_seconds", "Seconds between a batch and the next call", lambda totals: totals.consumer_s),
 )
 _GAUGES: Final[tuple[tuple[str, str, Callable[[Report], float]], ...]] = (
     ("offered", "Samples per second handed over", lambda report: report.bottleneck.offered),
     ("asked", "Samples per second that the consumer would take", lambda report: report.bottleneck.asked or 0.0),
     ("starved_ratio", "Share of the time that the consumer waited", lambda report: report.bottleneck.starved_share),
-    ("wait_p95_seconds", "Wait that 95 % of the last steps kept below", lambda report: report.wait_p95_s),
+    ("wait_p95_seconds", "95th percentile of the waits of the last steps", lambda report: report.wait_p95_s),
 )
 
 
@@ -52,8 +55,12 @@ class LoaderCollector(Collector):
             for name, report in reports.items():
                 gauge.add_metric([name], value_of(report))
             yield gauge
-        yield _stages("blocked_seconds", "Waited by the consumer, by stage", totals, lambda sums: sums.blocked_s)
-        yield _stages("beside_seconds", "Worked by other threads, by stage", totals, lambda sums: sums.beside_s)
+        yield _stages(
+            "blocked_seconds", "Seconds that the consumer waited, by stage", totals, lambda sums: sums.blocked_s
+        )
+        yield _stages(
+            "beside_seconds", "Seconds of work in other threads, by stage", totals, lambda sums: sums.beside_s
+        )
 
 
 def _stages(

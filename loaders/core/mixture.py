@@ -1,4 +1,4 @@
-"""Weighted mixtures of data sets, accepted by loaders in place of a split; `datasvc.mix_order` has their order."""
+"""Weighted mixtures of data sets, which loaders accept in place of a split; `datasvc.mix_order` has their order."""
 
 from __future__ import annotations
 
@@ -109,13 +109,14 @@ class Mixture:
             name = name_of(split)
             if split.digest in names:
                 raise ConfigError(
-                    f"{name} has the same samples as {names[split.digest]}; give one of them the weight of both"
+                    f"{name} has the same samples as {names[split.digest]}; keep one of them, with the sum of both "
+                    "weights"
                 )
             names[split.digest] = name
             if weight and not len(split):
                 raise ConfigError(f"{name} has a weight and no samples; leave it out, or give it the weight 0")
             if weight and weight * self.block < sum(self.weights):
-                min_block = -(-sum(self.weights) // weight)
+                min_block = -(-sum(self.weights) // weight)  # rounded up
                 raise ConfigError(
                     f"the weight of {name} gives less than one sample in a block of {self.block}; give a block of at "
                     f"least {min_block}, or the weight 0"

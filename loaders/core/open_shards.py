@@ -54,7 +54,7 @@ class OpenShards:
         return self._open[shard]
 
     def get_all(self, rows_by_shard: Mapping[int, Integers]) -> dict[int, Shard]:
-        """Return the shard of each entry; if it is not resident yet, it may contain only the requested rows."""
+        """Return the shard of each key; a shard that is not resident yet may contain only the requested rows."""
         if self._open.keys() >= rows_by_shard.keys():
             return {shard: self._open[shard] for shard in rows_by_shard}
         closed = {

@@ -1,4 +1,4 @@
-"""Computes shard and row of the samples of many steps per call, because each call has a high fixed cost.
+"""Computes the shard and row of each sample, for many steps per call, because each call has a high fixed cost.
 
 `SampleBatches` reads the samples at these locations.
 """
@@ -117,7 +117,7 @@ def _slice_all(
 def _group_by_shard(
     steps: Integers, locations: SampleLocations, starts: Integers
 ) -> list[dict[int, list[tuple[int, Integers]]]]:
-    """Return, for each step and each of its splits, the shards with the indices of their samples.
+    """Return, for each step and each of its splits, the shards with the indices of their samples in the batch.
 
     Args:
         steps: `int64[n]`, index of each sample's step.

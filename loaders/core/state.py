@@ -1,6 +1,7 @@
-"""State of a loader as JSON values: an `OrderState` for a single split; this module defines that of a mixture.
+"""Saves and restores the state of a loader as JSON values: its position, and the samples and order it belongs to.
 
-Loading a state of other samples or another order is an error, because its position would stand for other samples.
+The state of a single split is an `OrderState`; this module defines the state of a mixture. Loading a state of other
+samples or another order is an error, because its position would stand for other samples.
 """
 
 from __future__ import annotations
@@ -73,11 +74,14 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
     _check_same(state, expected)
     cursor = Cursor(state["epoch"], state["position"])
     if cursor.position > len(samples):
-        raise StateMismatchError(f"the state's position {cursor.position} is outside 0..{len(samples)}")
+        raise StateMismatchError(
+            f"the state's position {cursor.position} is outside 0..{len(samples)}; restore another state"
+        )
     return cursor
 
 
 def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise StateMismatchError if the states differ in more than the cursor and the names of the splits."""
     if _versions(state) != _versions(expected):
         raise StateMismatchError(
             f"the state belongs to a mixture of {_describe(state)}, this loader reads one of {_describe(expected)}; "

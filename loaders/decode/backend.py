@@ -1,4 +1,4 @@
-"""Settings of decoding, and the interface of the backends that decode images."""
+"""Settings of decoding, and `ImageBackend`, the interface of the backends that decode images for `ImageLoader`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class DecodeConfig:
     """How images are decoded.
 
     Attributes:
-        backend: "cpu" decodes only the window of each image, in threads; "pillow" is slower and needs no further
-            package; "gpu-window" decodes the window on the loader's device with DALI; "gpu-whole" decodes the whole
-            image there and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or "pillow"
-            if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. If several are
-            possible, a trial on the first batches, in another process, decides: data rank 0 chooses for all ranks of
-            a torch.distributed process group. The choice is logged and stored in the state. Windows are equal for all
-            backends; pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about eight on
-            a GPU.
+        backend: "cpu" decodes only the window of each image (its crop), in threads; "pillow" is slower and needs no
+            further package; "gpu-window" decodes the window on the loader's device with DALI; "gpu-whole" decodes
+            the whole image there and then cuts the window; "gpu" is the faster one of these two. "auto" is "cpu", or
+            "pillow" if the decoder of "cpu" is not installed; with a GPU it is the fastest backend that works. If
+            several are possible, they are measured on the first batches, in another process. Data rank 0 chooses for
+            all ranks of a torch.distributed process group. The choice is logged and stored in the state. All backends
+            cut equal windows. Pixels differ by up to two levels of 255 between "cpu" and "pillow", and by up to about
+            eight on a GPU.
         num_threads: number of decoding threads, at least 1; None: the processors available to this process, divided
             by the number of ranks that the launcher started on this node. If the launcher binds each rank to separate
             processors, give their number.

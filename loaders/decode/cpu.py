@@ -1,4 +1,7 @@
-"""CPU backend: a pool of threads decodes images directly into the memory of their batch."""
+"""CPU backend: a pool of threads decodes images directly into the memory of their batch.
+
+`ImageLoader` uses it on the CPU. The GPU backends use it for images that the GPU does not decode.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ _BATCHES_OF_CALLER = 2
 
 @dataclass(frozen=True)
 class _DecodeJob:
-    """A batch to decode, and its output memory."""
+    """A batch to decode, and its output memory.
+
+    `starts`, `shapes` and `flips` are those of the images' `Windows`; for the others see `ImageBackend.feed`.
+    """
 
     images: Sequence[Bytes]
     starts: list[list[int]]
@@ -67,8 +73,8 @@ _STOP_FLAGS: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
 
 def _stop_all() -> None:
-    for stopped in list(_STOP_FLAGS):
-        stopped.set()
+    for stop_flag in list(_STOP_FLAGS):
+        stop_flag.set()
 
 
 # At exit, for example after Ctrl-C, the threads skip prefetched images; otherwise they decode all of them first.

@@ -1,4 +1,4 @@
-"""Format of decoded images (dtype, layout, normalisation), and conversion of single images to that format."""
+"""Format of the images in a batch (dtype, layout, normalisation), and conversion of decoded images to that format."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def copy_pixels(image: Pixels, out: Pixels, *, flip: bool) -> None:
     if not flip:
         np.copyto(out, image)
         return
-    for channel in range(3):  # five times as fast as one copy, whose inner loop would have three iterations
+    for channel in range(3):  # five times as fast as one copy: its inner loop would have only three iterations
         np.copyto(out[:, :, channel], image[:, ::-1, channel])
 
 

@@ -1,6 +1,7 @@
-"""Scaling of decoded windows with the anti-aliased bilinear filter of torch or of Pillow.
+"""Scaling of decoded windows to the size of a batch's images, with the bilinear filter of torch or of Pillow.
 
-The results differ by at most one level of 255. Torch is six times as fast; Pillow serves callers without torch.
+Both filters are anti-aliased, and their results differ by at most one level of 255. Torch is six times as fast;
+Pillow serves callers without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _make_torch_resizer(size: int) -> Callable[[Pixels], Pixels]:
     """Return a resizer with torch's kernel for bytes, which reads channels-last pixels and starts no threads."""
     import torch
 
-    # The operator behind `interpolate(mode="bilinear", antialias=True)`; this form writes to existing memory.
+    # The operator behind `interpolate(mode="bilinear", antialias=True)`; this variant writes to existing memory.
     scale = torch.ops.aten._upsample_bilinear2d_aa.out  # noqa: SLF001 - the operator's name
     scaled = torch.empty(1, size, size, 3, dtype=torch.uint8)
     out, pixels = scaled.permute(0, 3, 1, 2), scaled[0].numpy()

@@ -73,7 +73,7 @@ class ImageWorker:
         if crop is not None:
             image = self._resize(crop)
         else:
-            # Pillow decodes some images that nvImageCodec cannot decode, and it says why an image is bad.
+            # Pillow decodes some images that nvImageCodec cannot decode, and its error says why an image is bad.
             try:
                 image = decode_window(blob, start, shape, self._size, out=self._window)
             except BadSampleError as error:

@@ -31,8 +31,9 @@ class SharingCounts:
         shared: batches that another job decoded.
         decoded: batches that this job decoded, for itself and for the others.
         behind: number of times that the job fell too far behind the others.
-        last_behind: batches behind the fastest job at the last such time.
-        lost: number of times that another job was silent for too long, or that the group could not be used.
+        last_behind: number of batches behind the fastest job, at the last of these times.
+        lost: number of times that another job did not finish a batch within `silent_s`, or that the group could not
+            be used.
     """
 
     shared: int = 0
@@ -44,6 +45,8 @@ class SharingCounts:
 
 class Pace:
     """Measures how far this job is from the others of its group, in steps, and decides when to wait for them.
+
+    The group's settings `lag` and `patience` limit the distance and the number of waits.
 
     Args:
         group: settings of the group.
@@ -122,6 +125,7 @@ class Pace:
         return True
 
     def _record_lag(self, ahead: int) -> None:
+        """Record that the fastest job is `ahead` steps ahead of this one; warn or raise if that is too far."""
         if ahead <= self._patience_left:
             # This job is not too far behind yet: the others have the same patience, so they wait for it.
             self._patience_left -= 1

@@ -1,9 +1,9 @@
 """The folder of a decode group: one symbolic link per step that a job of the group decodes or has decoded.
 
 While a job decodes a step, the link of the step points to a pipe of this job; afterwards it points to the memory of
-the batch. A job claims a step by creating its link: only one job can create it, so each step is decoded once. The
-jobs need no server, and no job waits for a lock of another job. A job that exits or is killed leaves only links
-without a target, which other jobs remove.
+the batch. Jobs that wait for the step poll the pipe. A job claims a step by creating its link: only one job can create
+it, so each step is decoded once. The jobs need no server, and no job waits for a lock of another job. A job that exits
+or is killed leaves only links without a target, which other jobs remove.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class GroupFolder:
         return None
 
     def give_up(self, pending: PendingStep) -> None:
-        """Stop waiting for a job: all its pending steps count as free until it publishes a batch."""
+        """Stop waiting for the job of a pending step: all its steps count as unclaimed until it publishes a batch."""
         self._silent.add(pending.link.process)
         self._membership.links.remove(_name_of(pending.cursor), pending.link.target)
 

@@ -54,7 +54,7 @@ class Membership:
         self.name, self.path = name, folder_of(name, ranks)
         self.settings = json.dumps(settings, default=repr, sort_keys=True).encode()
         self._links: LinkFolder | None = None
-        self._job, self._descriptor = "", -1
+        self._job, self._descriptor = "", -1  # name of this job's link, and the memory of the settings it points to
 
     @property
     def is_member(self) -> bool:

@@ -123,6 +123,7 @@ class MappedBatches:
     def close(self) -> None:
         """Drop all unused mappings; the others stay valid."""
         self._kept.clear()
+        # A new deque: mappings that are still in use are appended to the old one, which is dropped with them.
         self._unused = deque()
 
     def _keep(self, mapping: _Mapping) -> None:

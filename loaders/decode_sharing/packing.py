@@ -1,6 +1,7 @@
 """Serialization of a batch as byte arrays: one per array or tensor, and a header that describes them.
 
-The header may be a pickle, because both processes belong to one user and run the same program, and nothing is stored.
+`GroupFolder` writes these arrays to shared memory. The header may be a pickle, because both processes belong to one
+user and run the same program, and nothing is stored.
 """
 
 from __future__ import annotations

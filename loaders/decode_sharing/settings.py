@@ -19,7 +19,7 @@ class DecodeGroup:
     Attributes:
         name: name of the group; jobs of one user with the same name share batches.
         lag: number of batches that a job may be behind the decoding job and still get shared batches. The decoding
-            job keeps so many batches in memory, once for all jobs.
+            job keeps that many batches in memory, once for all jobs.
         patience: total number of batches for which a job waits for jobs that are further behind, such as a job that
             starts late or writes a checkpoint. After every eight batches of its own, it may wait for one more, up to
             this number. 0: it never waits.

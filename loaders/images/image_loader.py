@@ -73,7 +73,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     Raises:
         ConfigError: an argument is out of range; the split has no images; a batch is larger than the epoch with
             `tail="drop"`; the decoder is not installed.
-        CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
+        CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
+            sizes.
 
     Attributes:
         num_bad: samples handed over so far that did not decode.

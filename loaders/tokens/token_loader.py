@@ -78,7 +78,8 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     Raises:
         ConfigError: an argument is out of range; the column of tokens is missing; a batch is larger than the epoch
             with `tail="drop"`.
-        CacheFullError: the cache's budget is below the window that the order needs; the message has its size.
+        CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
+            sizes.
     """
 
     def __init__(

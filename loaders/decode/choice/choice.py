@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
+# Returns batches for a trial.
 Draw = Callable[[], Sequence[TrialBatch]]
 
 
@@ -99,7 +100,7 @@ class DecodeChoice:
         if store is not None:
             self._settled, self._is_agreed = self._agree(draw, question, store), True
         if self._settled is None:
-            self._settled = self._choose_alone(draw) if self._stored is None else self._prove(self._stored, draw)
+            self._settled = self._choose_alone(draw) if self._stored is None else self._try_stored(self._stored, draw)
         return self._settled
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
@@ -121,9 +122,9 @@ class DecodeChoice:
                 f"{', '.join(map(repr, self._candidates))}: install the same software on all machines, or give all "
                 "ranks decode='cpu' or another backend that all have"
             )
-        return self._prove(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
+        return self._try_stored(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
-    def _prove(self, stored: Backend, draw: Draw) -> Backend:
+    def _try_stored(self, stored: Backend, draw: Draw) -> Backend:
         """Return the backend of the state, after a trial here, because another machine may have saved the state."""
         batches = draw()
         refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
@@ -156,7 +157,7 @@ class DecodeChoice:
         if not trials.rates:
             if self._requested == "gpu":
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
-                raise ConfigError(f"decode='gpu' works with no backend of this machine: {reasons}; use decode='cpu'")
+                raise ConfigError(f"no backend for decode='gpu' works on this machine: {reasons}; use decode='cpu'")
             return self._candidates[0]
         chosen = max(trials.rates, key=trials.rates.__getitem__)  # the first candidate, if rates are equal
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
@@ -165,7 +166,7 @@ class DecodeChoice:
 
 
 def parse_backend(value: object) -> Backend:
-    """Return a backend by its name. Raises ConfigError: there is no backend of that name."""
+    """Return the backend that a loader's state names. Raises ConfigError: there is no backend of that name."""
     for backend in get_args(Backend):
         if value == backend:
             parsed: Backend = backend

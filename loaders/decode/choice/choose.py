@@ -1,4 +1,7 @@
-"""Finds the decoding backends that are possible for a loader, and creates a backend by its name."""
+"""Finds the decoding backends that a loader can use, and creates a backend by its name.
+
+If there are several, `DecodeChoice` chooses one of them.
+"""
 
 from __future__ import annotations
 

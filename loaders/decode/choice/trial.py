@@ -209,7 +209,7 @@ def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageB
                 compare_with_pillow(backend, batches[0], job.config)
                 if not any(map(is_plain_jpeg, batches[0].images)):
                     # A GPU decodes only JPEGs. Without this trial, its decoder would get its first JPEG in the
-                    # loader's process, which it may crash.
+                    # loader's process, and could crash that process.
                     compare_with_pillow(backend, _make_jpeg(), job.config)
                 rate = measure_rate(backend, batches, prefetch=job.config.prefetch)
             yield {"rate": rate}  # after `close`, because some decoders fail there
@@ -244,7 +244,8 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Backen
         difference = float(np.abs(_to_levels(decoded.images[index], config) - _to_levels(out[0], config)).mean())
         if not difference <= _MAX_DIFFERENCE:  # not `>`, so that NaN is refused too
             raise RuntimeError(
-                f"image {index} of the trial differs from Pillow's by {difference:.0f} levels of 255 in the mean"
+                f"image {index} of the trial differs from Pillow's by {difference:.0f} levels of 255 on average; "
+                f"expected at most {_MAX_DIFFERENCE:.0f}"
             )
 
 
@@ -269,7 +270,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has answers only
     job: TrialJob = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-    end_with_input()  # exit when stdin ends: the parent has exited, or has given up on a trial
+    end_with_input()  # exit when stdin ends: the parent has exited, or has stopped waiting for a trial
     for answer in answer_trials(job, partial(make_backend, framework="torch", profiler=StepProfiler())):
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -1,4 +1,4 @@
-"""A separate GPU stream, whose copies and kernels run in parallel to those of the caller's stream.
+"""A separate GPU stream for copies and kernels that run in parallel to those of the caller's stream.
 
 Invariant: every tensor made on this stream is passed to `hand_over`. So the caller's stream waits for the tensor, and
 torch's allocator reuses its memory only after the caller's stream has finished with it.
@@ -17,6 +17,7 @@ from datasvc.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+# Pixels as levels 0 to 255.
 Levels = npt.NDArray[np.uint8]
 
 
@@ -92,7 +93,8 @@ def place(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
     """Return a small array as a tensor on a device, copied on the current stream; the host does not wait.
 
     Args:
-        array: the array. It may be changed after the call, unless the device is the CPU: then the tensor shares it.
+        array: the array. It may be changed after the call, unless the device is the CPU: then the tensor
+            shares its memory.
         device: name of the device, such as "cpu" or "cuda:1".
     """
     import torch

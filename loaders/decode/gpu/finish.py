@@ -1,4 +1,7 @@
-"""The last steps of a batch on its device: colour changes, normalisation, and conversion to the output layout."""
+"""The last steps of a batch on its device: colour changes, normalisation, and conversion to the output layout.
+
+The backends that decode on the CPU and copy, or that change colours on a GPU, use it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceFinish:
-    """Converts batches of levels to the pixel format; keeps scale and shift on the device.
+    """Converts batches of `uint8` levels to the pixel format; keeps scale and shift on the device.
 
     Args:
         pixels: output format.

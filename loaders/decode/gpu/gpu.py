@@ -36,7 +36,7 @@ _MAX_UNEXPLAINED: Final = 3
 
 @dataclass(frozen=True)
 class _SubBatch:
-    """Some images of a batch and their indices in it. It refers to the images until the batch is taken."""
+    """Some images of a batch, and their indices in that batch. The images are referenced until the batch is taken."""
 
     indices: Sequence[int]
     images: Sequence[Bytes]

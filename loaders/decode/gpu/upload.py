@@ -1,4 +1,4 @@
-"""Backend that decodes on the CPU and copies `uint8` pixels, a quarter of the size of float32, to a GPU.
+"""Backend that decodes on the CPU and copies `uint8` pixels to a GPU; they have a quarter of the size of float32.
 
 Threads decode to page-locked memory. While the caller uses a batch, the next one is copied and normalised on a
 separate stream. Invariant: memory that a copy reads is reused for decoding only after that copy is done.
@@ -96,7 +96,8 @@ class PinnedRing:
 class UploadBackend:
     """An `ImageBackend` that decodes on the CPU and normalises on a device.
 
-    Colours are changed on the device too, unless the user has a transform, which runs on the CPU after them.
+    Colours are changed on the device too. If the user has a transform, colours are changed on the CPU, because the
+    transform runs there after the colour changes.
 
     Args:
         config: settings of the backend.
