@@ -1,9 +1,9 @@
 """The folder of a decode group: one symbolic link per step that a job of the group decodes or has decoded.
 
 While a job decodes a step, the link of the step points to a pipe of this job; afterwards it points to the memory of
-the batch. Jobs that wait for the step poll the pipe. A job claims a step by creating its link: only one job can create
-it, so each step is decoded once. The jobs need no server, and no job waits for a lock of another job. A job that exits
-or is killed leaves only links without a target, which other jobs remove.
+the batch. Jobs that wait for the step poll the pipe. A job claims a step by creating its link: only one job can
+create it, so each step is decoded once. The jobs need no server, and no job waits for a lock of another job. A job
+that exits or is killed leaves only links without a target, which other jobs remove.
 """
 
 from __future__ import annotations
