@@ -21,10 +21,8 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
 from datasvc.loaders.augment.transform import Transform
 
-_AUGMENTATION, _TRANSFORMS = (
-    32,
-    35,
-)  # purposes of the keys, one per independent use; order and ingest use lower numbers
+# Purposes of the keys: one number per independent use of random values. Order and ingest use lower numbers.
+_AUGMENTATION, _TRANSFORMS = 32, 35
 _TRIES = 10
 # Random streams of a position: four per try, the flip, the colours. The numbers must never change, because a resumed
 # run draws from them again.
@@ -102,7 +100,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class ColourFactors:
-    """Colour factors of a batch; a slice `factors[rows]` returns those of some of its images.
+    """Colour factors of a batch; a slice `factors[start:stop]` returns those of some of its images.
 
     Attributes:
         brightness, contrast, saturation: `float64[batch]`, 1: no change.
@@ -148,16 +146,16 @@ def plan_random_windows(
     image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
     # All tries of all samples are drawn at once, and the first that fits is taken; this avoids a loop over samples.
     drawn = uniforms(key, positions, _FLIP + 1)
-    draw = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
-    area = image_w * image_h * _between(draw[:, _AREA], *config.scale)
-    ratio = np.exp(_between(draw[:, _RATIO], *np.log(config.ratio)))
+    tries = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
+    area = image_w * image_h * _between(tries[:, _AREA], *config.scale)
+    ratio = np.exp(_between(tries[:, _RATIO], *np.log(config.ratio)))
     width, height = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
     fits = (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
-    left = np.floor(draw[:, _LEFT] * (image_w - width + 1))
-    top = np.floor(draw[:, _TOP] * (image_h - height + 1))
+    left = np.floor(tries[:, _LEFT] * (image_w - width + 1))
+    top = np.floor(tries[:, _TOP] * (image_h - height + 1))
     first = np.argmax(fits, axis=0)  # 0 where no try fits
-    tried = np.stack([top, left, height, width])[:, first, np.arange(len(positions))]
-    window = np.where(fits.any(axis=0), tried, _fallback(image_w, image_h, config))
+    chosen = np.stack([top, left, height, width])[:, first, np.arange(len(positions))]
+    window = np.where(fits.any(axis=0), chosen, _fallback(image_w, image_h, config))
     return _windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))
 
 

@@ -1,11 +1,12 @@
 """Colour changes of decoded images on the CPU: brightness, contrast, saturation and hue, by given factors.
 
 The four changes, their neutral factors and their random order are those of torchvision's `ColorJitter` (its
-`adjust_brightness`, `adjust_contrast`, `adjust_saturation` and `adjust_hue`): the first three blend
-the image with black, with its mean grey, and with each pixel's own grey; the last one rotates the hue in HSV. Results
-are clipped to the range of a pixel. Grey is 0.299 R + 0.587 G + 0.114 B (ITU-R BT.601). torchvision truncates to
-integers after each change, which darkens images. This module rounds once at the end, so its images differ from
-torchvision's by a few levels.
+`adjust_brightness`, `adjust_contrast`, `adjust_saturation` and `adjust_hue`). The first three blend the image with
+black, with its mean grey, and with each pixel's own grey. The last one rotates the hue in HSV. Results are clipped to
+the range of a pixel. Grey is 0.299 R + 0.587 G + 0.114 B (ITU-R BT.601).
+
+torchvision truncates to integers after each change, which darkens images. This module rounds once at the end, so its
+images differ from torchvision's by a few levels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _GREY: Final = np.array([[0.299], [0.587], [0.114]], np.float32)
 _WHITE: Final = np.float32(255)
 _NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing
 _NUM_SCRATCH = 4  # number of scratch planes that `_rotate_hue` needs; the other changes need fewer
-_THREAD_LOCAL: Final = threading.local()  # keeps a changer, because creating one takes longer than changing an image
+# Keeps one `_ColourChanger` per thread, because creating one takes longer than changing an image.
+_THREAD_LOCAL: Final = threading.local()
 
 
 class _ColourChanger:
@@ -54,8 +56,8 @@ class _ColourChanger:
 def augment_colour(images: npt.NDArray[np.uint8], factors: ColourFactors) -> None:
     """Change the colours of images in place; each result depends only on the image's pixels and factors.
 
-    Images are `uint8[n, height, width, 3]` with any strides, with one entry of `factors` each. Several threads may
-    process parts of a batch in parallel. A change with a neutral factor costs nothing.
+    Images are `uint8[n, height, width, 3]` with any strides, and each has one element of `factors`. Several threads
+    may process parts of a batch in parallel. A change with a neutral factor costs nothing.
     """
     assert len(images) == len(factors), (len(images), len(factors))
     height, width = images.shape[1:3]
@@ -95,10 +97,11 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
     np.max(planes, axis=0, out=value)
     np.min(planes, axis=0, out=chroma)
     np.subtract(value, chroma, out=chroma)
-    _read_hue(planes, value, chroma, hue, weight)
+    _compute_hue(planes, value, chroma, hue, weight)
     hue += 6 * rotation
     hue -= 6 * np.floor(hue / 6)
-    # A channel is value - weight * chroma. As a function of hue, weight is a trapezoid (middle, height there, slope).
+    # A channel is value - weight * chroma. As a function of hue, weight is a trapezoid: height + slope * distance
+    # from the middle, limited to 0..1.
     for plane, (middle, height, slope) in zip(planes, ((3, 2, -1), (2, -1, 1), (4, -1, 1)), strict=True):
         np.subtract(hue, middle, out=weight)
         np.abs(weight, out=weight)
@@ -110,7 +113,7 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
         np.subtract(value, weight, out=plane)
 
 
-def _read_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
+def _compute_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
     """Write the hue, -1 to 5, to `hue`: the difference of the two smaller channels / chroma, plus 0, 2 or 4.
 
     The largest channel selects the number that is added: 0 for red, 2 for green, 4 for blue.
@@ -141,4 +144,9 @@ def _clip(planes: _Floats) -> None:
     np.minimum(planes, _WHITE, out=planes)
 
 
-_CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)  # see `sequence`
+_CHANGES: Final = (
+    _change_brightness,
+    _change_contrast,
+    _change_saturation,
+    _rotate_hue,
+)  # as in `ColourFactors.sequence`

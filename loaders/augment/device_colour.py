@@ -1,9 +1,10 @@
 """Colour changes of a complete batch with torch, for images that are decoded or normalised on a GPU.
 
 The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255,
-because sums are rounded differently. Brightness, contrast and saturation are all blends of the image, its grey and
-its mean grey, so one pass can make a different change to each image. A batch therefore needs only as many passes as
-the image with the most changes, although every image has its own order.
+because sums are rounded differently. A pass makes one change to every image of a batch. Brightness, contrast and
+saturation are all blends of the image, its grey and its mean grey, so one pass can make a different change to each
+image. A batch therefore needs only as many passes as the image with the most changes, although every image has its
+own order.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def _rotate_hue(images: Tensor, rotations: Tensor) -> Tensor:
     )
     hue = hue / chroma.clamp_min(_TINY)  # grey has no hue; it gets 0
     hue = (hue + 6 * rotations[:, None, None]).remainder(6)
-    # A channel is value - fraction * chroma. Over the hue, fraction is a trapezoid (middle, height there, slope).
+    # A channel is value - fraction * chroma. As a function of hue, fraction is a trapezoid: height + slope * distance
+    # from the middle, limited to 0..1.
     fractions = [
         ((hue - middle).abs() * slope + height).clamp(0, 1)
         for middle, height, slope in ((3, 2, -1), (2, -1, 1), (4, -1, 1))

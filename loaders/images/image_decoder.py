@@ -30,8 +30,8 @@ class ImageDecoder:
         framework: array type of the batches.
         plan: crop and edits of each image.
         describe: function that names a sample, given its batch and its index in the batch.
-        numbers: further columns of `SampleBatch.columns` to deliver as arrays.
-        lists: further columns to read from the shards and deliver as lists.
+        numbers: names of further columns in `SampleBatch.columns`, to deliver as arrays.
+        lists: names of further columns to read from the shards, and to deliver as lists.
         on_bad: "raise" an error for samples that do not decode, or "mask" them.
         is_mixture: whether batches contain the source split of each sample.
         device: device of labels, mask and numbers, such as "cuda:1"; None: the CPU.

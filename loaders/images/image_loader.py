@@ -67,8 +67,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         device: device of images, labels, mask and numbers: "cpu", "cuda:1", or "cuda" for torch's current device at
             the creation of the loader.
         decode: how images are decoded, or the name of the backend alone, such as "cpu".
-        decode_group: a `DecodeGroup`, or its name alone: jobs on this node with otherwise equal arguments, of which
-            one decodes each batch for all.
+        decode_group: a `DecodeGroup`, or its name alone: jobs on this node with otherwise equal arguments share
+            batches, and one job decodes each batch for all.
 
     Raises:
         ConfigError: an argument is out of range; the split has no images; a batch is larger than the epoch with
@@ -214,7 +214,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # The caller may use several iterators in turn: decode prefetched batches of another kind again.
+            # The caller may use several iterators in turn: decode again the batches that another kind prefetched.
             if (self._framework, self._is_pinned) != (framework, is_pinned):
                 with self._thread_guard:
                     self._discard()
@@ -234,7 +234,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
         # A batch of a decode group is shared in ordinary memory; `_deliver` copies it to page-locked memory.
         config = dataclasses.replace(self._config, is_pinned=self._is_pinned and self.sharing is None)
-        # The question must be equal on all ranks, so it leaves out the backend, which may differ until they agree.
+        # The question must be equal on all ranks. It leaves out the backend, which may differ until the ranks agree.
         question = super().state_dict() | {"batch_size": self.batch_size}
         backend = self._choice.settle(self._draw_trial, question=question)
         decoder = ImageDecoder(

@@ -1,4 +1,7 @@
-"""Plans an image's crop and edits, before it is decoded, from its size and the sample's position in the epoch."""
+"""Plans the crop and the edits of each image before it is decoded; an edit changes colours or runs a transform.
+
+`ImageDecoder` uses the plan. It depends on the image's size, the seed, and the sample's epoch and position.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
             setting = f"decode=DecodeConfig({setting})"
         return f"some batches take longer than others: use {setting} to even that out"
     if resources.decoder is None:
-        return "larger batches cost less per sample"
+        return "use larger batches, which cost less per sample"
     if resources.decoder.startswith("gpu"):
         return "compare decode='cpu', or store smaller images"
     other = "GPU decode" if resources.decoder == "cpu" else "decode='cpu', with DALI"
@@ -165,11 +165,11 @@ _ROUNDING: Final = 1e-6
 _NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.ORIGIN: "stage the version before the run (datasvc stage), or give the cache room for all of it",
-    Stage.PEER: "stage the version on this node before the run, or look at the network between the nodes",
-    Stage.CACHE: "put the cache on a faster disk, or make larger shards: fewer are opened",
-    Stage.READ: "larger batches, and columns that are not needed left out",
-    Stage.COLLATE: "uint8 batches, normalised on the device",
-    Stage.TRANSFER: "uint8 or half batches, in pinned memory; or GPU decode, which needs no copy",
-    Stage.LEDGER: "put the ledger on a faster disk, or make larger batches: each is noted by itself",
-    Stage.LOADER: "larger batches: each call costs about the same",
+    Stage.PEER: "stage the version on this node before the run, or check the network between the nodes",
+    Stage.CACHE: "put the cache on a faster disk, or make larger shards, so that fewer are opened",
+    Stage.READ: "use larger batches, and leave out columns that are not needed",
+    Stage.COLLATE: "use uint8 batches, and normalise them on the device",
+    Stage.TRANSFER: "use uint8 or 16-bit float batches in pinned memory, or GPU decode, which needs no copy",
+    Stage.LEDGER: "put the ledger on a faster disk, or use larger batches, because each batch is one write",
+    Stage.LOADER: "use larger batches, because each call costs about the same",
 }

@@ -1,7 +1,8 @@
 """Profiler of a loader's steps and stages, at a cost of about one microsecond per stage.
 
-The profiler keeps sums, the last steps and the last time spans, so its memory is bounded. Stages may run in any
-thread; steps run in one thread at a time.
+A step is a call for a batch and the consumer's time until the next call. Stages may run in any thread; steps run in
+one thread at a time. Stages outside of calls, such as decoding in other threads, count as work beside the calls, see
+`step_times`. The profiler keeps sums, the last steps and the last time spans, so its memory is bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StepProfiler:
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
-        self.here = _Thread()  # each thread sees its own values
+        self.here = _Thread()  # thread-local: each thread has its own values
         # Reentrant, because at any allocation garbage collection may end an abandoned iterator, which calls `pause`.
         self._lock = threading.RLock()
         self._earlier, self._since_restart = Sums(), Sums()  # sums of the steps before and after the last `restart`
@@ -150,6 +151,7 @@ class StepProfiler:
         self.keep_span("consumer", now_ns - step.consumer_ns, step.consumer_ns, step.number)
 
     def _pending(self, now_ns: int) -> StepTimes | None:
+        """Return the times of the current step up to now; None without a current step. The caller has the lock."""
         return None if self._current is None else self._current.times(now_ns)
 
 

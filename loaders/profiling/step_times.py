@@ -125,7 +125,7 @@ class Sums:
         for stage, duration_ns in step.blocked_ns.items():
             self.blocked_ns[stage] += duration_ns
         if step.waiting_ns:
-            # The step is bound by other threads if they had not finished their work when the call came.
+            # The step is bound by other threads if they had not finished their work when the call began.
             self.num_bound_steps += sum(step.waiting_ns.values()) > _BOUND_SHARE * (step.wait_ns + step.consumer_ns)
             for stage, duration_ns in step.waiting_ns.items():
                 self.waiting_ns[stage] += duration_ns
@@ -136,8 +136,8 @@ class Sums:
         self.num_beside[stage] = max(self.num_beside[stage], num_threads)
 
     def plus(self, other: Sums) -> Sums:
-        """Return the sum of both; of `num_beside`, the maximum."""
-        sums = {entry.name: getattr(self, entry.name) + getattr(other, entry.name) for entry in fields(self)}
+        """Return the sums of both; for `num_beside`, the maximum of both."""
+        sums = {sum_.name: getattr(self, sum_.name) + getattr(other, sum_.name) for sum_ in fields(self)}
         return Sums(**sums | {"num_beside": self.num_beside | other.num_beside})
 
     def totals(self) -> Totals:

@@ -1,4 +1,4 @@
-"""A `ShardStore` that times each access separately for shards in the cache, on a peer, and at the origin."""
+"""A `ShardStore` that times each access, so that a profile shows whether shards come from cache, peer or origin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Reads token blocks from shards, many blocks per call.
+"""Reads token blocks from shards, many blocks per call, for `TokenDecoder`.
 
-Blocks are stored as lists of a fixed size, as lists of variable size, or as blobs of little-endian integers. A block
-is consecutive bytes of a mapped file, so one indexing operation on a sliding-window view of the file copies a batch.
+A token block is the tokens of one sample. It is stored as a list of a fixed size, as a list of variable size, or as a
+blob of little-endian integers. A block is consecutive bytes of a mapped file, so one indexing operation on a
+sliding-window view of the file copies a batch.
 """
 
 from __future__ import annotations
@@ -135,6 +136,7 @@ class StoredBlocks:
 
         Values after the end of a short block are arbitrary. `indices` are `int64[k]`, ascending.
         """
+        # `indices` ascend, so for a complete batch they are 0, 1, ... and need not be applied.
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")
         elif len(rows) <= _MAX_LOOPED_ROWS and len(self._contents) == 1 and not self.format.is_ragged:
@@ -187,7 +189,7 @@ class StoredLists:
         self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return the values of the lists of `rows`, concatenated, after the index in `rows` of each value's list."""
+        """Return, for each value in the lists of `rows`, the index of its list in `rows`; and the values in order."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
         positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())

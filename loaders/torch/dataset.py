@@ -41,7 +41,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         columns: names of the columns of a sample; None: all columns of the split.
         decode: type of the column `image`: "pil" or "numpy" (`uint8[height, width, 3]`), both upright and RGB; None:
             the encoded bytes.
-        transform: function that gets a sample's dict and returns what is served. Spawned workers must be able to
+        transform: function that gets a sample's dict and returns the value to serve. Spawned workers must be able to
             unpickle it.
         cache: cache of the node, or its folder; None: read a local repository in place, and a remote one into memory.
         on_bad: treatment of images that do not decode: "raise" an error, or "mask": serve a black image and log a
@@ -145,16 +145,17 @@ class Dataset(torch.utils.data.Dataset[Any]):
         """Decode and transform one sample."""
         sample = {name: raw[name] for name in self.columns}
         served = index if isinstance(index, ServedIndex) else None
-        decoded = True
+        is_decoded = True
         if self._decode is not None and sample.get(IMAGE) is not None:
-            sample[IMAGE], decoded = self._decoded(raw, number)
+            sample[IMAGE], is_decoded = self._decoded(raw, number)
         is_real = None if served is None else served.counts  # False for padding; None if the order does not pad
         if self._on_bad == "mask" or is_real is not None:
             self._check_mask()
-            sample[MASK] = decoded and is_real is not False
+            sample[MASK] = is_decoded and is_real is not False
         return sample if self._transform is None else self._transform(sample, served)
 
     def _decoded(self, raw: dict[str, Any], number: int) -> tuple[Any, bool]:
+        """Return the image of a sample, and whether it decodes; with `on_bad="mask"` a bad image is black."""
         try:
             return decode_image(raw[IMAGE], self._decode), True
         except BadSampleError as error:

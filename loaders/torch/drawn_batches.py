@@ -65,8 +65,9 @@ class DrawnBatches(Iterator[list[int]]):
         saved = DrawState.from_dict(state)
         if (saved.worker, saved.num_workers) != (self._worker, self._num_workers):
             raise ConfigError(
-                f"the state is of worker {saved.worker} of {saved.num_workers}, this is {self._worker} of "
-                f"{self._num_workers}; load order_state(...) of it into the data set or sampler instead"
+                f"the state belongs to worker {saved.worker} of {saved.num_workers}, and this is worker "
+                f"{self._worker} of {self._num_workers}; load order_state(STATE), with the state of the loader, into "
+                "the data set or sampler instead"
             )
         self._epoch, self._start = self._order.parse_state(saved.order)
         self._position, self._num_batches = saved.position, saved.num_batches

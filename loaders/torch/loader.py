@@ -17,9 +17,9 @@ from datasvc.loaders.torch.sampler import OrderBatchSampler
 class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     """A `DataLoader` in the access order, with a state: `for batch in loader` runs to the end of the epoch.
 
-    The first `for` starts at the cursor that the data set or sampler has when the loader is created. After that only
-    the state of the loader counts, so load states into the loader. The loader moves the cursor of its sampler or data
-    set, so two loaders must not share a sampler or an `IterableDataset`.
+    The first `for` starts at the cursor that the data set or sampler has when the loader is created. From then on the
+    loader uses only its own cursor, so load states into the loader. The loader moves the cursor of its sampler or
+    data set, so two loaders must not share a sampler or an `IterableDataset`.
 
     A new `for` continues after the last batch that was handed over, in the same epoch or at the start of the next
     one. The state counts batches handed over; it is independent of prefetched batches and of the number of workers.
@@ -97,7 +97,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of the epoch. Raises errors of reads and transforms, also those of workers."""
-        # Move the sampler or data set to the cursor: it may be elsewhere, for example after `load_state_dict`.
+        # Move the sampler or data set to the loader's cursor: they may differ, for example after `load_state_dict`.
         epoch, position = self._cursor
         self._source.seek(epoch, position)
         for batch in super().__iter__():

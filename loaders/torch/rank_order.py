@@ -1,4 +1,7 @@
-"""Computes which samples one rank gets at each step, by a pure function, so every process computes the same ones."""
+"""Computes the samples that one rank gets at each step, for the sampler and data sets of this package.
+
+The computation is a pure function of split, order, rank, epoch and step, so every process gets the same result.
+"""
 
 from __future__ import annotations
 

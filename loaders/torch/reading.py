@@ -1,4 +1,7 @@
-"""Reads a split's samples by number. Each process opens its own shards and cache, which cannot be pickled."""
+"""Reads a split's samples by number, for `Dataset`.
+
+Each process opens its own shards and cache, because open ones cannot be pickled.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Sample number with the position at which an order serves it.
+"""`ServedIndex`: a sample number, with the position at which an access order serves the sample.
 
-A transform gets random numbers that depend on this position.
+Samplers pass it to `Dataset`, because the random numbers of a transform depend on the position.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Converts torchdata's loader states to the common loader state of datasvc.
 
-torchdata's `StatefulDataLoader` stores the state of each worker, or that of the sampler, after the last batch handed
-over. It can load them only with the same number of workers. The common state is a position, independent of workers.
+torchdata's `StatefulDataLoader` stores the state of each worker, or the state of the sampler, after the last batch
+handed over. It can load these states only with the same number of workers. The common state is a position, which does
+not depend on the workers.
 """
 
 from __future__ import annotations
