@@ -144,9 +144,5 @@ def _clip(planes: _Floats) -> None:
     np.minimum(planes, _WHITE, out=planes)
 
 
-_CHANGES: Final = (
-    _change_brightness,
-    _change_contrast,
-    _change_saturation,
-    _rotate_hue,
-)  # as in `ColourFactors.sequence`
+# By the numbers in `ColourFactors.sequence`.
+_CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)

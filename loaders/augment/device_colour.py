@@ -1,10 +1,10 @@
 """Colour changes of a complete batch with torch, for images that are decoded or normalised on a GPU.
 
 The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255,
-because sums are rounded differently. A pass makes one change to every image of a batch. Brightness, contrast and
-saturation are all blends of the image, its grey and its mean grey, so one pass can make a different change to each
-image. A batch therefore needs only as many passes as the image with the most changes, although every image has its
-own order.
+because sums are rounded differently. A pass makes at most one change to each image of a batch. Brightness, contrast
+and saturation are all blends of the image, its grey and its mean grey, so one pass can make a different change to
+each image. A batch therefore needs only as many passes as the image with the most changes, although every image has
+its own order.
 """
 
 from __future__ import annotations

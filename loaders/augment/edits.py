@@ -1,4 +1,7 @@
-"""Changes of decoded images after crop and flip: colours first, then the user's transform."""
+"""Changes of decoded images after crop and flip: colours first, then the user's transform.
+
+`ImagePlan` plans one `Edit` per batch, and the decoding backends apply it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users' transforms of decoded images, with reproducible random numbers.
+"""Users' transforms of decoded images, with reproducible random numbers: `AugmentConfig(transform=...)`.
 
 A transform gets a random generator that depends on (seed, epoch, position) only. So it draws the same numbers after a
 resume, in a batch of any size, on any rank and in any thread.

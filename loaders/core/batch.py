@@ -1,4 +1,4 @@
-"""Base class of all batches: a batch unpacks as `(inputs, labels)`, has further attributes, and moves to a device."""
+"""Base class of the batches of all loaders: they unpack as `(inputs, labels)`, and can be moved to a device."""
 
 from __future__ import annotations
 

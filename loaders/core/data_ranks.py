@@ -1,4 +1,7 @@
-"""Data-parallel ranks: each gets a part of every global batch; tensor- and pipeline-parallel peers share a rank."""
+"""Data-parallel ranks of loaders: each rank gets a part of every global batch.
+
+Tensor- and pipeline-parallel peers have the same data rank, and so the same batches.
+"""
 
 from __future__ import annotations
 

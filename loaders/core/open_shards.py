@@ -1,4 +1,8 @@
-"""Open shards of a split, with reference counts: a shard is opened at its first use, and released after its last."""
+"""Open shards of a split, with reference counts, for `SplitReader`.
+
+A shard is opened at its first use, and released after its last reference is dropped. The access order decides how
+long the references are held: see `WholeEpochUses` and `OrderedUses`.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +122,7 @@ class WholeEpochUses:
 
 
 class OrderedUses:
-    """Holds the references of one epoch of a windowed or sequential order: each shard has a range of positions.
+    """Holds the references of one epoch of a windowed or sequential order, in which a shard has a range of positions.
 
     Args:
         shards: open shards of the split.

@@ -1,4 +1,4 @@
-"""Guard against use of a loader by several threads, or in a forked process."""
+"""Guard of a loader: it raises an error if several threads, or a forked process, use the loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reader of one split's samples in its access order, which opens and releases shards as the order needs them."""
+"""Reads the samples of one split in its access order, and opens and releases shards as the order needs them.
+
+`SampleBatches` has one reader for each split of a loader.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A private folder of symbolic links to file descriptors of running processes: `/proc/PID/fd/N`.
 
 When a process exits, even after a crash, the kernel closes its descriptors, and its links have no target any more. A
-link is created atomically. Its creator changes or removes the link before it closes the descriptor.
+link is created atomically. Its creator changes or removes the link before it closes the descriptor. The jobs of a
+decode group find each other's batches by these links.
 """
 
 from __future__ import annotations

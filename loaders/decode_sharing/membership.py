@@ -1,4 +1,7 @@
-"""Membership of a job in a decode group: its link in the group's folder, and the comparison of settings."""
+"""Membership of a job in a decode group: its link in the group's folder, and the comparison of settings.
+
+The link of a member points to memory with its settings. A job that joins compares them with its own.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ class Membership:
         self._descriptor = os.memfd_create("datasvc-decode-settings", os.MFD_CLOEXEC)
         try:
             os.write(self._descriptor, self.settings)
-            # All processes of a node have the same monotonic clock, so the names sort by the time of joining.
+            # All processes of a node have the same monotonic clock, so sorted names are in the order of joining.
             self._job = f"{_JOB}{time.monotonic_ns():020}-{os.getpid()}-{self._descriptor}"
             self._links = self._enter()
         except BaseException:
@@ -112,7 +115,11 @@ class Membership:
                     links.close()
                     raise
                 return links
-        raise OSError(errno.EAGAIN, "the folder of the decode group is removed again and again", str(self.path))
+        raise OSError(
+            errno.EAGAIN,
+            f"could not join the decode group in {_TRIES} tries, because other jobs removed its folder",
+            str(self.path),
+        )
 
     def _check_settings(self, links: LinkFolder) -> None:
         """Raise ConfigError if a job that joined before this one has other settings."""

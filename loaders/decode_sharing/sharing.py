@@ -1,4 +1,7 @@
-"""Membership of a loader in a decode group: settings that its jobs compare, and the decoder that shares batches."""
+"""A loader's side of a decode group: the settings that its jobs compare, and the decoder that shares batches.
+
+`ImageLoader` has a `Sharing` if its argument `decode_group` is given.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Sharing(Generic[B]):
         arguments: arguments of the loader that affect its batches, by name. `decode` is a `DecodeConfig`.
 
     Attributes:
-        counts: counters of shared batches, own batches, and losses.
+        counts: counters of shared batches, own batches and waits that failed, see `SharingCounts`.
 
     Raises:
         ConfigError: `prefetch` is larger than the group's lag; an argument cannot be compared across jobs.

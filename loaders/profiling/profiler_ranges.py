@@ -1,8 +1,8 @@
 """Named ranges around the stages of a loader, for torch's profiler and for NVTX tools such as Nsight Systems.
 
-Ranges are opened while torch's profiler records, and always in a process that an NVTX tool started or that has
-`DATASVC_NVTX=1`. Otherwise a stage costs two flag checks. This module does not import torch, so it opens no range
-until other code has imported torch.
+Ranges are opened while torch's profiler records. They are always opened in a process that an NVTX tool started or
+that has `DATASVC_NVTX=1`. Otherwise a stage costs two flag checks. This module does not import torch, so it opens no
+range until other code has imported torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Values of a profile: stages, steps, time spans, and sums over steps.
+"""Values that a loader's profile consists of: stages, steps, time spans, and sums over steps.
 
 A step is one call for a batch plus the consumer's time until the next call. Each moment inside the call belongs to
 one stage, the innermost, so the stages of a step add up to its wait. Work of other threads, such as decoding, is

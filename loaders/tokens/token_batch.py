@@ -26,16 +26,16 @@ class TokenBatch(Batch[A]):
 
     Attributes:
         tokens: `int64[n, block]`.
-        length: `int64[n]`, number of real tokens of each block, before its padding; 0 for padding samples.
+        length: `int64[n]`, number of real tokens of each block, which come before its padding; 0 for padding samples.
         mask: `bool[n]`, False for padding samples of the last batch.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch.
         labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
         document_ids: `int32[n, block]`, document of each token, counted from 0 in its block; -1 for padding.
         position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
-        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, then that array's size: an
-            input of attention kernels for variable lengths. A segment is a document's part of a block, or a block's
-            padding.
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, then the size of that
+            array. A segment is a document's part of a block, or a block's padding. Attention kernels for
+            variable lengths take this array.
         max_seqlen: number of tokens of the longest segment.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.

@@ -36,7 +36,7 @@ _NUM_REUSED: Final = 4
 
 @dataclass(frozen=True)
 class _TokenShard:
-    """Properties of a shard that every batch needs, computed once."""
+    """Properties of a shard that every batch with its samples needs, computed once."""
 
     blocks: StoredBlocks
     has_all_blocks: bool  # whether no sample has null as block
@@ -250,8 +250,8 @@ class TokenDecoder:
         expected, actual = self._config.tokenizer, (shard.schema.metadata or {}).get(TOKENIZER)
         if expected is not None and actual not in (None, expected):
             raise ConfigError(
-                f"shard {shard.name} has tokens of tokenizer {actual.decode()[:12]}..., the data set those of "
-                f"{expected.decode()[:12]}..., so equal numbers stand for different texts; ingest both with one "
+                f"shard {shard.name} has tokens of tokenizer {actual.decode()[:12]}..., and the data set has tokens "
+                f"of {expected.decode()[:12]}..., so equal numbers stand for different texts; ingest both with one "
                 "tokenizer"
             )
 

@@ -1,4 +1,4 @@
-"""Map-style torch data set of a split's samples, which any process can read by number."""
+"""Map-style torch data set of a split: any process, such as a `DataLoader` worker, can read its samples by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Iterator over the batches of an epoch that one process draws: all, or every n-th one in a `DataLoader` worker."""
+"""Iterator over the batches of an epoch that one process draws, as lists of sample numbers.
+
+The main process draws all batches of its rank; each of n `DataLoader` workers draws every n-th one.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ class DrawnBatches(Iterator[list[int]]):
         """Continue from a state of the same worker, with the same number of workers.
 
         Raises:
-            ConfigError: `state` is no such state, or belongs to another worker or number of workers.
+            ConfigError: `state` is not from `state_dict`, or belongs to another worker or number of workers.
             StateMismatchError: the state belongs to another version or order; the message has both.
         """
         saved = DrawState.from_dict(state)

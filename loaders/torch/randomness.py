@@ -22,7 +22,7 @@ from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
 _GLOBAL_GENERATORS = 48  # purpose of the keys; no other keys have this purpose, so that draws are independent
-_BOUND: Final = 1 << 63  # seeds are below it
+_BOUND: Final = 1 << 63  # all seeds are below this number
 
 
 class SeededTransform:

@@ -19,7 +19,7 @@ _KIND: Final = "datasvc.loaders.torch"
 
 @dataclass(frozen=True)
 class DrawState:
-    """State of one process that draws batches.
+    """State of one process that draws batches: of a worker, or of the main process.
 
     Attributes:
         position: position at which its next step starts; the end of the epoch if it has no further step.

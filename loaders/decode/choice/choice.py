@@ -1,4 +1,4 @@
-"""Chooses the decoding backend of a loader from its argument, its state or a trial, the same on all ranks."""
+"""Chooses the decoding backend of an `ImageLoader` from its argument, its state or a trial, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DecodeChoice:
 
     Args:
         requested: backend of the user's `DecodeConfig`.
-        candidates: result of `plan_candidates`.
+        candidates: backends that may be used, the result of `plan_candidates`.
         try_in_child: function that tries backends in a child process.
         find_store: function that returns the store of the process group, or None.
     """
@@ -50,7 +50,7 @@ class DecodeChoice:
         self._settled: Backend | None = candidates[0] if len(candidates) == 1 else None
         self._stored: Backend | None = None  # from the last state, if it is a candidate
         self._in_state: Backend | None = None  # from the last state, candidate or not; equal on all ranks
-        self._is_agreed = False
+        self._is_agreed = False  # whether all ranks use `_settled`
 
     @property
     def backend(self) -> Backend:

@@ -99,7 +99,7 @@ class DaliPipeline:
             self._pipe = _build(config, graph)
         self._copies = None if config.device_id is None else make_stream(config.device_id)  # stream
         self._fed: deque[_Inputs] = deque()
-        # Inputs of taken runs that the device may still read, until their events are done.
+        # Inputs of taken runs, each with the event after which the device no longer reads them.
         self._read: deque[tuple[torch.cuda.Event, _Inputs]] = deque()
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:

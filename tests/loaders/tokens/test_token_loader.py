@@ -427,7 +427,7 @@ def test_shards_of_another_tokenizer_are_refused(repository, monkeypatch):
         return write_table(repository.objects, [[{"key": key, "tokens": [1] * BLOCK}]], schema)
 
     both = append_table(repository.objects, table(b"a" * 64, "0"), table(b"b" * 64, "1"))
-    with pytest.raises(ConfigError, match=r"tokens of tokenizer bbbbbbbbbbbb\.\.\., the data set those of aaaa"):
+    with pytest.raises(ConfigError, match=r"of tokenizer bbbbbbbbbbbb\.\.\., and the data set has tokens of aaaa"):
         first(split_of(repository, both), batch_size=2)
 
 
