@@ -1,1 +1,1 @@
-"""Random crops, flips and colour changes of images, drawn as pure functions of the sample's position."""
+"""Random crops, flips and colour changes of images, drawn as pure functions of seed, epoch and position."""

@@ -131,7 +131,7 @@ def _compute_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats,
 
 def _grey(planes: _Floats, scratch: _Floats) -> _Floats:
     """Return the grey of each pixel, stored in `scratch`."""
-    # Sums instead of a matrix product, whose last bit differs between machines.
+    # Sums, because the last bit of a matrix product differs between machines.
     terms = np.multiply(planes, _GREY, out=scratch[:3])
     terms[0] += terms[1]
     terms[0] += terms[2]

@@ -58,6 +58,8 @@ class BatchDecoder(Protocol[B_co]):
 class Loader(ABC, Generic[B]):
     """Batches of a split in the access order: `for batch in loader` runs to the end of the epoch.
 
+    `ImageLoader` and `TokenLoader` derive from this class.
+
     Args:
         split: a split of a data-set version, or a mixture of several splits.
         blob: column to decode; None if the decoder reads the parts of a batch itself.

@@ -190,7 +190,7 @@ def columns_of(samples: Split | Mixture) -> list[str]:
 
 
 def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
-    """Raise ConfigError if a split lacks a column; `what` is the message's term for it, by default its name."""
+    """Raise ConfigError if a split lacks a column; the message calls it `what`, or by its name."""
     for split in weighted_splits(samples):
         names = split.table.sample_schema.names
         if column not in names:

@@ -134,7 +134,7 @@ class OrderedUses:
         self._shards = shards
         self._windows = order.windows
         self._start = start
-        self._num_activated = 0  # windows whose first position was reached
+        self._num_activated = 0  # number of windows that have begun: their first position was reached
         self._next = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # start of the next window
         self._ends: list[tuple[int, int]] = []  # heap of (stop, shard)
 

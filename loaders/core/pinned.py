@@ -24,7 +24,7 @@ def can_pin() -> bool:
 
 
 def warn_without_gpu() -> None:
-    """Warn if there is no GPU to pin memory for, as torch's `DataLoader(pin_memory=True)` does."""
+    """Warn if torch finds no GPU, so that memory is not pinned; torch's `DataLoader(pin_memory=True)` also warns."""
     if not can_pin():
         warnings.warn(
             "torch finds no GPU, so the batches of pin() are in ordinary memory", RuntimeWarning, stacklevel=3

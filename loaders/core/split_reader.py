@@ -46,8 +46,9 @@ class SplitReader:
     """Reads samples of a split, and keeps its shards open as long as its order needs them.
 
     Args:
+        store: shard store that opens the shards of the split.
         config: parameters of the access order.
-        blob: column of blobs, if any.
+        blob: column of blobs; None: read no blobs.
         columns: further columns of fixed width.
         labels: the mixture's label for each label of the split, `int64[classes]`; None: labels are not mapped.
 

@@ -1,1 +1,1 @@
-"""Decode windows of images into batches of pixels, in CPU threads or with DALI on a GPU."""
+"""Decoding of windows (crops) of images into batches of pixels, in CPU threads or with DALI on a GPU."""

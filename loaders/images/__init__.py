@@ -1,1 +1,1 @@
-"""`ImageLoader`: batches of decoded images."""
+"""`ImageLoader`, which serves batches of decoded images, and its parts."""

@@ -1,4 +1,7 @@
-"""Report on a loader's steps: time per stage, waits and the bottleneck, as a table and as JSON values."""
+"""Report on a loader's steps: time per stage, waits and the bottleneck, as a table and as JSON values.
+
+`Loader.report` returns it. The column "beside" has the work of other threads, see `step_times`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class LongWait:
 
 @dataclass(frozen=True)
 class Report:
-    """Time per stage of a loader's steps; `str(report)` is a table whose last line names the bottleneck.
+    """Time per stage of a loader's steps; `str(report)` is a table, and its last line names the bottleneck.
 
     Attributes:
         totals: sums over all steps since the loader's last `restart_report`.

@@ -39,7 +39,7 @@ class StepProfiler:
         self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)
         self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
         self._active: Counter[Stage] = Counter()
-        self._current: StepStageTimer | None = None  # the step whose batch the consumer uses
+        self._current: StepStageTimer | None = None  # the step of the batch that the consumer uses
         self.number = 0  # number of the last step handed over
 
     def step(self) -> StepStageTimer:

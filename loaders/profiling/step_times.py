@@ -2,7 +2,7 @@
 
 A step is one call for a batch plus the consumer's time until the next call. Each moment inside the call belongs to
 one stage, the innermost, so the stages of a step add up to its wait. Work of other threads, such as decoding, is
-counted separately, as time beside the calls: it costs the consumer nothing unless a call waits for it.
+counted separately, as time beside the calls. It costs the consumer time only if a call waits for it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`TokenLoader`: batches of packed token blocks."""
+"""`TokenLoader`, which serves batches of packed token blocks, and its parts."""

@@ -203,8 +203,8 @@ def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Intege
         _, starts, stops = blob_part(array)
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
-    # `values` includes the elements of lists that are null themselves; `flatten` leaves such lists out. The decoder
-    # reports such a list only if a batch needs it.
+    # `values` includes the elements of lists that are null themselves; `flatten` leaves these lists out. The decoder
+    # reports them only if a batch needs them.
     if values.null_count and array.flatten().null_count:
         raise ConfigError(
             f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"

@@ -52,8 +52,8 @@ class TokenConfig:
         block_tokens: tokens of a block.
         dtype: dtype of a token in blobs; None for lists.
         tokenizer: digest of the tokenizer; None if the data set does not record it.
-        lengths_are_needed: True: a shard without the column `length` is an error; False: such a shard has only full
-            blocks.
+        lengths_are_needed: True: a shard without the column `length` is an error; False: all blocks of a shard
+            without it are full.
         pad: token to write into padding; None keeps the stored values, and puts 0 after short lists.
         labels: the label of a token is the next token: "across" documents, or only "within" its document; None: no
             labels.

@@ -1,4 +1,7 @@
-"""Iterable torch data set of a split's samples in the access order; workers read its steps in turn."""
+"""Iterable torch data set of a split's samples in the access order; the workers of a loader read its steps in turn.
+
+`Dataset` reads the samples, and `OrderBatchSampler` has the order.
+"""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class DrawState:
 
     @classmethod
     def from_dict(cls, state: Any) -> DrawState:
-        """Return the state from a dict of its attributes. Raises ConfigError: `state` is no such dict."""
+        """Return the state from a dict of its attributes. Raises ConfigError: `state` is another value."""
         if not _is_draw_state(state):
             raise ConfigError(
                 f"this is no state of a data set or sampler of datasvc: found {_summarize(state)}; give the "
-                "state of a loader over such a data set or sampler"
+                "state of a loader over a data set or sampler of datasvc"
             )
         try:
             return cls(**state)

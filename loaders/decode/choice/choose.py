@@ -23,7 +23,7 @@ ON_GPU: Final[Sequence[Backend]] = ("gpu-window", "gpu-whole")
 
 
 def find_missing() -> dict[Backend, str]:
-    """Return the backends whose software is not installed, with a message for each."""
+    """Return the backends that lack software on this machine, with a message for each."""
     missing: dict[Backend, str] = {}
     try:
         import_codec()

@@ -46,7 +46,7 @@ class CudaStream:
         device: name of the device, such as "cuda:1".
 
     Raises:
-        ConfigError: torch has no such GPU.
+        ConfigError: torch does not find this GPU.
     """
 
     def __init__(self, device: str) -> None:

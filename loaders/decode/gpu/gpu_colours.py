@@ -1,4 +1,4 @@
-"""Colour changes of batches that a GPU decodes: DALI returns `uint8` levels, and torch changes them on the device."""
+"""Colour changes of batches that a GPU decodes: DALI returns `uint8` levels, and torch changes them on the GPU."""
 
 from __future__ import annotations
 

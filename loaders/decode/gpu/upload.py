@@ -106,7 +106,7 @@ class UploadBackend:
         stream: stream for the copies; None: a new stream of `device`.
 
     Raises:
-        ConfigError: the decoder is not installed; torch has no such GPU.
+        ConfigError: the decoder is not installed; torch does not find the GPU.
         DeviceError: the GPU cannot be used, or has too little memory.
     """
 
