@@ -132,7 +132,7 @@ class OrderedUses:
 
     def __init__(self, shards: OpenShards, order: AccessOrder, start: int) -> None:
         self._shards = shards
-        self._windows = order.windows
+        self._windows = order.windows  # ranges of positions, each with the shard that they may need
         self._start = start
         self._num_activated = 0  # number of windows that have begun: their first position was reached
         self._next = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # start of the next window

@@ -128,7 +128,10 @@ def _advice(stage: Stage, totals: Totals, resources: Resources) -> str:
 
 def _decode_advice(totals: Totals, resources: Resources) -> str:
     if resources.is_shared:
-        return "the jobs of the decode group decode in turn: give each of them more threads, decode=DecodeConfig(num_threads=N)"
+        return (
+            "the jobs of the decode group decode in turn: give each of them more threads, "
+            "decode=DecodeConfig(num_threads=N)"
+        )
     if not _is_thread_bound(totals) and totals.num_bound_steps:
         setting = f"prefetch={2 * resources.prefetch or 2}"
         if resources.decoder is not None:
