@@ -1,4 +1,4 @@
-"""The settings of an engine, validated on creation."""
+"""The settings of the engine that runs the collective operations of a rank, validated on creation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """The settings of an engine; every rank needs the same values.
+    """The settings of an engine. They must be equal on all ranks.
 
     Args:
         fusion_bytes: maximum size of a fusion buffer; 0 disables fusion.
@@ -16,7 +16,7 @@ class EngineSettings:
         stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 for
             never.
         stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 for never.
-        cache_capacity: maximum number of cached requests; a cached request is sent as a number.
+        cache_capacity: maximum number of cached requests; instead of a cached request, a rank sends its number.
         timeout_s: seconds for which a rank may be unreachable before the operations of the others fail.
         start_timeout_s: seconds for which `init` waits for all ranks.
         timeline: path for a Chrome trace of all operations, written by rank 0; None for no trace.

@@ -53,13 +53,13 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
             f"invalid placement: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
             "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
-    # Without variables for the nodes, every node is taken to have as many ranks as this one.
+    # Without variables for the nodes, assume that every node has as many ranks as this one.
     cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
     return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
 
 
 def placement_variables(placement: RankPlacement) -> dict[str, str]:
-    """Return the environment variables for a placement: torchrun's, and Horovod's."""
+    """Return the environment variables of a placement, with the names of torchrun and with those of Horovod."""
     numbers = {name: str(number) for name, number in asdict(placement).items()}
     torchrun = dict(zip(WORLD_VARIABLES, numbers.values(), strict=False))
     # Horovod's variables are the names of the fields: HOROVOD_RANK to HOROVOD_CROSS_SIZE.
@@ -67,7 +67,7 @@ def placement_variables(placement: RankPlacement) -> dict[str, str]:
 
 
 def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return Gloo's variable for the network interface, from Horovod's; none if Gloo's is set or Horovod's is not."""
+    """Return Gloo's variable for the network interface, from Horovod's; {} if Gloo's is set or Horovod's is not."""
     name = environ.get("HOROVOD_GLOO_IFACE")
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
 
@@ -138,7 +138,7 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
 
 def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     """Return whether a tool that reads NVTX ranges started this process, or `DATASVC_NVTX=1` is set."""
-    # Every such tool sets an injection library for NVTX. Nsight Systems also sets the name of its session.
+    # Tools that read NVTX ranges set the path of an injection library. Nsight Systems also sets its session's ID.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
     return _is_on(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
 

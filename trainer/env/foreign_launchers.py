@@ -1,13 +1,13 @@
-"""Translation of the environment variables of srun and mpirun to those of torchrun. Pure.
+"""Pure functions that translate the environment variables of srun and mpirun to those of torchrun.
 
-The ranks must agree on the address of the store before they can communicate, so each rank derives it from the job:
+The ranks need the address of the store before they can communicate. So each rank computes the same address:
 
 - `MASTER_ADDR` is the loopback address if all ranks are on one node. Otherwise it is the first host in the node list
   of the Slurm step or job, because that host has rank 0.
-- `MASTER_PORT` is between 20000 and 31999, a hash of the numbers of the job and the step. Two jobs on one node may
-  get the same port; then set MASTER_PORT.
+- `MASTER_PORT` is between 20000 and 31999, a hash of the numbers of the job and the step. If two jobs on one node
+  get the same port, set MASTER_PORT for one of them.
 
-A value that is set already is kept for both, for example one from `srun --export` or `mpirun -x`.
+A variable that is set already, for example by `srun --export` or `mpirun -x`, keeps its value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_task
 
-# These ports are below the ephemeral range of Linux, which begins at 32768: any process may get a port of that range.
+# These ports are below the ephemeral range of Linux, 32768 and above: any process may get an ephemeral port.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -25,6 +25,7 @@ _MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+# Variables with the number of the job; the first one that is set is used.
 _JOB_NUMBERS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "JOB_ID", "LSB_JOBID")
 
 

@@ -1,4 +1,4 @@
-"""Finds the GPU that a rank uses."""
+"""Finds the GPU that a rank uses, so that ranks that share a GPU can be detected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def find_gpu_uuid(placement: RankPlacement) -> str:
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return ""
-    # A launcher either exposes all GPUs of a node to each rank, or one GPU to each rank.
-    sees_all_gpus = torch.cuda.device_count() >= placement.local_size
-    number = placement.local_rank if sees_all_gpus else torch.cuda.current_device()
+    # A launcher exposes to each rank either all GPUs of the node, or one GPU.
+    has_all_gpus = torch.cuda.device_count() >= placement.local_size
+    number = placement.local_rank if has_all_gpus else torch.cuda.current_device()
     return str(torch.cuda.get_device_properties(number).uuid)

@@ -1,4 +1,4 @@
-"""Parses Slurm's environment variables: the nodes of an allocation, and the tasks on each. Pure."""
+"""Pure functions that parse Slurm's variables: the nodes of an allocation, and the number of tasks on each node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 # A short text can name billions of nodes; this limit ends the expansion before it fills the memory.
 _MAX_NUM_NODES = 1 << 20
-# A name consists of text and ranges in brackets; commas outside brackets separate names.
+# A name consists of text and ranges in brackets. A comma outside brackets separates two names.
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
 _NAME_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -19,7 +19,7 @@ def expand_node_list(text: str) -> list[str]:
     """Return the names in a list such as `node[01-03,07],login`, in the order of the list.
 
     Raises:
-        ValueError: `text` is not such a list.
+        ValueError: `text` is not a list of this form, or names too many nodes.
     """
     names = []
     position = 0
@@ -41,7 +41,7 @@ def expand_task_counts(text: str, num_nodes: int) -> list[int]:
     """Return the number of tasks on each node, from a list such as `4(x2),3`, or from `4` for all nodes.
 
     Raises:
-        ValueError: `text` is not such a list, or is for another number of nodes.
+        ValueError: `text` is not a list of this form, or is for another number of nodes.
     """
     counts = _list_counts(text)
     if len(counts) == 1:
@@ -68,7 +68,7 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     """Return the nodes of the Slurm allocation, with the number of tasks on each; None without an allocation.
 
     `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE` if it has a number for each node. Inside a
-    step it may not, because it may cover only the nodes of the step. If neither is set, each node has one task.
+    step it may cover only the nodes of the step; then it is ignored. If neither is set, each node has one task.
 
     Raises:
         ValueError: the variables contradict each other.
@@ -85,7 +85,8 @@ def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether `srun` started this process; a batch script has some of these variables, too."""
+    """Return whether `srun` started this process."""
+    # A batch script has SLURM_PROCID too, but is not a task of `srun`.
     in_step = "SLURM_STEP_ID" in environ or "SLURM_STEP_NUM_TASKS" in environ
     return "SLURM_PROCID" in environ and (in_step or environ.get("ENVIRONMENT") != "BATCH")
 

@@ -1,7 +1,8 @@
-"""The server in the launcher that sends the call to the ranks and collects their results.
+"""The server of `datasvc.trainer.run`: it sends the ranks the function to call, and collects their results.
 
-Each connection carries one request. Invariant: both sides prove that they have the key of the job, by the challenge
-of `multiprocessing`, before any pickle is read. The data is not encrypted, like all communication between ranks.
+It runs in the process of the launcher. Each connection carries one request. Invariant: before any pickle is read,
+both sides prove by the challenge of `multiprocessing` that they have the key of the job. The data is not encrypted,
+like all communication between ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class CallServer:
     """Sends a pickled call to the ranks, and collects their results and exceptions.
 
     Args:
-        call: pickled call for the ranks.
-        key: key of the job.
+        call: pickled function with its arguments.
+        key: secret key of the job, with which both sides authenticate.
         for_other_hosts: whether to listen on all interfaces, or on the loopback interface only.
     """
 
@@ -44,7 +45,7 @@ class CallServer:
 
     @property
     def results(self) -> list[CallResult]:
-        """The results received so far, in rank order, one from each process."""
+        """The results received so far, in rank order. Each process sends one result or exception."""
         with self._lock:
             return sorted((answer for answer in self._answers if not answer.text), key=lambda answer: answer.rank)
 
@@ -81,7 +82,7 @@ class CallServer:
 
 
 def fetch_call(address: tuple[str, int], key: bytes) -> bytes:
-    """Fetch the call from the launcher.
+    """Fetch the pickled call from the launcher.
 
     Raises:
         OSError: the launcher cannot be reached.
@@ -124,8 +125,8 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.BaseRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _CallTcpServer)
-        # An error means that a client lacks the key, or that a rank has died. Both are ignored here, because the
-        # launcher reports the end of a rank.
+        # An error means that a client lacks the key, or that a rank has died. Ignore both here, because the launcher
+        # reports the death of a rank.
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),
             Connection(os.dup(self.request.fileno())) as connection,

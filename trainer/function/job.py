@@ -72,14 +72,14 @@ def run(
         num_proc: number of ranks, by default 1.
         min_num_proc: minimum number of ranks; makes the job elastic.
         max_num_proc: maximum number of ranks; makes the job elastic.
-        slots: number of slots of each host that is given without a number.
+        slots: number of slots (ranks) of each host that is given without a number.
         reset_limit: number of changes of the ranks after which an elastic job ends.
         cooldown_range: minimum and maximum seconds for which a host gets no ranks after a failure.
         hosts: hosts of the form `a:2,b:2`; by default this machine.
         hostfile: path of a file with lines `a slots=2`.
         host_discovery_script: script that prints the hosts; makes the job elastic.
-        start_timeout: seconds after which a rank that has not started ends the job; an elastic job continues without
-            it.
+        start_timeout: seconds in which all ranks must start, otherwise the job ends; an elastic job continues
+            without the ranks that have not started.
         ssh_port: port of the ssh servers of other hosts.
         ssh_identity_file: private key for other hosts.
         disable_cache: ignored.
@@ -101,7 +101,7 @@ def run(
 
     Raises:
         HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or called `os._exit`.
-            An elastic job continues without such a rank; it fails if no rank has a result, or one calls
+            An elastic job continues without such a rank; it fails if no rank has a result, or if a rank calls
             `sys.exit(0)`.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments contradict each other, or are out of range.
@@ -176,7 +176,7 @@ def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, s
 
 
 def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the first exception of a rank, unless it only reports the death of another rank."""
+    """Return the first exception of a rank that is not only a report of the death of another rank."""
     errors = [unpickle_error(answer) for answer in server.errors]
     reporting_ranks = {answer.rank for answer in server.errors}
     has_died = failure.rank is not None and failure.rank not in reporting_ranks
@@ -208,7 +208,7 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
 
 
 def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the exception of the worker that ended the job, because the job survived those of the other workers."""
+    """Return the exception of the worker that ended the job; an elastic job survives those of other workers."""
     errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 

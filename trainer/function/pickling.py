@@ -1,7 +1,7 @@
-"""Pickled calls and results of `datasvc.trainer.run`.
+"""Pickles the calls, results and exceptions that `datasvc.trainer.run` sends between the launcher and the ranks.
 
-cloudpickle writes them, so functions of scripts, notebooks and closures can be sent. Invariant: only processes of one
-job exchange them, after proving to each other that they have the key of the job.
+cloudpickle writes the pickles, so functions of scripts, notebooks and closures can be sent. Invariant: a process
+unpickles only data of its own job, after the two sides have proved to each other that they have the key of the job.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RankTracebackError(Exception):
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result or the exception of the call on one rank.
+    """The message by which a rank reports the result or the exception of the call.
 
     If `text` is empty, `content` is the pickled result. Otherwise `text` is the traceback, and `content` the pickled
     exception, or None if it cannot be pickled. `worker` is the name of the process in an elastic job, where its rank
@@ -60,7 +60,7 @@ def call_pickled(content: bytes) -> Any:
 
 
 def pickle_result(rank: int, result: object) -> CallResult:
-    """Return the answer for a result.
+    """Return the message that reports a result.
 
     Raises:
         TypeError: the result cannot be pickled.
@@ -75,16 +75,16 @@ def pickle_result(rank: int, result: object) -> CallResult:
 
 
 def pickle_error(rank: int, error: BaseException) -> CallResult:
-    """Return the answer for an exception. It contains the exception itself if that can be pickled and unpickled."""
+    """Return the message that reports an exception, with its pickle if it can be both pickled and unpickled."""
     text = "".join(traceback.format_exception(error))
     if isinstance(error, SystemExit):
-        # If the launcher raised a SystemExit again, it would end the program of the user.
+        # If `run` raised SystemExit in the process of the launcher, the program of the user would end.
         error = HorovodInternalError(f"rank {rank} called sys.exit({error.code!r}) in the function")
     return CallResult(rank, _pickle_exception(error), text)
 
 
 def unpickle_result(answer: CallResult) -> Any:
-    """Return the result of an answer.
+    """Return the result that `answer` contains.
 
     Raises:
         TypeError: the result cannot be unpickled in this process.
@@ -97,7 +97,7 @@ def unpickle_result(answer: CallResult) -> Any:
 
 
 def unpickle_error(answer: CallResult) -> BaseException:
-    """Return the exception of an answer; its cause is the traceback of the rank."""
+    """Return the exception that `answer` reports; its cause is the traceback of the rank."""
     error: object = None
     if answer.content is not None:
         try:
@@ -111,7 +111,7 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`. So try it here.
+    # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`. So try both.
     for candidate in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):

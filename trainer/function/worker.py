@@ -19,7 +19,7 @@ def main() -> None:
     """Run the call; exit with status 1 after an exception. In an elastic job, `sys.exit(N)` keeps status N."""
     worker = os.environ.get(WORKER_VARIABLE)
     address = (os.environ["MASTER_ADDR"], int(os.environ.pop(PORT)))
-    # Removed from the environment, so that processes that the function starts do not inherit the key.
+    # Remove the key from the environment, so that processes started by the function do not inherit it.
     key = bytes.fromhex(os.environ.pop(KEY))
     try:
         result = call_pickled(fetch_call(address, key))
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _rank() -> int:
-    # In an elastic job the rank changes; the runtime has the current one if the function has called init().
+    # In an elastic job the rank changes. If the function has called init(), the runtime has the current rank.
     runtime = sys.modules.get("datasvc.trainer.job.runtime")
     if runtime is not None and runtime.is_initialized():
         return int(runtime.rank())

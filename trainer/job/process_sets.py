@@ -67,7 +67,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
-        # The number is left out, because it changes while the set may be the key of a dict.
+        # Leave out the number: it changes when the set is added or removed, and the set may be the key of a dict.
         return hash(tuple(self._ranks or ()))
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ _added: dict[int, ProcessSet] = {}
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set. Every rank of the job calls this with the same ranks, also if it is outside the set.
+    """Add a process set. Every rank of the job calls this with the same ranks, even a rank outside the set.
 
     Args:
         process_set: process set, or its ranks.
@@ -105,7 +105,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     new_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = new_set.ranks or []
     if not ranks or ranks[-1] >= runtime.size():
-        raise ValueError(f"a process set has the ranks {ranks}, but the job has {runtime.size()} ranks")
+        raise ValueError(f"a process set has the ranks {ranks}, but the job has only {runtime.size()} ranks, from 0")
     existing = runtime.current_job().engine.process_sets
     if new_set.process_set_id is not None or tuple(ranks) in existing.values():
         raise ValueError(f"a process set of the ranks {ranks} exists already; use that one")
@@ -155,7 +155,7 @@ def members_of(process_set: ProcessSet) -> tuple[int, ...]:
 
 
 def clear_numbers() -> None:
-    """Clear `process_set_id` of all added sets when the job ends, because the next job numbers its sets anew."""
+    """Clear `process_set_id` of all added sets when the job ends, because the next job assigns new numbers."""
     for process_set in _added.values():
         process_set.process_set_id = None
     _added.clear()

@@ -1,4 +1,4 @@
-"""The job that this process belongs to: between `init` and `shutdown`, a process has exactly one engine."""
+"""The job of this process: `init` joins it, `shutdown` leaves it. In between, the process has exactly one engine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def init(
     no effect.
 
     Args:
-        comm: all ranks of the job, or None. For some of the ranks, use a process set.
+        comm: numbers of all ranks of the job, or None. For a subset of the ranks, use a process set.
         process_sets: process sets to add, the same on every rank. "dynamic", which Horovod requires for
             `add_process_set`, has no effect: process sets can always be added.
         settings: settings of the engine, the same on every rank; None reads the HOROVOD_* variables.
@@ -95,8 +95,8 @@ def init(
                 transport, owns_default_group = _connect(placement, settings)
             else:
                 placement, transport = join_round(elastic, settings)
-                # Programs choose devices, log folders and seeds by these variables. The launcher set them before the
-                # round was formed, so they may differ from the actual placement.
+                # Programs choose devices, log folders and seeds by these variables. The launcher set them before ranks
+                # were assigned, so they may differ from the actual placement.
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
@@ -145,7 +145,7 @@ def current_job() -> JobContext:
 
 
 def is_elastic() -> bool:
-    """Return whether this process is in an elastic job, whose set of ranks may change."""
+    """Return whether this process is in an elastic job: a job in which ranks may join and leave."""
     return current_rendezvous() is not None
 
 
@@ -180,7 +180,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of nodes; under our launcher, only of nodes with this local rank."""
+    """Return the number of nodes; under our launcher, the number of nodes that have a rank with this local rank."""
     return current_job().placement.cross_size
 
 
@@ -248,7 +248,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
             _create_default_group(placement, settings, has_gpu=bool(gpu))
         transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size)
     except RuntimeError as error:
-        # Otherwise a retry would treat the group as one that the user created.
+        # Destroy our group, because a retry would treat it as one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         if isinstance(error, HorovodInternalError):
@@ -260,8 +260,8 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
 def _create_default_group(placement: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
-    # Each process has one store, and each `init` has new keys: with a second server, or keys of an earlier `init`,
-    # the ranks would hang.
+    # Open the store only once in each process, and use new keys for each `init`. With a second server, or keys of an
+    # earlier `init`, the ranks would hang.
     if _store is None:
         os.environ.update(translate(os.environ))
         _store, _, _ = next(rendezvous("env://"))

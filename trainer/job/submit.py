@@ -1,7 +1,7 @@
 """Conversion of calls on tensors into requests to the engine; `ops.autograd` adds the gradients.
 
-Invariant: an invalid argument raises an error here, before the engine sends a request to the other ranks. So it does
-not make the operations of the other ranks fail.
+Invariant: an invalid argument raises an error here, before the engine sends a request to the other ranks. So the
+error does not make the operations of the other ranks fail.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _UNNAMED = ".noname."
 
 @dataclasses.dataclass(kw_only=True)
 class _Counts:
-    """The numbering of unnamed operations since one `init`.
+    """The counters that number the unnamed operations of this process since its last `init`.
 
     Attributes:
-        num_inits: number of that `init`.
-        num_joins: how often all ranks have joined since that `init`.
+        num_inits: number of this `init`, as from `runtime.num_inits`.
+        num_joins: how often all ranks have joined since this `init`.
         counters: counter of each process set since the last join, by the number of the set.
     """
 
@@ -61,21 +61,21 @@ def submit_allreduce(
 
     Args:
         inputs: tensors of any shapes, at least one.
-        outputs: tensors of the same shapes and dtypes that get the results; may be the inputs.
+        outputs: tensors that receive the results, with the shapes and dtypes of the inputs; may be the inputs.
         name: name of the operation on all ranks.
-        op: reduction.
+        op: reduction, such as Sum or Average.
         prescale_factor: factor applied before the reduction.
         postscale_factor: factor applied after the reduction.
         is_grouped: whether the tensors form one operation with a buffer of its own.
         is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
         process_set: ranks that take part.
-        layout: checksum of the layout of the inputs; it must be the same on every rank.
+        layout: checksum of the memory layout of the inputs, equal on every rank; 0 if it is not checked.
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
             devices; this rank is not in the set; Adasum is not possible for these arguments.
     """
-    assert is_grouped or not is_prescaled, "single requests share buffers, which are scaled as one"
+    assert is_grouped or not is_prescaled, "single requests share a buffer, which is scaled as a whole"
     _check_reducible(name, inputs)
     _check_outputs(name, outputs)
     if op is ReduceOp.ADASUM:
@@ -282,7 +282,7 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    # Reset by the first operation or join after an `init`: a rank may join before it submits anything else.
+    # The first operation or join after an `init` resets the counts: a rank may join before it submits anything else.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():
         _counts = _Counts(num_inits=runtime.num_inits())

@@ -1,1 +1,1 @@
-"""The training program: a training loop that uses the loaders, `DistributedOptimizer` and checkpoints."""
+"""The program of `datasvc train`: a training loop that uses the loaders, `DistributedOptimizer` and checkpoints."""

@@ -1,8 +1,8 @@
-"""Saves and restores the complete state of a run.
+"""Saves the complete state of a run as checkpoints, and restores it; used by the training loop.
 
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
 and the random states and batch statistics of every rank. A run that was killed and resumed at the same world size
-therefore ends with the same bits as an uninterrupted run, no matter at which steps its checkpoints were made.
+therefore ends with the same bits as an uninterrupted run. The steps at which checkpoints were made do not matter.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, com
 
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
-    """Return the manager that saves the run and restores it through the node's cache. Every rank calls this."""
+    """Return the manager of the run's checkpoints, which restores through the node's cache. Every rank calls this."""
     # Only the main thread can handle signals. A program that trains in another thread ends the run itself.
     is_main = threading.current_thread() is threading.main_thread()
     return repo.models.manager(
         config.name,
         cache=cache,
-        codec=cast("Codec", config.codec),  # the configuration accepts no other value
+        codec=cast("Codec", config.codec),  # the configuration accepts codecs only
         every=config.checkpoint_every,
         max_stall=config.max_stall,
         overlap=config.checkpoint_overlap,
@@ -60,7 +60,8 @@ def commit(run: Run, *, due: bool = False) -> None:
     weights = run.model.state_dict() | compute_average_statistics(run.model)
     rank_state = {"random": random_state.capture()}
     if hvd.size() > 1:
-        # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
+        # `weights` has batch statistics that are averaged over the ranks, and would change the training of a resumed
+        # run. So each rank saves its own values too.
         rank_state["batch_statistics"] = batch_statistics(run.model)
     try:
         handle = run.checkpoints.save(
@@ -104,7 +105,7 @@ def report_commits(run: Run) -> None:
 
 
 def restore(run: Run, ref: str) -> Checkpoint:
-    """Read the checkpoint to continue, and report its time and bytes on this rank. Every rank calls this.
+    """Read the checkpoint that the run continues; report the time and bytes of this rank. Every rank calls this.
 
     Rank 0 shows a progress bar on a terminal. See `CheckpointManager.restore` for the errors.
     """
@@ -127,7 +128,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into every part of the run.
 
     Raises:
-        ConfigError: the checkpoint is of another model or optimizer.
+        ConfigError: the checkpoint belongs to another model or optimizer, or its tensors do not fit them.
         StateMismatchError: the checkpoint was trained on other data or in another order.
     """
     state = checkpoint.state
@@ -135,10 +136,10 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         saved = state.get(f"{part}_name", configured)
         if saved != configured:
             raise ConfigError(
-                f"{checkpoint.version} has the {part} {saved!r}, this run {configured!r}; "
+                f"{checkpoint.version} has the {part} {saved!r}, this run has {configured!r}; "
                 "use another --name, or --resume never"
             )
-    # Load the loader's state first: it refuses a checkpoint of other data, and nothing of this run has changed yet.
+    # Load the loader's state first: the loader refuses a checkpoint of other data before anything else changes.
     run.loader.load_state_dict(state["loader"])
     try:
         run.model.load_state_dict(state["model"])
@@ -153,20 +154,20 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         if state.get("ema"):
             run.average.load_state_dict(state["ema"])
         else:
-            # The checkpoint is of a run without an average: the average begins at the restored weights.
+            # The checkpointed run had no average, so the average begins at the restored weights.
             run.average.restart()
     if state.get("early_stop"):
         run.stop.load_state_dict(state["early_stop"])
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
-    # Checkpoints of earlier releases have the random states only.
+    # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.
     rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
     if len(rank_states) == hvd.size():
         rank_state = rank_states[hvd.rank()]
         random_state.reinstate(rank_state["random"])
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
-        # Another world size: seed again. The step is part of the seed, so that earlier draws are not repeated.
+        # With another world size, seed again. The step is part of the seed, so that no random numbers are repeated.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
 
 
@@ -176,7 +177,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     Raises:
         ValueError: the state has other parameters or parameter groups.
     """
-    # `load_state_dict` also overwrites the settings of the groups, so restore those that this run chose.
+    # `load_state_dict` also overwrites the settings of the groups, so restore the settings of this run.
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
     for group, group_settings in zip(optimizer.param_groups, settings, strict=True):

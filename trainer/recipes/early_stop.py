@@ -11,7 +11,7 @@ from datasvc.models.registry.metric_mode import choose_metric_mode
 
 
 class EarlyStop:
-    """Counts evaluations without a new best value. The count depends on the metrics only, so all ranks have the same.
+    """Counts evaluations without a new best value. The count depends only on the metrics, so all ranks have the same.
 
     Args:
         metric: name of the metric.
@@ -19,13 +19,13 @@ class EarlyStop:
         mode: "max" if a higher value is better, "min" if a lower one is; None to choose by the name of the metric.
 
     Raises:
-        ConfigError: the name of the metric does not tell whether a higher or a lower value is better.
+        ConfigError: `mode` is None, but the metric's name does not show whether higher or lower values are better.
     """
 
     def __init__(self, metric: str, patience: int | None, mode: str | None = None) -> None:
         self._metric = metric
         self._patience = patience
-        # Without patience no values are compared, so the metric may have any name.
+        # If `patience` is None, no values are compared, so the metric may have any name.
         lower = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
         self._sign = -1 if lower else 1
         self._best: float | None = None
@@ -42,7 +42,7 @@ class EarlyStop:
             return
         if self._metric not in metrics:
             raise ConfigError(
-                f"there is no metric {self._metric!r} to stop by; there are: {', '.join(sorted(metrics))}"
+                f"the evaluation has no metric {self._metric!r} to stop by; it has: {', '.join(sorted(metrics))}"
             )
         value = metrics[self._metric]
         if not math.isnan(value) and (self._best is None or self._sign * value > self._sign * self._best):

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights of a run; checkpoints contain both, and both are evaluated."""
+"""Exponential moving average of a run's weights. A run saves and evaluates both the weights and their average."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the average to the present weights."""
+        """Set the average to the current weights."""
         self._num_updates = 0
         for name, weight in self._weights.items():
             self._averages[name].copy_(weight)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the present weights to the average; call it after each step."""
+        """Add the current weights to the average; call this after each step."""
         self._num_updates += 1
-        # The decay is smaller at first, because the initial weights must not dominate the average of a short run.
+        # The decay is smaller at first. Otherwise the initial weights would dominate the average of a short run.
         decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
         torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Exchange the weights for their average inside the context; do not train inside it."""
-        # The values are exchanged in place, because the optimizer and a compiled model refer to the weights' tensors.
+        # Exchange the values in place, because the optimizer and a compiled model hold references to the tensors.
         self._swap()
         try:
             yield

@@ -1,6 +1,6 @@
 """Calls a function on rank 0 and returns its result on all ranks.
 
-It is used for reads of the repository whose result must be equal on all ranks, such as the newest version of a name.
+The ranks use it to read from the repository if they need equal results, for example the newest version of a model.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     """Call `function` on rank 0 and return its result on every rank, or raise its error on every rank.
 
-    A collective: every rank calls this in the same order. No rank hangs when rank 0 fails. The result is sent as a
-    pickle, in a broadcast called `name`.
+    A collective: every rank calls this in the same order. The result is sent as a pickle, in a broadcast
+    called `name`. If rank 0 fails, no rank hangs.
 
     Raises:
-        DatasvcError: `function` raised this error, or another exception, which this error describes.
+        DatasvcError: `function` raised it, or raised an exception of another type, which the message describes.
     """
     error: Exception | None = None
     result: T | None = None

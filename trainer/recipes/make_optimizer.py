@@ -28,7 +28,8 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
         named_parameters=model.named_parameters(),
         compression=_COMPRESSORS[config.compression],
         backward_passes_per_step=num_passes,
-        # Each rank divides its loss by the targets of all ranks, so their sum is the gradient of the global batch.
+        # Each rank divides its loss by the targets of all ranks, so the sum of the gradients is that of the global
+        # batch.
         op=hvd.Sum,
     )
 
@@ -36,8 +37,8 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return a plain optimizer over the model's parameters, grouped as by `group_parameters`.
 
-    The momentum of these optimizers accumulates gradients without the rate, so a change of the rate needs no momentum
-    correction. (Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.)
+    The momentum of these optimizers accumulates gradients without the learning rate, so a change of the rate needs
+    no momentum correction. (Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.)
     """
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     rate, momentum = config.learning_rate, config.momentum

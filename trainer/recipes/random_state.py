@@ -1,4 +1,7 @@
-"""Random states of one rank, for draws that do not follow from the position of a sample, such as dropout."""
+"""Seeds, saves and restores the random number generators of one rank, which dropout and similar layers use.
+
+Random numbers of the data, such as crops, do not need them: they are computed from the position of a sample.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ import torch
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch."""
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - the global one is what users draw from
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002 - programs draw from the global generator
     torch.manual_seed(seed)
 
 
 def seed_of_rank(seed: int, rank: int, *, step: int = 0) -> int:
-    """Return the seed of a rank's draws from a step on. Ranks have different seeds, so their dropout masks differ."""
-    # SeedSequence mixes the three numbers; their sum would give neighbouring ranks and steps the same seed.
+    """Return the seed of a rank from `step` on. Ranks have different seeds, so their dropout masks differ."""
+    # SeedSequence mixes the three numbers. With their sum as the seed, (rank 0, step 1) and (rank 1, step 0) would
+    # have the same seed.
     words = np.random.SeedSequence((seed % (1 << 64), rank, step)).generate_state(1, np.uint64)
     return int(words[0])
 
@@ -28,7 +32,7 @@ def capture() -> dict[str, Any]:
     """Return the states of the generators of Python, NumPy and torch as a state tree."""
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - the global one is what users draw from
+        "numpy": np.random.get_state(),  # noqa: NPY002 - programs draw from the global generator
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Chooses the state that an elastic job continues after a restart: that of a surviving rank, or a checkpoint."""
+"""Chooses the state that an elastic job continues after a restart: a surviving rank's state, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datasvc.trainer.recipes.first_rank import call_on_first_rank
 
 @dataclass(frozen=True)
 class Newest:
-    """The state that the job continues.
+    """Describes the state that the job continues.
 
     Attributes:
-        source: "memory" of a surviving rank, or "repository".
+        source: "memory" for the state of a surviving rank, "repository" for a checkpoint.
         step: step of the state.
-        seconds: time until this rank had the state.
+        seconds: time in which this rank received the state.
     """
 
     source: Literal["memory", "repository"]
@@ -27,7 +27,7 @@ class Newest:
 
 
 def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint], None]) -> Newest:
-    """Continue from the newest state. Every rank calls this first in the function that `elastic.run` repeats.
+    """Continue from the newest state. Every rank calls this at the start of the function that `elastic.run` repeats.
 
     `elastic.run` sends the state of a surviving rank to all ranks. A checkpoint is read only if no rank survived, as
     at the start of a job, or if the repository has a later step.
@@ -41,7 +41,7 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
-    # One rank decides for all, because a save that completes now could be found by some ranks only.
+    # One rank decides for all: if a save completes now, some ranks would find its checkpoint and others would not.
     stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)

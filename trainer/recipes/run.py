@@ -1,4 +1,4 @@
-"""The state of one rank's run: the values that the training loop changes, and that a checkpoint stores."""
+"""The state of a run on one rank, which the training loop changes and the checkpoints store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Run(Learner):
 
     Attributes:
         loader: loader of the training split; its position is that of the run.
-        val_loader: loader of the validation split; None if there is no such split, so that nothing is evaluated.
+        val_loader: loader of the validation split; None if the data set has no validation split.
         schedule: schedule of the learning rate.
         stop: early stopping.
         events: sink of this rank's events.
@@ -55,7 +55,7 @@ class Run(Learner):
     def is_over(self) -> bool:
         """Whether the run is complete: all epochs are served, `max_steps` is reached, or early stopping applies.
 
-        Equal on all ranks, since position, step and metrics are.
+        Equal on all ranks, because position, step and metrics are equal on all ranks.
         """
         # Between the last batch of an epoch and the end of its loop, `loader.epoch` still counts that epoch.
         epochs_left = self.config.epochs - self.loader.epoch

@@ -50,7 +50,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
-    # The checkpoints store the name of the model, even if the task has chosen it.
+    # The checkpoints store this name, so replace None by the default model of the task.
     config = dataclasses.replace(config, model=config.model or task.default_model)
     batches = plan_batches(config, hvd.size())
     schedule = build_schedule(config, batches.global_batch)
@@ -88,14 +88,14 @@ def start(config: TrainConfig, events: EventSink) -> Run:
 
 
 def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: DataPlacement) -> Learner:
-    """Build model and optimizer, equal on all ranks, and seed this rank's draws. Every rank calls this."""
+    """Build model and optimizer, equal on all ranks, and seed this rank's generators. Every rank calls this."""
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options()).to(place.device)
-    # Broadcast the weights before anything copies them, such as their average.
+    # Broadcast the weights first: the average of the weights starts as a copy of them.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # Seed after the initial weights are drawn: from here on the ranks draw different numbers, for dropout.
+    # Seed after the initial weights are drawn. From here on each rank draws different random numbers, for dropout.
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     return Learner(
         config=config,
@@ -138,7 +138,7 @@ def choose_task(config: TrainConfig, split: Split) -> Task:
 
 
 def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
-    """Return the learning-rate schedule, its peak scaled to the global batch."""
+    """Return the learning-rate schedule. Its peak is scaled to the global batch."""
     return RateSchedule(
         peak=scale_rate(
             config.learning_rate,

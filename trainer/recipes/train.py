@@ -26,8 +26,8 @@ def train(config: TrainConfig) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
     Every rank reports the events `start` and `restored`. Rank 0 also reports `step`, `evaluation`, `checkpoint`,
-    `refused` and `failed` (for a checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a
-    signal ended the run.
+    `refused` and `failed` (both for a checkpoint, and the run continues), `profile`, and finally `end`, or `stopped`
+    if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> str:
 
 
 def go_through_epochs(run: Run) -> None:
-    """Train until no step is left or a stop signal arrived. On return, a save of the last state is queued."""
+    """Train until the run is complete or a stop signal arrives. On return, a save of the last state is queued."""
     clock = StepClock()
     while not run.is_over:
         # Read the progress before taking a batch, because the loader counts a batch as soon as it returns it.
@@ -62,7 +62,7 @@ def go_through_epochs(run: Run) -> None:
             progress = run.loader.progress
             loss = update(run, batch)
             run.step += 1
-            # Reading the loss waits for the device. All ranks read it, so that none runs ahead of rank 0.
+            # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
             shown_loss = float(loss) if run.step % run.config.report_every == 0 else None
             clock.ended_step()
             if shown_loss is not None:
@@ -79,7 +79,7 @@ def go_through_epochs(run: Run) -> None:
                 break
         if run.config.profile is not None:
             report_profile(run, run.config.profile)
-        # The state after the last epoch is evaluated and committed in any case.
+        # Always evaluate and commit the last state of the run, whatever the period is.
         if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
             run.metrics = evaluate_run(run)
             run.stop.update(run.metrics)
@@ -113,8 +113,8 @@ def evaluate_run(run: Run) -> dict[str, float]:
 
 
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
-    """Report from rank 0: its loss, the rate, and the mean times of the steps since the last report."""
-    step_s, wait_s = clock.take()  # on every rank, because it restarts the means
+    """Report from rank 0: its loss, the learning rate, and the mean times of the steps since the last report."""
+    step_s, wait_s = clock.take()  # on every rank, because the call restarts the means
     if hvd.rank() != 0:
         return
     samples = run.batches.global_batch
@@ -160,7 +160,7 @@ def end(run: Run) -> str:
     if run.val_loader is not None:
         run.val_loader.close()
     if run.nodes is not None:
-        hvd.barrier()  # a node must not stop serving while another still fetches from it
+        hvd.barrier()  # a node must not stop its server while another node fetches from it
         run.nodes.close()
     assert run.version is not None
     if hvd.rank() == 0:

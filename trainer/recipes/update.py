@@ -1,4 +1,4 @@
-"""One optimizer step with the batches of all ranks. The training loop runs it; the profile measures the same code."""
+"""One optimizer step with the batches of all ranks. The training loop runs it, and the profiler measures it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Mark = Callable[[str], None]
 
 @dataclass
 class Learner:
-    """The part of a run that a step reads and changes, on one rank; the same for training and for a profile.
+    """The part of a run that an optimizer step reads and changes, on one rank; used for training and for profiles.
 
     Attributes:
         config: effective settings.
@@ -80,7 +80,8 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
         run.loss_scale.step(run.optimizer)
     scale = run.loss_scale.get_scale()
     run.loss_scale.update()
-    # The scale falls when a gradient overflowed and the step was skipped: then there are no new weights to average.
+    # The scale falls after a gradient overflow, for which the step was skipped. The weights are unchanged then, so do
+    # not add them to the average again.
     if run.average is not None and run.loss_scale.get_scale() >= scale:
         run.average.update()
     mark("update")

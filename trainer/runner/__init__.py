@@ -1,4 +1,4 @@
-"""The public names of `horovod.runner`, the package of the launcher. Does not import torch."""
+"""The public name of `horovod.runner`: `run` starts a job from Python. This package does not import torch."""
 
 from __future__ import annotations
 

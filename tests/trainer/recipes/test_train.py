@@ -214,8 +214,8 @@ def test_a_run_whose_versions_were_all_removed_starts_anew(repository, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"optimizer": "lamb"}, "optimizer 'sgd', this run 'lamb'"),
-        ({"model": "alexnet", "size": 64}, "model 'small-cnn', this run 'alexnet'"),
+        ({"optimizer": "lamb"}, "optimizer 'sgd', this run has 'lamb'"),
+        ({"model": "alexnet", "size": 64}, "model 'small-cnn', this run has 'alexnet'"),
         ({"decayed": "all"}, "does not fit this run's optimizer"),
     ],
 )
