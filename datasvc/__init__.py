@@ -68,10 +68,11 @@ def ingest(
 ) -> IngestReport:
     """Ingest `source` as the next version of data set `name`; create the repository at the URL `repo` if needed.
 
-    Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`; see there.
+    Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`. For the arguments and errors, see
+    `Datasets.ingest`.
     """
-    # The signature repeats that of `Datasets.ingest`, so that editors show it; a test compares the two. `locals` is
-    # copied, because a debugger may add variables to it.
+    # The signature repeats that of `Datasets.ingest`, so that editors show it; a test compares the two. Copy
+    # `locals()`, because a debugger may add variables to it.
     arguments = dict(locals())
     del arguments["repo"]
     return open(repo, create=True).datasets.ingest(**arguments)

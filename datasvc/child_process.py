@@ -38,19 +38,19 @@ def end_with_input() -> None:
         # Do not use `sys.stdin`: a thread that waits in it holds the buffer's lock, which Python needs at exit.
         while os.read(0, 1):
             pass
-        os._exit(1)  # also if some thread hangs
+        os._exit(1)  # ends the process even if another thread hangs
 
     threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of datasvc; run it with `environment`, so that it finds the module."""
-    # -P keeps the working directory off the search path: it may contain modules with the same names.
+    # -P keeps the working directory off the search path, because the directory may contain modules of the same names.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of this process, with its present import path as PYTHONPATH."""
+    """Return the environment of this process, with its current import path as PYTHONPATH."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -81,7 +81,7 @@ class ChildProcess:
         self.send(message)
 
     def send(self, message: object) -> None:
-        """Send a message. Does nothing if either side of the pipe is closed."""
+        """Send a message. Do nothing if either side of the pipe is closed."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):
             pickle.dump(message, self.process.stdin)

@@ -1,7 +1,7 @@
 """Atomic, durable writes of local files: after a crash, a file has the old content or the new one, never a mix.
 
 A write creates a temporary file in the same folder, syncs it, renames or links it to its final name, and syncs the
-folder. A killed process leaves a file whose name starts with `TEMPORARY_PREFIX`, which readers ignore.
+folder. A killed process may leave a temporary file. Its name starts with `TEMPORARY_PREFIX`, and readers ignore it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _sync_file_range = _find_sync_file_range()
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Start the writeback of written bytes, so that a later fsync has less to wait for.
+    """Start to write dirty pages to the disk, so that a later fsync takes less time.
 
     This is a hint: it makes nothing durable, and does nothing on systems without `sync_file_range`.
     """
@@ -79,7 +79,7 @@ def is_plain_name(name: str) -> bool:
 def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    If the file is not `synced`, a crash of the machine may leave any content at `path`; a killed process never does.
+    With `synced=False`, a crash of the machine may leave any content at `path`; the death of the process does not.
 
     Raises:
         OSError: a write, sync or rename failed; the temporary file is removed and `path` is unchanged. If only the
@@ -98,7 +98,7 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
         raise
     if not synced:
         return
-    # Sync the folder after the rename: callers now rely on the new content, so a power cut must not undo the rename.
+    # Sync the folder after the rename. Callers now rely on the new content, so a power cut must not undo the rename.
     fsync_folder(path.parent)
 
 
@@ -122,7 +122,8 @@ def create_file(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # link() fails if the name exists, where rename() would replace it: the file system resolves the race.
+        # link() fails if the name exists, but rename() would replace the file. So of concurrent writers, only one
+        # succeeds.
         os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

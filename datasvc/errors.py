@@ -47,7 +47,7 @@ class ConflictError(DatasvcError):
 
 
 class SourceChangedError(ConflictError):
-    """A source file differs from its listing, so it changed after it was listed. No part of the commit is visible."""
+    """A source file changed after an ingest listed it. No part of the commit is visible."""
 
 
 class UnknownOutcomeError(DatasvcError):
@@ -67,7 +67,7 @@ class BadSampleError(DatasvcError):
 
 
 class CacheFullError(DatasvcError):
-    """The cache budget is too small for the request, even after the eviction of everything that may be evicted."""
+    """The cache budget is too small for the request, even after the eviction of all objects that may be evicted."""
 
 
 class StateMismatchError(ConfigError):

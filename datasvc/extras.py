@@ -1,6 +1,6 @@
-"""Optional packages, and the message with the command that installs them.
+"""Optional packages, and the commands that install them, for error messages.
 
-The command names packages and not extras of datasvc, because datasvc itself may not be on a package index.
+The commands install the packages and not the extras of datasvc, because datasvc may not be on a package index.
 """
 
 from __future__ import annotations

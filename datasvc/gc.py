@@ -1,8 +1,8 @@
-"""Garbage collection: delete objects that no log entry references, and files left by killed writers.
+"""Garbage collection: deletes objects that no log entry references, and files left by killed writers.
 
-It runs only on request. Concurrent writers are safe: only old objects are deleted, and the objects of a writer are
-young, or referenced by its journal. A writer resets the age of an existing object before it references the object
-(`Objects.reuse`).
+It runs only on request, by `repo.gc` or `datasvc gc`. Concurrent writers are safe: only old objects are deleted, and
+the objects of a writer are young, or referenced by its journal. A writer resets the age of an existing object before
+it references the object (`Objects.reuse`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
 GRACE_S: Final = 7 * 24 * 3600
-# Writers that reuse a remote object rewrite it if it is older than a day. A younger object keeps its age, so two days
-# of grace leave its writer at least one day to commit.
+# A writer that reuses a remote object rewrites the object if it is older than a day. A younger object keeps its age,
+# so two days of grace leave the writer at least one day to commit.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -60,8 +60,11 @@ class GcReport:
     """Files that gc has deleted, or with `dry_run` would delete; paths are relative to the repository's root.
 
     Attributes:
+        dry_run: whether the files were only listed.
         objects: digests and sizes of objects, sorted by digest.
         pointers: paths of pointers, see `models.tensors.dedup_index`.
+        temporary_files: paths of files left by killed writers.
+        journals: folders of unfinished work that was not resumed.
         num_kept: number of objects that are kept.
         clock_warning: reason why a dry run on a read-only store measures ages by the clock of this machine, or None.
     """
@@ -140,8 +143,8 @@ def gc(
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
     """Return the time of the store's clock, which dates the files, and None; or this machine's time and a warning."""
-    # If the clock of this machine is fast, all files look old by it. But reading the store's clock needs a write, and
-    # a dry run must be possible without write access.
+    # Use the store's clock: if the clock of this machine is fast, all files look old by it. But reading the store's
+    # clock needs a write, and a dry run must be possible without write access.
     own_s = time.time()
     try:
         store_s = storage.now_s()

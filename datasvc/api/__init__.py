@@ -1,4 +1,4 @@
-"""Facade of a repository: `repo.datasets` and `repo.models`; most methods are functions of `shards` and `models`."""
+"""Facade of a repository: `repo.datasets` and `repo.models`. Most methods call functions of `shards` and `models`."""
 
 from datasvc.api.data_repository import DataRepository
 from datasvc.api.datasets import Datasets

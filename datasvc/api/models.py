@@ -72,8 +72,8 @@ class Models(Collection):
         progress: Progress = NO_PROGRESS,
     ) -> TransferReport:
         """Copy model versions from `origin`, a repository or its URL; for arguments and errors, see `transfer`."""
-        # The signature repeats that of `transfer`, so that editors show it; a test compares the two. `locals` is
-        # copied, because a debugger may add variables to it.
+        # The signature repeats that of `transfer`, so that editors show it; a test compares the two. Copy `locals()`,
+        # because a debugger may add variables to it.
         options = dict(locals())
         del options["self"], options["origin"]
         return transfer(origin, self.repository, **options)

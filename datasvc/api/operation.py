@@ -1,4 +1,4 @@
-"""Base of `repo.datasets` and `repo.models`: library functions as methods; names, versions and tags."""
+"""Base class of `repo.datasets` and `repo.models`, and the descriptor that turns library functions into methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HasRepository(Protocol):
 
 
 class Operation(Generic[P, R_co]):
-    """Turns a function or class into a method that passes its object's repository as the first argument.
+    """Descriptor that makes a function or class a method, with the object's repository as the first argument.
 
     The method has the signature and the docstring of the function, so `help(repo.datasets.ingest)`, editors and type
     checkers show every argument.
@@ -39,7 +39,7 @@ class Operation(Generic[P, R_co]):
 
 
 class Collection:
-    """The named logs of versions of one kind, data sets or models."""
+    """All data sets or all models of a repository: their names, versions and tags. Base class of the facade."""
 
     kind: ClassVar[Kind]
 

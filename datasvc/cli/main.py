@@ -36,7 +36,7 @@ app.command()(audit.audit)
 app.command()(cache.stage)
 app.command()(serve.serve)
 app.command()(serve.top)
-# The training program itself parses all options, `--help` too.
+# The training program parses all options itself, including `--help`.
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(train.train)

@@ -1,4 +1,4 @@
-"""`datasvc train`: the training program on this rank."""
+"""`datasvc train`: runs the training program as one rank of a job."""
 
 from __future__ import annotations
 

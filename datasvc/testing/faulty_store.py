@@ -1,4 +1,4 @@
-"""A store in memory, with its own URL, that fails on request and records its requests."""
+"""A store in memory for tests, with its own URL, that fails on request and records its requests."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class FaultyStore:
         """Let matching requests fail from now on. If several faults match a request, the first one applies.
 
         Args:
-            operation: kind of the requests.
+            operation: kind of the requests that fail.
             path: pattern of the paths below the URL, with `*` and `?`, as in "objects/*".
-            times: number of requests that fail; None: all.
+            times: number of matching requests that fail; None: all.
             effect: "refused": nothing is done. "unanswered": the request is done, but its answer is lost. "silent":
                 no error, but a write stores nothing and a read returns the first half of its bytes.
             error: error that the driver raises; default: an OSError.
@@ -102,11 +102,11 @@ class FaultyStore:
     ) -> None:
         self.close()
 
-    def _begin(self, operation: Operation, path: str) -> _Fault | None:
+    def _record(self, operation: Operation, path: str) -> _Fault | None:
         """Record a request, and return the fault that matches it, or None; raise the error of a refused request."""
         with self._lock:
             self.requests.append((operation, path))
-            fault = next((fault for fault in self._faults if _fits(fault, operation, path)), None)
+            fault = next((fault for fault in self._faults if _matches(fault, operation, path)), None)
             if fault is not None and fault.remaining is not None:
                 fault.remaining -= 1
         if fault is not None and fault.effect == "refused":
@@ -114,21 +114,21 @@ class FaultyStore:
         return fault
 
 
-def _fits(fault: _Fault, operation: Operation, path: str) -> bool:
+def _matches(fault: _Fault, operation: Operation, path: str) -> bool:
     return fault.operation == operation and fault.remaining != 0 and fnmatch.fnmatchcase(path, fault.pattern)
 
 
 _stores: weakref.WeakValueDictionary[str, FaultyStore] = weakref.WeakValueDictionary()
 
 
-def _request(operation: Operation, path: str, do: Callable[[], Any]) -> Any:
-    """Return the result of `do`, or apply the fault of the store that matches the request."""
-    name, _, below = path.strip("/").partition("/")
+def _request(operation: Operation, path: str, action: Callable[[], Any]) -> Any:
+    """Return the result of `action`; if a fault of the store matches the request, apply it."""
+    name, _, path_in_store = path.strip("/").partition("/")
     store = _stores.get(name)
-    fault = None if store is None else store._begin(operation, below)  # noqa: SLF001 - same module
+    fault = None if store is None else store._record(operation, path_in_store)  # noqa: SLF001 - same module
     if fault is not None and fault.effect == "silent" and operation in {"write", "delete"}:
         return io.BytesIO()
-    result = do()
+    result = action()
     if fault is None:
         return result
     if fault.effect == "silent":
@@ -137,8 +137,8 @@ def _request(operation: Operation, path: str, do: Callable[[], Any]) -> Any:
 
 
 class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    # Reads of a driver with the protocol "memory" are not retried. Do not override `pipe_file`: `exclusive_create`
-    # then no longer treats create-only writes as atomic.
+    # datasvc does not retry reads of drivers with the protocol "memory". Do not override `pipe_file`:
+    # `exclusive_create` would no longer treat create-only writes as atomic.
     protocol: ClassVar[tuple[str, ...]] = (_SCHEME, "memory")
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
@@ -153,7 +153,7 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         path, open_file = self._strip_protocol(path), super()._open
         if mode == "rb":
-            # Return a copy, because all readers of the stored object would share its one position.
+            # Return a copy: all readers of the stored object would share its read position.
             return io.BytesIO(_request("read", path, lambda: open_file(path, mode, **options).getvalue()))
         store = _stores.get(path.strip("/").partition("/")[0])
         if store is not None and not store.creates_exclusively:

@@ -1,4 +1,4 @@
-"""Small images and data sets, which a test creates in milliseconds."""
+"""Small images and data sets for tests, which take milliseconds to create."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def encode_jpeg(width: int = 40, height: int = 30, seed: int = 0, **options: Any) -> bytes:
     """Return a JPEG of 16 blocks of colour; equal arguments and releases of Pillow give equal bytes.
 
-    The seed selects the colours. `options` are those of Pillow's JPEG writer, such as `quality=90`.
+    `width` and `height` are in pixels. The seed selects the colours. `options` are those of Pillow's JPEG writer,
+    such as `quality=90`.
     """
     blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     buffer = io.BytesIO()
@@ -61,7 +62,7 @@ def small_dataset(
         repository = repository.repository
     with tempfile.TemporaryDirectory(prefix="datasvc-testing-") as folder:
         split_of_sample = [split for split, count in (splits or {"train": samples}).items() for _ in range(count)]
-        # Number the samples over all splits, because an ingest refuses keys and images that two splits share.
+        # Number the samples over all splits, because an ingest refuses keys and images that are in two splits.
         for number, split in enumerate(split_of_sample):
             path = Path(folder, split, f"class{number % classes}", f"{number:06d}.jpg")
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Check that a source keeps what `StreamedSource` promises; for your own sources, and in the tests of ours."""
+"""Checks that a source fulfils the contract of `StreamedSource`; for tests of the sources of datasvc and of users."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 
 class CheckedSamples(NamedTuple):
-    """Good samples of a source, with its columns, and bad samples; both in the order of the source."""
+    """Good samples of a source as a table with the columns of the source, and bad samples; both in its order."""
 
     table: pa.Table
     bad: list[BadSample]
 
 
 def check_source(source: StreamedSource, *, is_read_once: bool = False) -> CheckedSamples:
-    """Read all parts of a source, and return their samples if it keeps what `StreamedSource` promises.
+    """Read all parts of a source, and return their samples if it fulfils the contract of `StreamedSource`.
 
-    Batches have the source's columns, a bounded size, nulls only where the schema permits them, and the number of
-    samples in the listing. Keys are unique in each split. A pickled copy, as worker processes get it, has the same
-    fingerprint and gives the same samples, whatever the order in which its parts are read.
+    By this contract, batches have the source's columns, a bounded size, nulls only where the schema permits them, and
+    the number of samples in the listing. Keys are unique in each split. A pickled copy, as worker processes get it,
+    has the same fingerprint. It gives the same samples, in whatever order its parts are read.
 
     Args:
         source: source to check.
         is_read_once: whether the source reads an iterator, which can be neither read again nor sent to a process.
 
     Raises:
-        ConfigError: the source breaks a promise; the message has the part and the promise.
+        ConfigError: the source breaks a rule of the contract; the message has the part and the rule.
         DatasvcError: see `StreamedSource.read`.
     """
     parts = [read_part(source, part) for part in source.parts]
@@ -91,6 +91,6 @@ def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadS
     return _keys(samples), digests, samples.bad
 
 
-def _require(holds: bool, what: str, promise: str) -> None:
+def _require(holds: bool, subject: str, rule: str) -> None:
     if not holds:
-        raise ConfigError(f"{what} breaks a promise of sources: {promise}; see `StreamedSource`")
+        raise ConfigError(f"{subject} breaks a rule for sources: {rule}; see `StreamedSource`")

@@ -1,4 +1,4 @@
-"""A source that breaks a promise is refused, with the promise."""
+"""A source that breaks a rule of `StreamedSource` is refused, with the rule."""
 
 # ruff: noqa: ARG002 - broken sources ignore what they are asked for
 
@@ -104,7 +104,7 @@ def test_samples_and_bad_samples_of_a_good_source_are_returned_in_order_with_its
 
 
 @pytest.mark.parametrize(
-    ("source", "promise"),
+    ("source", "rule"),
     [
         (OtherColumns, "columns of the source"),
         (Invalid, "an invalid batch"),
@@ -119,8 +119,8 @@ def test_samples_and_bad_samples_of_a_good_source_are_returned_in_order_with_its
         (Forgetful, "a pickled copy has the same fingerprint"),
     ],
 )
-def test_a_broken_promise_is_named(source, promise):
-    with pytest.raises(ConfigError, match=promise):
+def test_a_broken_rule_is_named(source, rule):
+    with pytest.raises(ConfigError, match=rule):
         check_source(source())
 
 

@@ -95,8 +95,8 @@ def init(
                 transport, owns_default_group = _connect(placement, settings)
             else:
                 placement, transport = join_round(elastic, settings)
-                # Programs choose devices, log folders and seeds by these variables. The launcher set them before ranks
-                # were assigned, so they may differ from the actual placement.
+                # Programs choose devices, log folders and seeds by these variables. The launcher set them before the
+                # ranks were assigned, so they may differ from the actual placement.
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:

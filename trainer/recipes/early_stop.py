@@ -19,7 +19,7 @@ class EarlyStop:
         mode: "max" if a higher value is better, "min" if a lower one is; None to choose by the name of the metric.
 
     Raises:
-        ConfigError: `mode` is None, but the metric's name does not show whether higher or lower values are better.
+        ConfigError: `mode` is invalid, or is None and the metric's name does not show which values are better.
     """
 
     def __init__(self, metric: str, patience: int | None, mode: str | None = None) -> None:
