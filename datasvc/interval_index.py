@@ -1,4 +1,4 @@
-"""Index of consecutive intervals (spans), which finds the span of a point; used to find the shard of a position."""
+"""Index of consecutive intervals (spans) that finds the span of a point; `order` uses it to find shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datasvc.keyed_random import Integers
 
 
 class SpanSearch:
-    """Index of spans that cover range(stop); ten times faster than a binary search per point.
+    """Index of spans that cover range(stop). It is ten times faster than a binary search per point.
 
     `starts`, `int64[n]`, has the first point of each span, ascending; `starts[0]` is 0.
     """
@@ -16,8 +16,8 @@ class SpanSearch:
     def __init__(self, starts: Integers, stop: int) -> None:
         self._starts = starts
         self._stops = np.append(starts[1:], stop)
-        # About four buckets per span: the span of a point is nearly always the first one of its bucket, or one of the
-        # next two.
+        # Divide the points into buckets of 2**shift points, about four per span. The span of a point is nearly always
+        # the first span of its bucket, or one of the next two.
         self._shift = max(0, (stop // max(4 * len(starts), 1)).bit_length() - 1)
         # Count the spans that start at or before each bucket's start. This takes one pass over spans and one over
         # buckets; a binary search per bucket would dominate the time to create an order of millions of shards.
@@ -30,6 +30,6 @@ class SpanSearch:
         for _ in range(2):
             spans += self._stops[spans] <= points
         remaining = np.flatnonzero(self._stops[spans] <= points)
-        if remaining.size:  # many short spans in one bucket
+        if remaining.size:  # only if a bucket has many short spans
             spans[remaining] = np.searchsorted(self._starts, points[remaining], side="right") - 1
         return spans

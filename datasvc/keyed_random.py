@@ -1,8 +1,9 @@
 """Keyed permutations and counter-based random numbers: pure functions of a key and a position.
 
-There is no generator state and no memory per sample, so any position of any epoch can be computed directly, on any
-node, in any order. Keys come from numpy's `SeedSequence` over words of fixed width, so that different triples of
-(seed, epoch, purpose) have different keys; with sums such as `seed + epoch`, some would share a key.
+Access orders and augmentation use them. There is no generator state and no memory per sample, so any position of any
+epoch can be computed directly, on any node, in any order. Keys come from numpy's `SeedSequence` over words of fixed
+width, so that different triples of (seed, epoch, purpose) have different keys. With sums such as `seed + epoch`, some
+would share a key.
 
 Sources: the permutation is the generalised Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite
 Domains", CT-RSA 2002) over a x b >= n values with cycle walking; the mixing constants are those of SplitMix64
@@ -24,7 +25,7 @@ Keys = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 
 _ROUNDS: Final = 6
-# Number of values computed at a time: so few that all temporary arrays of a chunk stay in the level-2 cache.
+# Number of values computed at a time; small, so that all temporary arrays of a chunk stay in the level-2 cache.
 _CHUNK: Final = 8192
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
@@ -44,7 +45,7 @@ def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not 0 <= value < 1 << 64:
             raise ConfigError(f"{name} is {value}; expected 0 <= {name} < 2**64")
-    # Use two words for each: otherwise (seed 2**32, epoch 0) and (seed 0, epoch 1) would have the same words.
+    # Use two words for each number: otherwise (seed 2**32, epoch 0) and (seed 0, epoch 1) would have the same words.
     words = [seed & 0xFFFFFFFF, seed >> 32, epoch & 0xFFFFFFFF, epoch >> 32, purpose]
     return np.asarray(np.random.SeedSequence(words).generate_state(count, np.uint64), np.uint64)
 
@@ -65,7 +66,7 @@ def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.f
 
 
 def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> npt.NDArray[np.float64]:
-    """Like `uniform`, but for the `count` streams from `first` on, in a fraction of the time of `count` calls.
+    """Return the numbers of `uniform` for `count` streams from `first` on, much faster than `count` calls.
 
     Returns:
         `float64[count, n]`.
@@ -87,8 +88,8 @@ def _finalise(state: Keys) -> Keys:
 class KeyedPermutation:
     """Permutations of range(size), computed per element without a table; 0 <= size <= 2**62.
 
-    A tweak selects one of many independent permutations of the same size, such as that of one block. `keys`,
-    `uint64[6]`, come from `derive_keys`.
+    A tweak is an integer that selects one of many independent permutations of the same size, such as one per block.
+    `keys`, `uint64[6]`, come from `derive_keys`.
     """
 
     num_keys: Final = _ROUNDS
@@ -135,8 +136,8 @@ class KeyedPermutation:
         outside = np.flatnonzero(mapped >= self.size)
         while outside.size:
             # Cycle walking: apply the network again until the value is in range(size).
-            part = None if tweak is None else tweak[outside]
-            mapped[outside] = self._network(mapped[outside], part, rounds, forward)
+            outside_tweak = None if tweak is None else tweak[outside]
+            mapped[outside] = self._network(mapped[outside], outside_tweak, rounds, forward)
             outside = outside[mapped[outside] >= self.size]
         return mapped
 

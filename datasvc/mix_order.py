@@ -1,12 +1,14 @@
 """Access order of a mixture of data sets: a pure function from each position to a data set and one of its samples.
 
 The positions of all epochs of a mixture form one sequence, which is split into blocks. After each block, the number
-of samples served from each data set differs from its weighted share by less than one: weights do not drift. A keyed
-permutation selects the positions of each data set within a block. The samples of one data set, in the order of the
-sequence, are its stream: its epoch 0 in its own access order, then its epoch 1, and so on.
+of samples served from each data set differs from its weighted share by less than one, so rounding errors do not add
+up. A keyed permutation selects the positions of each data set within a block. The samples of one data set, in the
+order of the sequence, are its stream: its epoch 0 in its own access order, then its epoch 1, and so on. In this
+module, a source is the number of a data set in the mixture, and an ordinal is the index of a sample in its data set's
+stream.
 
-There is no state, and memory is O(block): any position can be computed directly, and so can its inverse, the position
-of any sample of a data set's stream.
+There is no state, and memory is O(block). The sample at any position can be computed directly, and so can the
+position of any sample.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _MAX_CACHED_BLOCKS: Final = 4
 
 
 class MixtureSources(NamedTuple):
-    """Data set of each sample, and its epoch and position in the data set's own access order: `int64[n]` each."""
+    """Data set of each sample, and the sample's epoch and position in the data set's own order: `int64[n]` each."""
 
     sources: Integers
     epochs: Integers
@@ -35,7 +37,7 @@ class MixtureSources(NamedTuple):
 
 
 class _MixBlock(NamedTuple):
-    """Data set of each position, and index of the sample in its stream: `int64[block]` each."""
+    """Data set of each position of a block, and index of the sample in its stream: `int64[block]` each."""
 
     sources: Integers
     ordinals: Integers
@@ -66,7 +68,7 @@ class MixOrder:
         """Return the samples at positions of an epoch of the mixture: `int64[n]` in range(num_samples)."""
         blocks, within = np.divmod(epoch * self.num_samples + positions, self._block)
         sources, ordinals = np.empty_like(within), np.empty_like(within)
-        # Neighbouring positions are mostly in one block: look it up once for each run of them.
+        # Neighbouring positions are mostly in one block: look up the block once for all of them.
         cuts = (np.flatnonzero(np.diff(blocks)) + 1).tolist()
         for start, stop in pairwise([0, *cuts, len(blocks)] if len(blocks) else []):
             block = self._read_block(int(blocks[start]))
@@ -80,10 +82,11 @@ class MixOrder:
 
         Args:
             source: number of a data set whose weight is not 0.
-            ordinals: `int64[n]`, indices in its stream: epoch of its own order * its samples + position in the epoch.
+            ordinals: `int64[n]`, indices in its stream: epoch of its own order * its number of samples + position in
+                the epoch.
 
         Returns:
-            `int64[n]`: epoch of the mixture * samples of an epoch + position in the epoch.
+            `int64[n]` in the order of `ordinals`: epoch of the mixture * samples of an epoch + position in the epoch.
         """
         # Sort the samples, so that each block is computed once.
         order = np.argsort(ordinals, kind="stable")
@@ -126,7 +129,7 @@ class MixOrder:
         return [stop - start for start, stop in pairwise(edges)]
 
     def most_of(self, run: int) -> list[int]:
-        """Return, for each data set, an upper bound of its samples among any `run` consecutive positions."""
+        """Return for each data set an upper bound of its number of samples among any `run` consecutive positions."""
         total = self._edges[-1]
         weights = [stop - start for start, stop in pairwise(self._edges)]
         num_blocks = run // self._block + 2  # a run may start and end inside a block
@@ -135,7 +138,7 @@ class MixOrder:
     def _block_of(self, source: int, ordinal: int) -> int:
         """Return the block that contains a sample of a data set's stream."""
         weight = self._edges[source + 1] - self._edges[source]
-        # Start at a lower bound, from the average number of samples per block; the loop takes a few steps at most.
+        # Start at a lower bound, from the average number of samples per block. The loop takes a few steps at most.
         number = max(0, (ordinal - 1) * self._edges[-1] // (weight * self._block) - 1)
         while self.served_before(number + 1)[source] <= ordinal:
             number += 1
@@ -162,11 +165,11 @@ class MixOrder:
 
 
 def own_order(config: OrderConfig, digest: str) -> OrderConfig:
-    """Return the parameters of the access order of one split of a mixture: those of the loader with another seed.
+    """Return the parameters of the access order of one split of a mixture: `config` with another seed.
 
     `digest` is that of the split's shard table.
     """
-    # With one seed, splits of equal sizes would have the same permutation, and related samples (two versions of one
-    # image) would be served together. The seed depends on the samples, not on the split's index in the mixture.
+    # With the same seed, splits of equal sizes would have the same permutation. Related samples, such as two versions
+    # of one image, would be served together. The seed depends on the samples, not on the split's index.
     seed = int(derive_keys(config.seed, int(digest[:16], 16), _OWN_ORDER, 1)[0])
     return dataclasses.replace(config, seed=seed)

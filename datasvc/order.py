@@ -1,14 +1,15 @@
 """Access order: a pure function from each position of an epoch to the sample that is served there.
 
 `position -> (shard, row)` depends only on the data-set version, the seed and the epoch; not on world size, batch
-size, workers or nodes. Therefore one position is the whole state of a run, a run can resume with another number of
-ranks, a cache can compute all future accesses, and provenance can compute which samples a model version consumed.
+size, workers or nodes. So one position is the whole data state of a run, which can resume with another number of
+ranks. A cache can compute all future accesses, and provenance can compute which samples a model version consumed.
 
 The order of an epoch is computed as follows:
 
-1. permute the shards (with `sticky`, only within their lane) and concatenate their samples;
-2. split the sequence of samples into `lanes` equal spans;
-3. permute the samples of each span within consecutive blocks of `block` samples;
+1. permute the shards and concatenate their samples;
+2. split this sequence into `lanes` equal spans, the lanes. With `sticky`, steps 1 and 2 are the same in every epoch,
+   and each epoch permutes the parts of shards within each lane;
+3. permute the samples of each lane within consecutive blocks of `block` samples;
 4. interleave the lanes: position p is sample p // lanes of lane p % lanes.
 
 `shuffle="global"` is one lane and one block; `shuffle=None` is the identity. Memory is O(shards), never O(samples).
@@ -34,7 +35,7 @@ Tail = Literal["drop", "short", "pad"]
 
 STATE_FORMAT: Final = 1
 _SHARDS, _SAMPLES, _STICKY = 1, 2, 3  # values of `purpose` for `derive_keys`
-_CHUNK: Final = 8192  # positions at a time: their temporary arrays fit into the processor's cache
+_CHUNK: Final = 8192  # number of positions per chunk: their temporary arrays fit into the processor's cache
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class OrderConfig:
     Attributes:
         seed: 0 <= seed < 2**64.
         shuffle: "global" (all samples are permuted), "windowed" (few shards are needed at a time) or None.
-        lanes: number of spans of the data set that are read in parallel.
+        lanes: number of equal spans of the data set that are read side by side.
         block: number of samples that are permuted together within a lane.
-        sticky: whether each lane has the same samples in every epoch, so that a node's cache fills once.
+        sticky: whether each lane has the same samples in every epoch, so that a node fetches its samples only once.
 
     Raises:
         ConfigError: a value is out of range, or does not apply to `shuffle`.
@@ -78,10 +79,10 @@ class OrderConfig:
 
 @dataclass(frozen=True)
 class OrderState:
-    """State of a run: all positions of the epoch before `position` are served.
+    """Data state of a run: all positions of the epoch before `position` are served.
 
     Attributes:
-        version: digest of the shard table, which identifies samples and shards.
+        version: digest of the shard table; it identifies samples and shards.
         epoch: epoch, counted from 0.
         position: next position, 0 <= position <= samples of the epoch.
         config: parameters of the order.
@@ -202,7 +203,7 @@ class AccessOrder:
         keys = derive_keys(config.seed, epoch, _SAMPLES, KeyedPermutation.num_keys)
         sizes = {self._block, *(size % self._block for size in (short, short + 1))}
         self._permutations = {size: KeyedPermutation(size, keys) for size in sizes}
-        self._lay_out()
+        self._compute_segments()
 
     def locate(self, positions: Integers | Sequence[int]) -> tuple[Integers, Integers]:
         """Return the sample at each position.
@@ -220,16 +221,16 @@ class AccessOrder:
         if checked.size and (checked.min() < 0 or checked.max() >= self.num_samples):
             raise IndexError(f"a position is outside 0..{self.num_samples - 1}")
         shards, rows = np.empty_like(checked), np.empty_like(checked)
-        # In chunks, so that all temporary arrays stay in the processor's cache: this doubles the speed.
+        # Use chunks, so that all temporary arrays stay in the processor's cache: this doubles the speed.
         for start in range(0, len(checked), _CHUNK):
             chunk = slice(start, start + _CHUNK)
             shards[chunk], rows[chunk] = self._locate_chunk(checked[chunk])
         return shards, rows
 
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
-        lane, index = self._deal(positions)
-        # `line` is the index of each sample in the sequence of step 1, see the module.
-        line = self._lane_starts[lane] + self._in_blocks(lane, index, forward=True)
+        lane, index = self._split_positions(positions)
+        # `line` is the index of each sample in the sequence before step 3 of the module's docstring.
+        line = self._lane_starts[lane] + self._permute_in_blocks(lane, index, forward=True)
         segment = self._segment_search.find(line)
         return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]
 
@@ -245,12 +246,12 @@ class AccessOrder:
         if ((row_of < 0) | (row_of >= self._counts[shard_of])).any():
             raise IndexError("a row is outside its shard")
         sample_number: Integers = self._bases[shard_of] + row_of
-        # The inverse of each step of `_locate_chunk`, in reverse order.
+        # Invert the steps of `_locate_chunk`, in reverse order.
         segments, search = self._segments_by_sample
         segment = segments[search.find(sample_number)]
         line = self._segment_starts[segment] + row_of - self._segment_rows[segment]
         lane = np.searchsorted(self._lane_starts, line, side="right") - 1
-        index = self._in_blocks(lane, line - self._lane_starts[lane], forward=False)
+        index = self._permute_in_blocks(lane, line - self._lane_starts[lane], forward=False)
         positions: Integers = index * self._lanes + lane
         return positions
 
@@ -268,10 +269,10 @@ class AccessOrder:
         last_index = np.minimum((last_block + 1) * self._block, self._lane_sizes[lane]) - 1
         first = first_block * self._block * self._lanes + lane
         stop = last_index * self._lanes + lane + 1
-        by_need = np.argsort(first, kind="stable")
-        return ShardWindows(self._segment_shards[segment][by_need], first[by_need], stop[by_need])
+        by_first = np.argsort(first, kind="stable")
+        return ShardWindows(self._segment_shards[segment][by_first], first[by_first], stop[by_first])
 
-    def _lay_out(self) -> None:
+    def _compute_segments(self) -> None:
         """Compute the sequence of samples before block permutation, as segments: runs of rows of one shard."""
         nonempty = np.flatnonzero(self._counts)
         shards = nonempty[self._permuted_shards(len(nonempty))]
@@ -287,7 +288,7 @@ class AccessOrder:
     def _permuted_shards(self, count: int) -> Integers:
         if self.config.shuffle is None:
             return np.arange(count)
-        # With sticky lanes, the assignment of samples to lanes is the same in every epoch.
+        # With sticky lanes, use the keys of epoch 0, so that each lane has the same samples in every epoch.
         epoch, purpose = (0, _STICKY) if self.config.sticky else (self.epoch, _SHARDS)
         keys = derive_keys(self.config.seed, epoch, purpose, KeyedPermutation.num_keys)
         return KeyedPermutation(count, keys).permute(np.arange(count))
@@ -310,15 +311,15 @@ class AccessOrder:
         order = np.argsort(first_sample)
         return order, SpanSearch(first_sample[order], self.num_samples)
 
-    def _deal(self, positions: Integers) -> tuple[Integers, Integers]:
+    def _split_positions(self, positions: Integers) -> tuple[Integers, Integers]:
         """Return the lane of each position, and its index in this lane."""
         if self._lanes == 1:
-            # A shortcut, which saves a division for every position.
+            # This shortcut saves a division for every position.
             return np.broadcast_to(np.int64(0), len(positions)), positions
         index, lane = np.divmod(positions, self._lanes)
         return lane, index
 
-    def _in_blocks(self, lane: Integers, index: Integers, *, forward: bool) -> Integers:
+    def _permute_in_blocks(self, lane: Integers, index: Integers, *, forward: bool) -> Integers:
         """Permute, or permute back, each index of a lane inside its block."""
         if self.config.shuffle is None:
             return index
@@ -355,7 +356,7 @@ def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderCo
         return len(counts)
     per_lane = -(-run // config.lanes)
     block = config.block or 1
-    # A run may start and end inside a block, so it may overlap one more block than its length implies.
+    # The positions may start and end inside a block, so they may overlap one more block than their number implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
     # Each end of a span may cut a shard. Between these two shards, most shards fit if they are the smallest ones.
     num_inside = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
@@ -402,7 +403,7 @@ def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) 
 
 
 def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range | None:
-    """Return the lanes that one rank reads in steps of `size` positions; None: all lanes, see `slice_step`."""
+    """Return the lanes that a rank reads in steps of `size` positions; None if it may read all; see `slice_step`."""
     if lanes > 1 and lanes % world_size == 0 and size % lanes == 0:
         lanes_per_rank = lanes // world_size
         return range(rank * lanes_per_rank, (rank + 1) * lanes_per_rank)

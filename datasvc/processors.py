@@ -1,4 +1,4 @@
-"""Number of processors that this process may use."""
+"""Number of processors that this process may use; it is the basis for numbers of threads and worker processes."""
 
 from __future__ import annotations
 

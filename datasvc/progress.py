@@ -1,4 +1,4 @@
-"""Progress of long operations: the object that an operation calls, and the bars that show it on a terminal."""
+"""Progress of long operations: the interface that operations call, and the bars that show progress on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-# How a bar names each source of bytes.
+# The label of each source of bytes in a progress bar.
 _SOURCE_LABELS: Final = {"origin": "origin", "peer": "peers", "resident": "hits"}
 
 
@@ -26,7 +26,7 @@ class Progress:
         """Set the total, in the unit of `advance`, before the first `advance` of each pass of the operation."""
 
     def advance(self, amount: int, *, source: str = "", num_samples: int = 0, num_shards: int = 0) -> None:
-        """Add an amount that was done since the previous call.
+        """Add the amount of work done since the previous call.
 
         Args:
             amount: number of bytes, or of entries if the version index is updated.
@@ -110,7 +110,7 @@ def entry_progress(title: str) -> Iterator[Progress]:
 
 def _show(title: str, stream: TextIO, *columns: Any, is_brief: bool = False) -> Iterator[Progress]:
     """Yield a `Progress` that updates a bar; a brief bar is shown from `begin` on, and removed at the end."""
-    # rich is imported only where a bar may be shown: libraries import this module for `NO_PROGRESS`.
+    # Import rich only where a bar may be shown, because all operations import this module for `NO_PROGRESS`.
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 

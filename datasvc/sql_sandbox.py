@@ -1,4 +1,4 @@
-"""In-memory DuckDB databases for SQL that users write: no access to files, network, extensions, Python variables."""
+"""In-memory DuckDB databases for SQL of users, which cannot access files, network, extensions or Python variables."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def connected() -> Iterator[duckdb.DuckDBPyConnection]:
 
 
 def lock(connection: duckdb.DuckDBPyConnection) -> None:
-    """Disable access to files, network and Python variables; no statement can enable it again."""
+    """Disable access to files, network and Python variables. No later statement can enable it."""
     connection.execute("SET enable_external_access = false; SET lock_configuration = true")
 
 
 def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str) -> Any:
-    """Return the only statement of `sql`.
+    """Return the only statement of `sql`; `example` is a valid query for the error message.
 
     Raises:
         ConfigError: `sql` is not exactly one statement that only reads.
@@ -64,7 +64,8 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
 def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
     """Return the result of `read`, which executes a query; Ctrl-C ends the query, however long it takes."""
-    # Execute the query in another thread: DuckDB returns only at its end, and Python handles no signal until then.
+    # Execute the query in another thread: DuckDB returns only at the end of the query, and Python handles no signal
+    # until then.
     result: Future[_T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Call a function for many values in threads; run hooks before the interpreter waits for threads at its exit."""
+"""Runs a function for many values in threads, and runs hooks at exit before the interpreter waits for threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 _Value = TypeVar("_Value")
 
-# For calls on fewer bytes, handing the work to another thread costs more than that thread saves.
+# For calls on fewer bytes, handing the work to another thread takes more time than the thread saves.
 _GROUP_BYTES: Final = 1 << 20
 
 
@@ -78,6 +78,6 @@ def run_before_threads_end(hook: Callable[[], object]) -> None:
     A hook can still use thread pools: hooks run in reverse order of registration, and the hook of
     `concurrent.futures` that shuts down all pools was registered before, when this module was imported.
     """
-    # Python's function is private and may disappear. Then the hook is not called, and the exit only takes longer.
+    # This function is private and may disappear from Python. Then the hook is not called, and the exit takes longer.
     if hasattr(threading, "_register_atexit"):
         threading._register_atexit(hook)  # noqa: SLF001
