@@ -47,7 +47,7 @@ class OrderConfig:
         shuffle: "global" (all samples are permuted), "windowed" (few shards are needed at a time) or None.
         lanes: number of equal spans of the data set that are read side by side.
         block: number of samples that are permuted together within a lane.
-        sticky: whether each lane has the same samples in every epoch, so that a node fetches its samples only once.
+        sticky: whether each lane has the same samples in every epoch, so that each node reads its own part of them.
 
     Raises:
         ConfigError: a value is out of range, or does not apply to `shuffle`.
