@@ -1,4 +1,7 @@
-"""`hvd.elastic.run`: repeats a training function after the loss or addition of ranks."""
+"""`hvd.elastic.run`: calls a training function again after ranks were lost, added or removed.
+
+Each call runs in a new round: a period in which the ranks of the job and their numbers do not change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of ranks that do not start, or do not call `init`, in time. Pure."""
+"""Detection of ranks that do not start, or do not call `init`, in time, for the launcher of a static job. Pure."""
 
 from __future__ import annotations
 

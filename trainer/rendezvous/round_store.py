@@ -21,7 +21,7 @@ class RoundStore(Store):
     Args:
         store: store of the job.
         prefix: prefix of every key, different in every round.
-        broken_key: key of the job's store; once it exists, every wait fails.
+        broken_key: key of the job's store; it means that a member is lost, and every wait then fails.
         timeout_s: default limit of a wait for a key.
     """
 

@@ -6,10 +6,10 @@ import math
 
 
 class Blacklist:
-    """Hosts that get no new ranks after a failure, for ever or for a time that doubles with each failure.
+    """Hosts that get no new ranks after a failure, permanently or for a time that doubles with each failure.
 
     Args:
-        cooldown_range_s: minimum and maximum time for which a host is blocked; None for ever.
+        cooldown_range_s: minimum and maximum time for which a host is blocked; None to block it permanently.
 
     Raises:
         ValueError: the minimum is negative or larger than the maximum.

@@ -1,4 +1,4 @@
-"""Record of the workers that died, and choice of the failure that the launcher reports. No I/O."""
+"""Records the workers that died, and chooses the failure that the launcher reports. No I/O."""
 
 from __future__ import annotations
 

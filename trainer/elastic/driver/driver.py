@@ -134,7 +134,7 @@ class _Driver:
             for action in self._next_event()():
                 self._execute(action)
             if self._store is None and self._group.processes and self._finish is None:
-                # Opened after the workers have started, so that the launcher and they import torch in parallel.
+                # Opened after the workers have started: the launcher and the workers then import torch in parallel.
                 self._store = self._open_store()
         if self._store is not None:
             self._store.queue_push(messages.MESSAGE_QUEUE, messages.END_OF_QUEUE)
@@ -247,7 +247,7 @@ class _Driver:
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # The time-out lets this thread see that the job has finished: no process ends after that.
+            # Without the time-out, this thread would wait forever after the job, because no process ends then.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # the default keeps it

@@ -205,7 +205,7 @@ class JobMembership:
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
         free = self._list_free(now_s)
-        # Wait for enough slots: otherwise the first workers would see a smaller job in their environment.
+        # Wait for enough slots: otherwise the environment of the first workers would describe a smaller job.
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
         started = [self._workers.start(host, now_s) for host in free]

@@ -93,7 +93,10 @@ class Worker:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time limit for a worker's `duty`, a text after "did not". If it is not binding, it only causes a note."""
+    """A time limit for the next step of a worker.
+
+    `duty` names the step, as text after "did not". If the deadline is not binding, the driver only prints a note.
+    """
 
     at_s: float
     worker: Worker
