@@ -84,7 +84,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741 - Horovod's name
-    """Split a list into `n` consecutive parts; the first `len(l) % n` parts have one entry more."""
+    """Split a list into `n` consecutive parts; the first `len(l) % n` parts are longer by one element."""
     length, num_longer = divmod(len(l), n)
     stops = [(i + 1) * length + min(i + 1, num_longer) for i in range(n)]
     return [list(l[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -1,4 +1,7 @@
-"""Plans which gradients are sent together, as a bucket. All ranks and all runs of a model get the same plan."""
+"""Plans the buckets: the groups of gradients that `GradientReducer` sends together.
+
+All ranks and all runs of a model get the same plan.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _counts: Counter[str] = Counter()
 
 
 def next_number(kind: str) -> int:
-    """Return the next number of a kind. Every rank calls this in the same order."""
+    """Return the number of the next object of a kind, such as "adasum"; every rank calls this in the same order."""
     number = _counts[kind]
     _counts[kind] += 1
     return number

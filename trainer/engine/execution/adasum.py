@@ -17,10 +17,12 @@ def combine_over_tree(
 ) -> None:
     """Overwrite `parts`, which are views of `flat`, with the combination over all places.
 
+    A place is a participant in the tree: one rank, or one node after the average of its ranks.
+
     Args:
         parts: flat tensors.
         flat: flat tensor that is exchanged.
-        place: number of this rank's place, from 0. A place is one rank, or one node whose ranks are averaged before.
+        place: number of this rank's place, from 0.
         num_places: number of places, a power of two.
         swap: function that sends a tensor to a place and returns the received tensor.
     """

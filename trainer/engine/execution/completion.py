@@ -67,7 +67,7 @@ class Completions:
                 pass
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine reports the error to waiting threads
             # Keep only the text, because a traceback refers to the work, and the work to its connections. These must
-            # close, because the other ranks detect the failure by that.
+            # close, because the closed connections tell the other ranks of the failure.
             self._on_error(str(error))
             with self._changed:
                 self._is_broken = True

@@ -1,4 +1,7 @@
-"""Runs the operations that the negotiation has agreed on. Invariant: all ranks run them in the same order."""
+"""Runs the operations that the negotiation has agreed on, for the engine's thread.
+
+Invariant: all ranks run them in the same order.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Timeline of the negotiation and execution of each operation, as a Chrome trace for chrome://tracing and Perfetto.
 
-Rank 0 writes the file; like every rank, it sees the requests of all ranks. The negotiation of an operation has a mark
-for each rank, so the trace shows which rank was the last to submit it.
+Rank 0 writes the file: every rank receives the requests of all ranks, so one file is enough. The negotiation of an
+operation has a mark for each rank, so the trace shows which rank was the last to submit it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Requests: what one rank sends to the others about an operation that it submits, without the tensors.
+"""Requests: the description of an operation, without its tensors, that a rank sends to the others on submission.
 
 The requests of all ranks for one operation must have most properties in common; see `agreement`.
 """
