@@ -137,7 +137,7 @@ WITHOUT_MEANING = {
 }
 # The flags among these by which Horovod's users choose the controller, the part that starts and connects the ranks.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
-# Also without effect, but no note is printed, because the trainer always behaves as these flags request.
+# Flags that are accepted without effect and without a note: the trainer always behaves as they request.
 ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
 
 

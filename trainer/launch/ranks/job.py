@@ -78,7 +78,8 @@ class ElasticOptions:
         slots_per_host: number of slots for lines without one; None for 1.
         elastic_timeout_s: maximum time to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
         reset_limit: number of changes of the ranks after which the job ends with status 3; None for no limit.
-        cooldown_range_s: minimum and maximum time for which a host gets no ranks after a failure; None for ever.
+        cooldown_range_s: minimum and maximum time for which a host gets no ranks after a failure; None to block
+            it permanently.
     """
 
     min_num_ranks: int = 1

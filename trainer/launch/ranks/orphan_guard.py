@@ -55,7 +55,7 @@ class OrphanGuard:
             ) from None
 
     def remove(self, group: int) -> None:
-        """Unregister a group that has ended, because its number may be reused. Ignores that the guard has exited."""
+        """Unregister a group that has ended, because its number may be reused; ignore a guard that has exited."""
         with contextlib.suppress(BrokenPipeError):
             self._send(f"-{group}")
 

@@ -111,7 +111,7 @@ class LinePump:
         for file in tuple(self._files):
             try:
                 file.write(line)
-                # With the flush, a reader of the file, such as `tail -f`, sees each line at once.
+                # With the flush, a reader of the file, such as `tail -f`, gets each line at once.
                 file.flush()
             except OSError as error:
                 self._files.remove(file)

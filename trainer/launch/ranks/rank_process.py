@@ -1,7 +1,8 @@
 """The process of one rank on this machine: start, output, signals and termination, with its children.
 
 `remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these modules
-have started. A group leader is reaped only after its group has ended, because its number is not reused before that.
+have started. A group leader is reaped only after its group has ended: until it is
+reaped, the system does not give its number to another group.
 """
 
 from __future__ import annotations

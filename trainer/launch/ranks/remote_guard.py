@@ -1,4 +1,4 @@
-"""The guard of a rank on another host: runs the rank, and terminates it when the launcher says so or is lost.
+"""The guard of a rank on another host: runs the rank, and terminates it when the launcher orders this or is lost.
 
 The launcher sends this source over standard input to a bare interpreter, so it uses only Python's standard library.
 After the source come the order, which is one line of JSON, and later lines `signal N` and `end SECONDS`. The end of

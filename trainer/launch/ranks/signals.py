@@ -1,4 +1,4 @@
-"""Handling of the signals that end the launcher, so that its ranks get them too."""
+"""Handling of the signals that end the launcher, so that the launcher can forward them to its ranks."""
 
 from __future__ import annotations
 
