@@ -83,7 +83,7 @@ class ElasticLoader(Generic[B]):
             close()
 
     def __getattr__(self, name: str) -> Any:
-        # Not for names with an underscore: before `_loader` is set, looking it up would call this method without end.
+        # Reject names with an underscore: before `_loader` is set, its lookup would call this method endlessly.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

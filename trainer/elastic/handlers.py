@@ -144,7 +144,7 @@ def choose_handler(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
-    # Not for a class: it has the methods, but only its instances have a state.
+    # Exclude classes: a class has both methods, but only its instances have a state.
     if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return StateDictHandler(value)
     return None

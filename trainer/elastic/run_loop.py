@@ -66,6 +66,8 @@ def run(
 
 
 class _Loop:
+    """The repeated calls of the training function, with synchronization and restore of the state between them."""
+
     def __init__(
         self, state: State, rendezvous: Rendezvous | None, reset: Callable[[], object] | None = None
     ) -> None:

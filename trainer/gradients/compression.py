@@ -30,6 +30,8 @@ class NoneCompressor(Compressor):
 
 
 class _As16Bits(Compressor):
+    """Conversion of floating-point tensors to the 16-bit type `dtype`; other tensors are sent unchanged."""
+
     dtype: torch.dtype
 
     @classmethod

@@ -61,6 +61,8 @@ def make_adasum_optimizer(
 
 
 class _DistributedAdasumOptimizer(torch.optim.Optimizer):
+    """The methods that `wrap_optimizer` adds to an optimizer for Adasum."""
+
     # Arguments of `DistributedOptimizer`, for programs that read them from the optimizer.
     op = ReduceOp.ADASUM
     gradient_predivide_factor = 1.0

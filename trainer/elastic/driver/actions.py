@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a worker; it gets `placement` if all expected workers join."""
+    """Start the process of a worker; it gets the rank in `placement` if all expected workers join."""
 
     worker: str
     host: str

@@ -84,6 +84,8 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
 
 
 class _Driver:
+    """The event loop of the driver: executes the actions of `membership`, and owns the store of the job."""
+
     def __init__(
         self,
         job: LaunchJob,
