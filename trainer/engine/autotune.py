@@ -1,7 +1,7 @@
-"""Search for the fusion size and the cycle time with the highest throughput. Pure: the clock is an argument.
+"""Search for the fusion size and the cycle time with the highest throughput, for `tuning.Tuner`.
 
 The search is a hill climb on a grid. Horovod fits a Gaussian process instead; on a grid of forty points a hill climb
-needs no more trials, and is simpler.
+needs no more trials, and is simpler. The module reads no clock: its caller passes the time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MIN_SAMPLE_S: Final = 0.2
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate and its throughput."""
+    """A pair of fusion size and cycle time, and the throughput measured with it."""
 
     tuning: Tuning
     bytes_per_s: float
@@ -46,11 +46,16 @@ class Autotuner:
 
     @property
     def tuning(self) -> Tuning:
-        """The values to use now: those under trial, or after the search the best ones."""
+        """The values to use now: the candidate during the search, the best values after it."""
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Record the bytes reduced since the last call, and return whether `tuning` has changed."""
+        """Record the bytes reduced since the last call, and return whether `tuning` may have changed.
+
+        Args:
+            num_bytes: bytes that were reduced since the last call.
+            now_s: time of this call, on a monotonic clock.
+        """
         if self.is_done:
             return False
         if self._since_s is None:

@@ -1,6 +1,6 @@
 """The engine's background thread: collects submissions, exchanges them with the other ranks, runs ready operations.
 
-Invariant: the handle of each submission that `submit` accepts is finished exactly once, also if this thread, the
+Invariant: the handle of each submission that `submit` accepts is finished exactly once, even if this thread, the
 network or another rank fails.
 """
 
@@ -33,8 +33,8 @@ from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
-# Maximum pauses of an idle rank between two exchanges, in cycles: in general, and while no operation can run before
-# this rank submits one.
+# Maximum pauses of an idle rank between two exchanges, in cycles. The second one applies while no operation can run
+# before this rank submits one.
 _MAX_IDLE_CYCLES = 5.0
 _MAX_UNNEEDED_CYCLES = 50.0
 
@@ -108,13 +108,13 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
-            # Stored for a later join: then this rank submits no tensors from which the device could be read.
+            # Stored for a later join: a joined rank has no submissions, but its substitutes need a device.
             if submission.inputs and submission.inputs[0].is_cuda:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
 
     def write_timeline(self, timeline: Timeline) -> None:
-        """Record later operations in a timeline, and close the previous one."""
+        """Record later operations in `timeline`, and close the previous timeline."""
         previous, self._timeline = self._timeline, timeline
         self._executor.set_timeline(timeline)
         previous.close()
@@ -137,8 +137,8 @@ class Engine:
             # ranks detect the failure only when these connections close.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
-        # `drain` returns, because every collective in flight ends: all ranks have begun it, and the connections of a
-        # dead rank break. Only after that no thread uses the tensors any more.
+        # `drain` always returns: all ranks have begun every collective in flight, and if a rank dies, its connections
+        # break and the collective fails. After `drain` no thread uses the tensors.
         self._completions.drain()
         self._completions.close()
         self._buffers.clear()
@@ -176,7 +176,7 @@ class Engine:
                     self._timeline.submitted(request.key, request.kind.value.upper(), rank)
             outcomes = self._negotiation.advance(submitted)
             if outcomes:
-                self._stall_watch.restart(JOIN)  # the others make progress: a join that waits for them is not stalled
+                self._stall_watch.restart(JOIN)  # a join that waits for ranks that make progress is not stalled
             self._settle(outcomes)
         tuning = messages[0].tuning
         if tuning is not None:
@@ -219,8 +219,8 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            # If this rank had joined, the operation runs without it. Another thread may have submitted the same name
-            # since; that submission belongs to a later operation.
+            # If this rank had joined, the operation has no submission of this rank. A submission of the same name in
+            # `_in_flight` is then newer, and belongs to a later operation.
             submission = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
                 if submission is not None:
@@ -246,8 +246,8 @@ class Engine:
 
     def _succeed(self, submission: Submission, result: Result) -> None:
         key, kind = submission.request.key, submission.request.kind
-        # Remove the name first: the waiting thread may submit it again as soon as it has the result. The submission
-        # that stands for a joined rank has no entry.
+        # Remove the name first: the waiting thread may submit it again as soon as it has the result. The executor's
+        # substitute for the submission of a joined rank is not in `_in_flight`.
         with self._changed:
             if self._in_flight.get(key) is submission:
                 del self._in_flight[key]

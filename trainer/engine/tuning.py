@@ -1,4 +1,4 @@
-"""Autotuning on rank 0 while the job runs: measurement, proposals to all ranks, and a log of the trials."""
+"""Autotuning on rank 0 during the job: measure the throughput, propose values to all ranks, and log the trials."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Tuner:
-    """The connection between the engine and an `Autotuner`, which starts at the values of the settings."""
+    """Passes the engine's measurements to an `Autotuner`, and the autotuner's values to the engine.
+
+    The search starts at the values of the settings.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         self._autotuner = Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s))
@@ -57,7 +60,7 @@ class Tuner:
             for trial in self._autotuner.trials
         ]
         try:
-            # Written under another name and then renamed, so that readers never see a partial file.
+            # Write under another name and then rename, so that no reader gets a partial file.
             temporary = self._log.with_name(f".{self._log.name}.new")
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
             temporary.replace(self._log)

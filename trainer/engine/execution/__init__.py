@@ -1,1 +1,1 @@
-"""Execution of agreed operations over torch.distributed."""
+"""Execution, over torch.distributed, of the operations that the negotiation has agreed on."""

@@ -15,16 +15,16 @@ from torch import Tensor
 def combine_over_tree(
     parts: Sequence[Tensor], flat: Tensor, *, place: int, num_places: int, swap: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Overwrite `parts`, which are views of `flat`, with the combination over all places.
+    """Overwrite `parts` with their Adasum over all places. Every rank calls this in the same order.
 
-    A place is a participant in the tree: one rank, or one node after the average of its ranks.
+    A place is a participant in the tree: one rank, or one node that has averaged the tensors of its ranks.
 
     Args:
-        parts: flat tensors.
-        flat: flat tensor that is exchanged.
+        parts: tensors that are combined one by one; flat views of `flat`.
+        flat: flat tensor that is exchanged; contains all parts.
         place: number of this rank's place, from 0.
         num_places: number of places, a power of two.
-        swap: function that sends a tensor to a place and returns the received tensor.
+        swap: function that sends a tensor to a place and returns the tensor received from it.
     """
     distance = 1
     while distance < num_places:

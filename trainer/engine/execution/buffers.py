@@ -1,4 +1,4 @@
-"""Pool of fusion buffers, into which tensors are packed: allocated once per dtype and device, and reused."""
+"""Pool of fusion buffers, into which the executors pack tensors: at most two per dtype and device, reused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FusionBuffers:
             self._num_made.clear()
 
     def fail(self, failure: str) -> None:
-        """Make all waiting and later calls of `take` that would wait raise an error with this message."""
+        """Raise an error with this message in every call of `take` that waits now or would have to wait later."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

@@ -21,7 +21,7 @@ class Completions:
     itself, because their collectives may still use tensors.
 
     Args:
-        on_error: called once, with the text of the first error of a completion function; later ones do not run.
+        on_error: called once, with the text of the first error of a completion function. No later function runs.
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:

@@ -1,6 +1,6 @@
 """Runs the operations that the negotiation has agreed on, for the engine's thread.
 
-Invariant: all ranks run them in the same order.
+Invariant: all ranks run these operations in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 
 
 class Executor:
-    """The executor of the operations of a rank.
+    """The executor of the operations of one rank; selects the function for each kind of operation.
 
     Args:
         transport: connection to the other ranks.
@@ -109,7 +109,7 @@ class Executor:
                 self._finish(submission, ready.value)
 
     def _neutral_submission(self, ready: Ready) -> Submission:
-        """Return the submission that stands for a rank that has joined; its values do not change the result."""
+        """Return a substitute for the submission of a rank that has joined; its values do not change the result."""
         request = ready.request
         device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
         tensors = tuple(

@@ -1,8 +1,8 @@
-"""Plans the fusion buffers, that is, which ready allreduces are packed together and reduced as one. Pure.
+"""Plans the fusion buffers: which ready allreduces are packed together and reduced as one. Pure functions.
 
 Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
 depends on the position in the buffer, so only a fixed packing gives the same bits in every run. A single request is
-packed with all others that are ready at the same time, which is faster but may differ between runs.
+packed with all others that are ready at the same time. This is faster, but the packing may differ between runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FusionSlot:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The tensors that one collective reduces. Slots are adjacent and in order."""
+    """The tensors that one collective reduces. The slots are in order of their offsets, without gaps."""
 
     dtype: str
     slots: tuple[FusionSlot, ...]
@@ -38,12 +38,12 @@ class Buffer:
 
     @property
     def operations(self) -> list[int]:
-        """The requests in the buffer, each once, in order."""
+        """The numbers of the requests in the buffer, each once, in order."""
         return list(dict.fromkeys(slot.operation for slot in self.slots))
 
     @property
     def operation(self) -> int:
-        """The first request in the buffer; all of them share process set, reduction, factors and device."""
+        """The number of the first request; all of them share process set, reduction, factors and device."""
         return self.slots[0].operation
 
 

@@ -1,4 +1,4 @@
-"""Handles and submissions: the future result of an operation, and a request together with its tensors."""
+"""Handles and submissions: a handle is the future result of an operation, a submission a request with its tensors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Submission:
         request: properties of the operation, for the other ranks.
         inputs: tensors that the engine reads.
         outputs: tensors that the engine writes; may be the inputs. Empty if it allocates them, as for allgather.
-        result: value for the submitter: usually the outputs, as one tensor or as a list.
+        result: value that the submitter gets: usually the outputs, as one tensor or as a list.
         is_prescaled: whether the inputs include the prescale factor already, so that the engine does not apply it.
         cuda_ready: event after which the tensors are valid; None on a CPU.
         handle: future result.

@@ -61,7 +61,7 @@ class Reductions:
             )
 
     def reducescatter(self, ready: Ready, submission: Submission) -> None:
-        """Reduce the tensors, and store the rows of this rank in the outputs."""
+        """Reduce the tensors over the ranks, and store this rank's rows of the results in the outputs."""
         for name, tensor, output in zip(
             submission.request.dtypes, submission.inputs, submission.outputs, strict=True
         ):
@@ -115,7 +115,7 @@ class Reductions:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the flat tensor to send, and the fusion buffer to give back later, if one is used."""
         dtype, device = wire_dtype(buffer.dtype), self.transport.wire_device(outputs[0].device)
-        # A single tensor of the right form is reduced in place, without a fusion buffer.
+        # A single tensor that can be sent as it is needs no fusion buffer: it is reduced in place.
         if len(outputs) == 1 and can_send_directly(outputs[0], dtype, device):
             return copy_into(inputs[0], outputs[0]).view(-1), None
         flat = self.buffers.take(dtype, device, buffer.num_elements)

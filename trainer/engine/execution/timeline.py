@@ -63,7 +63,7 @@ class TraceFile(Timeline):
         self._start_ns = time.monotonic_ns()
         self._lines: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Each operation has a row; Chrome's viewer shows the rows as processes.
+        # Each operation has a row. A row is a process (`pid`) of the trace, because viewers group events by process.
         self._rows: dict[Key, int] = {}
         self._is_negotiating: set[Key] = set()
         self._has_activity: set[Key] = set()
@@ -162,8 +162,8 @@ class TraceFile(Timeline):
             for event in events:
                 self._file.write(("" if is_first else ",\n") + json.dumps(event))
                 is_first = False
-            # After a crash the file holds all events until the last pause, though not the closing bracket, which
-            # viewers do not need.
+            # After a crash the file has all events up to the last time the queue was empty. It lacks the closing
+            # bracket, which viewers do not need.
             if self._lines.empty():
                 self._file.flush()
         self._file.write("\n]\n")

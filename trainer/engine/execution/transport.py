@@ -73,7 +73,7 @@ class Transport:
         return [data]
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return the device to which tensors of `device` are moved before they are sent."""
+        """Return the device from which tensors on `device` are sent; a tensor is copied there if it differs."""
         return device
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
@@ -101,7 +101,10 @@ class Transport:
         sent_lengths: list[int],  # noqa: ARG002 - one rank
         process_set: int,  # noqa: ARG002 - one rank
     ) -> None:
-        """Send one part to each rank of the set, and receive one from each; lengths in elements."""
+        """Send one part to each rank of the set, and receive one part from each.
+
+        The parts of `sent` and `received` are adjacent, in rank order; their lengths are in elements.
+        """
         received.copy_(sent)
 
     def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:  # noqa: ARG002 - one rank
@@ -109,7 +112,7 @@ class Transport:
         output.copy_(inputs[0])
 
     def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:  # noqa: ARG002 - one rank
-        """Exchange tensors with a partner."""
+        """Send a tensor to a partner, and overwrite `received` with the partner's tensor."""
         raise AssertionError("a job of one rank has no partner")
 
     def close(self) -> None:
@@ -117,7 +120,7 @@ class Transport:
 
 
 class ExchangeStep(NamedTuple):
-    """One step of an exchange: a rank sends its first parts, and appends the received parts to its own.
+    """One step of an exchange: a rank sends the first parts that it has, and appends the received parts.
 
     Attributes:
         target: rank to send to.

@@ -1,4 +1,4 @@
-"""How tensors are sent: the dtypes and the memory layout that gloo and NCCL accept."""
+"""Conversions of tensors for sending: the dtypes and the memory layout that gloo and NCCL accept."""
 
 from __future__ import annotations
 

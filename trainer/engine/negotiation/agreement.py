@@ -1,6 +1,6 @@
-"""The properties that the requests of several ranks must have in common to form one operation.
+"""Checks that the requests of several ranks can form one operation; used by `negotiation`.
 
-Pure, so that every rank gets the same result and the same error message.
+The functions depend only on their arguments, so every rank gets the same result and the same error message.
 """
 
 from __future__ import annotations
@@ -46,9 +46,12 @@ _BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Property], ...]] = {
 
 
 def find_disagreement(requests: Mapping[int, Request]) -> str | None:
-    """Return why these requests, by rank and in rank order, cannot run as one operation; None if they can.
+    """Return the reason why requests cannot run as one operation; None if they can.
 
     Factors are compared as numbers, so NaN never agrees.
+
+    Args:
+        requests: request of each rank, by global rank, in rank order; not empty.
     """
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):

@@ -14,7 +14,7 @@ from datasvc.trainer.engine.negotiation.requests import Request, request_fields,
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Fusion size and cycle time; all ranks use them from the next cycle on."""
+    """Fusion size and cycle time. All ranks adopt them at the end of the cycle that sends them."""
 
     fusion_bytes: int
     cycle_time_s: float

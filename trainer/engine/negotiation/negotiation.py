@@ -1,8 +1,8 @@
 """Negotiation of the operations to run and of their order: a replicated state machine without clocks, threads or I/O.
 
-Invariant: every rank has the same input, the new submissions of all ranks in a cycle, so every rank gets the same
-list of operations. Ranks may therefore submit in any order: an operation starts when every rank of its process set
-has submitted its name or has joined.
+Invariant: the input of each cycle, the new submissions of all ranks, is the same on every rank, so every rank gets
+the same list of operations. Ranks may therefore submit in any order: an operation starts when every rank of its
+process set has submitted its name or has joined, that is, has declared that it has no more data.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ready:
 
     @property
     def request(self) -> Request:
-        """The request of the first rank; others may differ where this is allowed, as in the number of rows."""
+        """The request of the first rank; other ranks' requests may differ in some properties, such as the rows."""
         return next(iter(self.requests.values()))
 
     @property
@@ -65,7 +65,7 @@ Outcome = Ready | Refused
 
 
 class Negotiation:
-    """The state machine: operations that only some ranks have submitted yet, and the process sets."""
+    """The state machine: operations that only some of their ranks have submitted, joined ranks, and process sets."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -116,7 +116,7 @@ class Negotiation:
         return missing
 
     def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Return whether all ranks submitted the same cached requests. Most steps of a training do."""
+        """Return whether all ranks submitted the same cached requests, as in most training steps."""
         if self._pending or self._joined or self._num_ranks == 1:
             return False
         first = submitted[0]

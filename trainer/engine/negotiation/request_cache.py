@@ -1,4 +1,4 @@
-"""Cache of the requests on which all ranks have agreed, which are sent as numbers.
+"""Cache of the requests on which all ranks have agreed: a cached request is sent as a number.
 
 Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
 request on every rank. Training steps repeat their requests, so most negotiations need a few bytes only.
@@ -29,12 +29,12 @@ class RequestCache:
         return self._requests[number]
 
     def remember(self, request: Request) -> None:
-        """Store a request under the number of its name, or under a new number; evict the oldest if necessary."""
+        """Store a request under the number of its key, or under a new number; evict the oldest if necessary."""
         key = request.key
         if self._capacity == 0:
             return
         if key in self._numbers:
-            # A changed request, such as another shape, replaces the one of the same name.
+            # A changed request, such as one with another shape, replaces the request with the same key.
             self._requests[self._numbers[key]] = request
         elif len(self._requests) < self._capacity:
             self._numbers[key] = len(self._requests)

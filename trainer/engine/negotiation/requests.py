@@ -1,4 +1,4 @@
-"""Requests: the description of an operation, without its tensors, that a rank sends to the others on submission.
+"""Requests: a rank sends the others a request, the description of an operation without its tensors, on submission.
 
 The requests of all ranks for one operation must have most properties in common; see `agreement`.
 """
@@ -40,7 +40,7 @@ class ReduceOp(Enum):
 
 
 class Key(NamedTuple):
-    """The key by which submissions of several ranks form one operation."""
+    """The key of an operation: submissions of several ranks with the same key form one operation."""
 
     process_set: int
     name: str

@@ -1,6 +1,7 @@
 """Detection of stalls: operations that some ranks have not submitted for a long time.
 
-Without this detection, a missing submission would look like a hang without a cause. Pure: the clock is an argument.
+Without this detection, a missing submission would look like a hang without a cause. The module reads no clock: the
+engine passes the time.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ class StallWatch:
         self._waiting_since: dict[Key, float] = {}
 
     def restart(self, key: Key) -> None:
-        """Forget the waiting time of an operation, so that it starts at zero in the next check."""
+        """Delete the waiting time of an operation, so that it starts at zero in the next check."""
         self._waiting_since.pop(key, None)
         self._quiet_since.pop(key, None)
 
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[str], str]:
         """Return the warnings that are due, and the reason why the job ends; an empty reason if it continues.
 
-        Warnings about one operation are `warning_s` apart. `missing` has, for each pending operation, the ranks that
-        have not submitted it.
+        Warnings about one operation are `warning_s` apart.
+
+        Args:
+            now_s: time of this call, on a monotonic clock.
+            missing: for each pending operation, the ranks that have not submitted it.
         """
-        # Forget completed operations, so that a later operation of the same name starts at zero.
+        # Delete completed operations, so that a later operation of the same name starts at zero.
         for key in self._waiting_since.keys() - missing.keys():
             self.restart(key)
         warnings, failure = [], ""
