@@ -1,6 +1,6 @@
 """Plans the buckets: the groups of gradients that `GradientReducer` sends together.
 
-All ranks and all runs of a model get the same plan.
+The plan depends only on the parameters and the settings, so all ranks and all runs of a model get the same plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def plan_buckets(
 
     Args:
         sizes_bytes: size of the gradient of each parameter.
-        kinds: dtype and device of each parameter; all parameters of a bucket have the same kind.
+        kinds: kind (dtype and device) of each parameter; all parameters of a bucket have the same kind.
         first_bucket_bytes: maximum size of the first bucket of each kind.
         bucket_bytes: maximum size of the other buckets. A larger parameter has a bucket of its own; with 0, every
             parameter has a bucket of its own.
@@ -64,8 +64,16 @@ def plan_groups(
 ) -> list[list[int]]:
     """Make each group of parameters a bucket (one bucket per kind), and group the other parameters by size.
 
-    See `plan_buckets` for the result and the other arguments. `groups` has positions of parameters, each in at most
-    one group. The buckets of the groups come first, in their order; `bucket_bytes` does not limit them.
+    See `plan_buckets` for the form of the result.
+
+    Args:
+        sizes_bytes: see `plan_buckets`.
+        kinds: see `plan_buckets`.
+        groups: positions of parameters by group; each position is in at most one group.
+        bucket_bytes: maximum size of the other buckets; does not limit the buckets of the groups.
+
+    Returns:
+        The buckets of the groups, in the order of the groups, then the other buckets.
     """
     buckets: list[list[int]] = []
     for group in groups:

@@ -21,7 +21,7 @@ class Compressor:
 
     @staticmethod
     def decompress(tensor: Tensor, context: Any) -> Tensor:  # noqa: ARG004 - compressors have one signature
-        """Return the received tensor in the original form."""
+        """Return a received tensor, decompressed. `context` is the one that `compress` returned."""
         return tensor
 
 

@@ -1,7 +1,8 @@
 """Interface of compressions with error feedback: a rank adds the unsent part of a gradient to its next gradient.
 
-Invariant: the sum of all applied gradients plus the average of the ranks' residuals equals the sum of the averaged
-gradients of all steps so far. No part of a gradient is lost; it is only delayed.
+The unsent part is called the residual, and is stored in the memory of the compression. Invariant: the sum of all
+applied gradients plus the average of the ranks' residuals equals the sum of the averaged gradients of all steps so
+far. No part of a gradient is lost; it is only delayed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 
 Memory = dict[int, dict[str, Any]]
-"""The memory of a compression on one rank: by position of the parameter, then tensors and numbers by name."""
+"""The memory of a compression on one rank: for each position of a parameter, tensors and numbers by name."""
 
 RESIDUAL = "residual"
 """Name of the unsent part of the gradients in a memory; it has the shape of the parameter."""
@@ -43,11 +44,15 @@ class CompressionWithMemory(ABC):
         """Return a bucket that sends compressed gradients and stores its state in `memory`."""
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - as `Compressor`
-        """Reject a call as a plain `Compressor`, which has no memory. Raises ValueError: always."""
+        """Reject the use as a plain `Compressor`, which has no memory.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError(f"{self} stores the unsent part of gradients, so only DistributedOptimizer can use it")
 
     def check(self, op: ReduceOp) -> None:
-        """Check the reduction: it must be linear, because error feedback adds parts of a gradient in different steps.
+        """Check that the reduction is linear: error feedback adds the parts of one gradient in different steps.
 
         Raises:
             ValueError: `op` is neither Average nor Sum.

@@ -22,14 +22,20 @@ from datasvc.trainer.job.submit import submit_allreduce
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction:
-    """The reduction of gradients, and the ranks that take part."""
+    """The reduction of gradients, and the ranks that take part.
+
+    Attributes:
+        op: reduction over the ranks.
+        predivide_factor: with Average, the part of the division that is done before the sum; see `factors`.
+        process_set: ranks that take part.
+    """
 
     op: ReduceOp = ReduceOp.AVERAGE
     predivide_factor: float = 1.0
     process_set: ProcessSet = global_process_set
 
     def factors(self) -> tuple[float, float]:
-        """Return the factors for gradients before and after the sum."""
+        """Return two factors: one to multiply gradients with before the sum, one for the sum."""
         if self.op is not ReduceOp.AVERAGE:
             return 1.0, 1.0
         size = len(members_of(self.process_set))
@@ -41,7 +47,7 @@ class GradientReduction:
 
     @property
     def op_on_wire(self) -> ReduceOp:
-        """The reduction to communicate: Sum for Average, whose division is in the factors."""
+        """The reduction to submit: Sum instead of Average, because `factors` include the division."""
         return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
 
 
@@ -74,7 +80,7 @@ class Bucket(ABC):
             self.launch()
 
     def exclude(self, position: int) -> None:
-        """Remove a parameter whose gradient has not been added; all ranks remove it in the same step."""
+        """Remove a parameter before its gradient is added; all ranks remove it in the same step."""
         assert not self.is_launched
         del self.parameters[position]
 
@@ -167,7 +173,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self._allocate()
         if not self._filled:
-            # Computed once per step, because the number of ranks can change between the steps of an elastic job.
+            # Computed in each step, because the number of ranks can change between the steps of an elastic job.
             self._factors = self.reduction.factors()
         parameter, view, factor = self.parameters[position], self._views[position], self._factors[0]
         gradient = parameter.grad
@@ -179,7 +185,7 @@ class DenseBucket(Bucket):
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if fits(gradient, view):
-            # Assigned at once, which frees the gradient's own memory for the next gradient of the backward pass.
+            # Assigned at once, so that the next gradient of the backward pass can use the memory of this gradient.
             # Allocating new memory would take longer than the copy.
             parameter.grad = view
 
@@ -208,14 +214,14 @@ class DenseBucket(Bucket):
         self._views = {i: view_like(p, part) for (i, p), part in zip(self.parameters.items(), parts, strict=True)}
         # If the memory order differed between ranks, elements of different positions would be added. The ranks
         # therefore compare this checksum.
-        forms = [(tuple(view.shape), view.stride()) for view in self._views.values()]
-        self._layout = zlib.crc32(repr(forms).encode())
+        layouts = [(tuple(view.shape), view.stride()) for view in self._views.values()]
+        self._layout = zlib.crc32(repr(layouts).encode())
 
 
 def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """Return a view of `flat` in the shape of the parameter, and in its memory order if that is dense.
+    """Return a view of `flat` in the shape of the parameter, and in its memory order if the parameter has no gaps.
 
-    Copies between equal memory orders are several times faster.
+    Copies between equal memory orders are several times faster than other copies.
     """
     if not parameter.numel():
         return flat.view(parameter.shape)

@@ -40,7 +40,7 @@ class Exchange:
     Attributes:
         reduction: reduction and ranks.
         compression: compression of the gradients.
-        groups: positions of parameters whose gradients are sent together.
+        groups: groups of positions; the gradients of a group are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back.
         memory: memory of the compression on this rank.
         sparse: positions of parameters known to have sparse gradients; positions are added when one occurs.
@@ -114,7 +114,7 @@ class GradientReducer:
             self.reset()
 
     def reset(self) -> None:
-        """Reset the count of backward passes; wait for buckets in flight, and discard their results."""
+        """Wait for buckets in flight, discard their results, and reset the counts of backward passes."""
         for bucket in self._buckets:
             bucket.drop()
         self._num_passes = dict.fromkeys(self._parameters, 0)
@@ -143,7 +143,8 @@ class GradientReducer:
             self._bucket_of[position].add(position)
 
     def _hook(self, position: int) -> RemovableHandle:
-        # A weak reference, so that the hooks do nothing once the user has deleted the optimizer to wrap it again.
+        # A weak reference: after the user deletes this optimizer and wraps the model's parameters in a new one, the
+        # old hooks do nothing.
         reducer = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
@@ -181,7 +182,8 @@ class GradientReducer:
             return
         for position in self._exchange.sparse & self._bucket_of.keys():
             parameter = self._parameters[position]
-            # Always one sparse dimension, whatever the local gradient had, so that all ranks store the same elements.
+            # Always one sparse dimension, although the local gradient may have had more: all ranks must store the
+            # same elements.
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 

@@ -1,7 +1,7 @@
 """PowerSGD: gradients as products of two thin matrices, from one step of a power iteration (Vogels et al. 2019).
 
-The algorithm is that of torch's DDP hook; it uses the hook's helper functions, but the allreduce of this trainer. The
-matrix shapes and the compressed parameters are those of the hook; parameters of one dimension are not compressed.
+The algorithm, the matrix shapes and the choice of compressed parameters are those of torch's DDP hook. The module
+uses the hook's helper functions, but the allreduce of this trainer. Parameters of one dimension are not compressed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.job.submit import submit_allreduce
 
 _BASIS, _NUM_STEPS = "basis", "num_steps"
-# Prevents division by zero; far below the norms of gradients.
+# Prevents division by zero, and is far below the norms of gradients.
 _SMALLEST_NORM = 1e-30
 
 
@@ -34,7 +34,7 @@ class PowerSGD(CompressionWithMemory):
         rank: number of columns of the two matrices.
         start_iteration: number of initial steps without compression, because gradients change fast in these steps.
         min_compression_rate: smallest compression ratio at which a parameter is compressed.
-        seed: seed of the first basis.
+        seed: seed of the random first basis, which is the right matrix before the first compressed step.
 
     Raises:
         ValueError: `rank` is below 1, or `start_iteration` below 0.
@@ -178,7 +178,7 @@ class _PowerSGDBucket(Bucket):
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right
-        # With Sum, the approximation is the sum over all ranks; each rank counts an equal share of it as sent.
+        # With Sum, the approximation is the sum over all ranks; each rank subtracts an equal share of it.
         is_sum = self.reduction.op is ReduceOp.SUM
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)

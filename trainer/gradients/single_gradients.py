@@ -30,8 +30,8 @@ class SparseGradient(Bucket):
         (parameter,) = self.parameters.values()
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
-            # A missing gradient is sent as an empty sparse tensor. A dense gradient was not computed by the model: it
-            # is the zeros that `broadcast_optimizer_state` adds.
+            # A missing gradient is sent as an empty sparse tensor. A dense gradient does not come from the model: it
+            # contains the zeros that `broadcast_optimizer_state` sets.
             gradient = empty_sparse_like(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 
@@ -65,10 +65,10 @@ class CompressedBucket(Bucket):
     def _send(self) -> Handle:
         before, after = self.reduction.factors()
         # In the order of the bucket, which is equal on all ranks; the order in which gradients complete may differ.
-        wires = [self._compressed[position][0] for position in self.parameters]
+        tensors = [self._compressed[position][0] for position in self.parameters]
         return submit_allreduce(
-            wires,
-            wires,
+            tensors,
+            tensors,
             name=self.name,
             op=self.reduction.op_on_wire,
             prescale_factor=before,

@@ -1,4 +1,4 @@
-"""Reduction of sparse tensors, for gradients and `sparse_allreduce_async`: indices and values are gathered."""
+"""Reduction of sparse tensors by gathering and adding, for sparse gradients and `sparse_allreduce_async`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,16 @@ def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Hand
 
 
 def combine_gathered(handle: Handle, shape: torch.Size, reduction: GradientReduction) -> Tensor:
-    """Wait for a `gather_sparse`, and return the tensor of `shape`, combined by Average or Sum and coalesced."""
+    """Wait for the result of `gather_sparse`, and combine the tensors of the ranks.
+
+    Args:
+        handle: handle from `gather_sparse`.
+        shape: shape of the dense tensor.
+        reduction: Average or Sum, and the ranks.
+
+    Returns:
+        A coalesced sparse tensor of this shape.
+    """
     gathered = handle.wait()
     assert isinstance(gathered, list)
     indices, values = gathered

@@ -1,4 +1,4 @@
-"""Top-k sparsification with error feedback: the largest gradients are sent, the others accumulate for later steps.
+"""Top-k sparsification with error feedback: the largest values of a gradient are sent, the others accumulate.
 
 See Aji and Heafield 2017; error feedback as in Stich et al. 2018 and Karimireddy et al. 2019.
 """
@@ -24,9 +24,9 @@ from datasvc.trainer.job.submit import submit_allgather
 class TopK(CompressionWithMemory):
     """Compression that sends the largest absolute values of each parameter, with their indices, in each step.
 
-    Traffic grows with the number of ranks: each rank receives a fraction `ratio * size()` of the values, with 4 bytes
-    of index for each. It fails if a rank has joined, because joined ranks take part in allreduces only, and not in
-    the allgather that this compression uses.
+    Traffic grows with the number of ranks: each rank receives a fraction `ratio * size()` of the values, with an
+    index of 4 bytes for each. A step fails if a rank has joined, because joined ranks do not take part in the
+    allgather that this compression uses.
 
     Args:
         ratio: fraction of the values of a parameter to send; at least one value is sent.
