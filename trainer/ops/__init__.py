@@ -1,7 +1,8 @@
 """The collective operations, with Horovod's signatures.
 
 The synchronous operations that return new tensors are differentiable. Every rank of a process set submits an
-operation once under the same name; operations of different names may be submitted in any order. All operations share:
+operation once under the same name; operations of different names may be submitted in any order. All operations have
+the following arguments and errors:
 
 Args:
     name: name that identifies the operation on all ranks. Calls without a name are numbered per process set, so they
@@ -10,7 +11,7 @@ Args:
 
 Raises:
     ValueError: the trainer is not initialized; the name is still in flight on this rank; this rank is not in the
-        process set; an argument is invalid by itself, that is, without regard to the other ranks.
+        process set; an argument is invalid, whatever the other ranks submit.
     HorovodInternalError: ranks disagree on shape, dtype, reduction, root, factors or device, or a rank is lost.
         Raised by the synchronous operations and by `synchronize`.
 """

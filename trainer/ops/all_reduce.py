@@ -31,10 +31,10 @@ def allreduce(
         tensor: tensor of the same shape and dtype on every rank.
         average: deprecated; True means `op=Average`, False `op=Sum`.
         name: name of the operation; see `datasvc.trainer.ops`.
-        compression: how values are encoded while they are sent.
+        compression: encoding of the values that are sent.
         op: reduction, by default Average. Integers are averaged in float64 and truncated toward zero.
-        prescale_factor: factor applied before the reduction.
-        postscale_factor: factor applied after the reduction.
+        prescale_factor: factor for each tensor before the reduction.
+        postscale_factor: factor for the result of the reduction.
         process_set: ranks that take part; see `datasvc.trainer.ops`.
     """
     reduction = autograd.ReduceOptions(
@@ -98,9 +98,10 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors as one operation that succeeds or fails as a whole.
+    """Reduce several tensors as one operation that succeeds or fails as a whole. Differentiable.
 
-    The tensors are packed into the same buffers in every run, so that results are reproducible.
+    The tensors are packed into the same buffers in every run, so that results are reproducible. See `allreduce` for
+    the arguments.
     """
     reduction = autograd.ReduceOptions(
         op=choose_op(average, op),
@@ -151,7 +152,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start a `grouped_allreduce_`."""
+    """Start a `grouped_allreduce_`; do not use the tensors before `synchronize`."""
     return _allreduce(
         tensors, tensors, average, name, op, (prescale_factor, postscale_factor), process_set, is_grouped=True
     )

@@ -27,14 +27,14 @@ def reducescatter(
     """Reduce the tensor over the ranks, and return the rows of this rank. Differentiable.
 
     Args:
-        tensor: tensor with at least one dimension, of the same shape and dtype on every rank. The first `rows % size`
-            ranks get one row more than the others.
+        tensor: tensor with at least one dimension, of the same shape and dtype on every rank. The rows are divided
+            evenly; the first `rows % size` ranks get one row more than the others.
         name: name of the operation; see `datasvc.trainer.ops`.
-        compression: how values are encoded while they are sent.
+        compression: encoding of the values that are sent.
         op: reduction, Average or Sum.
         process_set: ranks that take part; see `datasvc.trainer.ops`.
-        prescale_factor: factor applied before the reduction.
-        postscale_factor: factor applied after the reduction.
+        prescale_factor: factor for each tensor before the reduction.
+        postscale_factor: factor for the result of the reduction.
 
     Raises:
         ValueError: `tensor` has no dimensions.

@@ -20,7 +20,7 @@ def choose_op(average: bool | None, op: ReduceOp | None, *, stacklevel: int = 3)
     Args:
         average: deprecated argument; True for Average, False for Sum.
         op: one of the reductions of this module.
-        stacklevel: number of stack frames up to the user's call, whose line the deprecation warning names.
+        stacklevel: number of stack frames up to the user's call; the deprecation warning names the line of this call.
 
     Raises:
         ValueError: both arguments are given, or `op` is not a reduction.

@@ -31,7 +31,8 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's signature
 
     Until then, this rank takes part in the allreduces of the others with neutral values: zeros, or the neutral
     element of Min, Max and Product. An Average still divides by the number of all ranks. Operations other than
-    allreduce fail on the ranks that call them. Afterwards the numbering of unnamed operations restarts on all ranks.
+    allreduce and barrier fail on the ranks that call them. After the join, the numbering of unnamed operations
+    restarts on all ranks.
 
     Args:
         device: ignored; the neutral values are created on the device of the other ranks' tensors.
