@@ -35,7 +35,7 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:  # n
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: ARG001 - Horovod's signature
-    """Return whether the framework, which must be "torch", finds a GPU."""
+    """Return whether the framework is "torch" and CUDA has a GPU."""
     return ext_base_name in EXTENSIONS and torch.cuda.is_available()
 
 
@@ -84,7 +84,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741 - Horovod's name
-    """Split a list into `n` consecutive parts; the first `len(l) % n` parts are longer by one element."""
+    """Split a list into `n` consecutive parts; the first `len(l) % n` parts have one element more than the others."""
     length, num_longer = divmod(len(l), n)
     stops = [(i + 1) * length + min(i + 1, num_longer) for i in range(n)]
     return [list(l[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)]

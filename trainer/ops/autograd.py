@@ -83,7 +83,7 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Pro
 def alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
-    """Return a new tensor with the received rows, and the number received from each rank as int32 on the CPU."""
+    """Return a new tensor with the received rows, and the number of rows from each rank as int32[size] on the CPU."""
     output, received = _apply(_Alltoall, choose_name(CollectiveKind.ALLTOALL, name), splits, process_set, tensor)
     return output, received
 
@@ -100,8 +100,8 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
         handle = submit_allreduce(tensors, outputs, name=name, **vars(reduction))
-        # The backward pass derives its name from the name of the forward pass, which is equal on all ranks even if
-        # it was generated.
+        # The name of the backward operation is derived from the name of the forward operation, which is equal on all
+        # ranks even if it was generated.
         ctx.arguments = (f"{handle.name}.gradient", reduction)
         handle.wait()
         return tuple(outputs)

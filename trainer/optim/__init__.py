@@ -1,1 +1,1 @@
-"""Optimizers, batch normalization and initial state that are shared by all ranks of a job."""
+"""Optimizers and batch normalization over all ranks of a job, and the broadcast of the initial state."""

@@ -23,9 +23,9 @@ from datasvc.trainer.optim.wrapper_numbers import next_number
 
 
 def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
-    """Return an instance of a subclass of the optimizer's class that shares its parameter groups and its state.
+    """Return an instance of a new subclass of the optimizer's class; it shares the parameter groups and the state.
 
-    The methods of the class `methods` come before those of the optimizer's class.
+    The methods of the class `methods` override those of the optimizer's class.
     """
     base = type(optimizer)
     subclass: Any = type(base.__name__, (methods, base), {})
@@ -102,15 +102,15 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
             self._combine(parameters, before)
         return loss
 
-    # This mark stops torch from wrapping step() again in profiling hooks.
+    # Because of this attribute, torch does not wrap step() in profiling hooks a second time.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _combine(self, parameters: list[Tensor], before: list[Tensor]) -> None:
         changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
         compressed = [self._compression.compress(change) for change in changes]
         # One operation for all parameters; Adasum still computes a dot product for each parameter.
-        wires = [wire for wire, _ in compressed]
-        if wires:
-            submit_allreduce(wires, wires, name=self._name, op=ReduceOp.ADASUM, is_grouped=True).wait()
-        for parameter, old, (wire, context) in zip(parameters, before, compressed, strict=True):
-            parameter.copy_(old + self._compression.decompress(wire, context))
+        tensors = [tensor for tensor, _ in compressed]
+        if tensors:
+            submit_allreduce(tensors, tensors, name=self._name, op=ReduceOp.ADASUM, is_grouped=True).wait()
+        for parameter, old, (tensor, context) in zip(parameters, before, compressed, strict=True):
+            parameter.copy_(old + self._compression.decompress(tensor, context))

@@ -33,7 +33,7 @@ def broadcast_parameters(
         root_rank: global rank to copy from.
 
     Raises:
-        ValueError: `params` has another form.
+        ValueError: `params` is none of these.
         HorovodInternalError: ranks have different tensors under one name.
     """
     handles = [
@@ -93,9 +93,10 @@ def broadcast_optimizer_state(
 ) -> None:
     """Make the state and options of the optimizer equal to those of the root.
 
-    Existing tensors are overwritten in place; scalars and tuples keep their types. State that exists on the root
-    only, as after the restore of a checkpoint, is created; state that the root does not have is removed. As in
-    Horovod, parameters without a gradient get a gradient of zeros. Residuals of a compression stay on their rank.
+    Existing tensors are overwritten in place; scalars and tuples keep their types. State that only the root has, as
+    after it has restored a checkpoint, is created on the other ranks; state that the root does not have is removed.
+    As in Horovod, parameters without a gradient get a gradient of zeros. Residuals of a compression (unsent parts of
+    gradients) stay on their rank.
 
     Args:
         optimizer: plain or distributed optimizer, over the same parameters in the same order on every rank.
@@ -141,8 +142,8 @@ def broadcast_optimizer_state(
 
 
 def _pickle(obj: Any) -> bytes:
-    # Try pickle first: it sends classes and functions by name, so the receiver gets an instance of its own class and
-    # a member of its own enum. cloudpickle may send a copy of the class.
+    # Try pickle first: it sends classes and functions by name, so the receiver unpickles instances of its own classes
+    # and members of its own enums. cloudpickle may send a copy of the class.
     try:
         return pickle.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -166,7 +167,7 @@ def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the values of the root; tensors are uninitialized, or the local ones where shape and dtype match."""
+    """Return the values of the root, with a tensor for each description: the local one if it fits, else a new one."""
     prepared = dict(root_values)
     for key, value in root_values.items():
         if isinstance(value, _TensorDescription):

@@ -46,8 +46,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     """Wrap an optimizer so that `step` uses the gradients of all ranks.
 
     The result is an instance of a subclass of the optimizer's class. It shares the parameter groups and the state,
-    and its `state_dict` fits the plain optimizer. Every rank wraps its optimizers in the same order. Gradients are
-    combined during the backward pass and are stored in reused buffers: clone a gradient to keep it past the next
+    and the plain optimizer can load its `state_dict`. Every rank wraps its optimizers in the same order. Gradients
+    are combined during the backward pass and are stored in reused buffers: clone a gradient to keep it past the next
     backward pass.
 
     Args:
@@ -69,7 +69,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         process_set: ranks whose gradients are combined. On other ranks the result behaves like the plain optimizer.
 
     Raises:
-        ValueError: the trainer is not initialized; names are not unique or not complete; an argument is out of range
+        ValueError: the trainer is not initialized; names are given twice or are missing; an argument is out of range
             or contradicts another one.
     """
     if gradient_predivide_factor != 1.0 and op is not ReduceOp.AVERAGE:
@@ -137,7 +137,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until every `grad` holds the combined gradient, for example to clip it.
 
-        Every rank calls this. Call `step` inside `skip_synchronize` afterwards.
+        Every rank calls this. Then call `step` inside `skip_synchronize`, so that `step` does not combine again.
 
         Raises:
             HorovodInternalError: ranks disagree on the parameters, or a rank is lost.
@@ -177,15 +177,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # Not step(None): the step of some optimizers takes no argument.
         return super().step(closure) if closure is not None else super().step()
 
-    # This mark stops torch from wrapping step() again in profiling and user hooks; the step() of the base class is
-    # wrapped already.
+    # Because of this attribute, torch does not wrap step() in profiling and user hooks. It has wrapped the step() of
+    # the base class already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as the base class does.
 
         Raises:
-            AssertionError: the reduction of gradients is in progress, that is, between `backward` and `step`.
+            AssertionError: gradients are being reduced, that is, the call is between `backward` and `step`.
         """
         if self._reducer is not None and self._reducer.is_reducing():
             raise AssertionError(
@@ -205,8 +205,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state, as the base class does, and discard accumulated gradients.
 
-        The residuals of a compression are restored only on the rank that saved them, or in the process that saved
-        them if its rank has changed. Other ranks ignore them.
+        The residuals of a compression are restored only on the rank that saved them, and in the process that saved
+        them even if its rank has changed. Other ranks ignore them.
         """
         if self._reducer is not None:
             self._reducer.reset()  # gradients from before the load must not enter the next step
@@ -277,18 +277,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer = self._hook_parameters(parameters, self._reducer_name)
         new_positions = sorted(trainable - covers)
         if new_positions:
-            # The new reducer has missed this step, so a temporary one reduces the gradients of the new parameters.
+            # The new reducer was not hooked during this backward pass, so a temporary one sends the new gradients.
             reducer = self._hook_parameters([parameters[i] for i in new_positions], f"{self._reducer_name}.late")
             reducer.finish()
             reducer.close()
 
 
 def _name_process() -> str:
-    # A forked child inherits the token; the process id tells parent and child apart.
+    # A forked child inherits the token, so the name also contains the process id.
     return f"{_process_token}.{os.getpid()}"
 
 
 def _takes_part(process_set: ProcessSet) -> bool:
+    """Return whether this rank combines gradients; in an elastic job even a single rank, because others may join."""
     if not process_set.included():
         return False
     return process_set.size() > 1 or runtime.is_elastic()

@@ -1,4 +1,4 @@
-"""Validation of the names and groups that a user gives for the parameters of an optimizer."""
+"""Checks the names and groups that a user gives for the parameters of an optimizer, for `DistributedOptimizer`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> dict[Tensor, str]:
-    """Return the name of each parameter: the user's, or one made from its position.
+    """Return the name of each parameter: the user's name, or one made from the position of the parameter.
 
     Raises:
-        ValueError: `named_parameters` are not pairs, not unique, or do not cover all parameters.
+        ValueError: `named_parameters` are not pairs, have a name twice, or lack a parameter of the optimizer.
     """
     parameters = parameters_of(optimizer)
     if named_parameters is None:
@@ -69,11 +69,11 @@ def check_groups(groups: Groups) -> None:
 def place_groups(
     groups: Groups, parameters: Sequence[Tensor], names: Mapping[Tensor, str], process_set: ProcessSet
 ) -> list[list[int]]:
-    """Return the positions of the parameters of each group. With a number of groups, this is a collective.
+    """Return the positions of the parameters of each group. If `groups` is a number above 0, this is a collective.
 
     Args:
         groups: number of groups of consecutive parameters, in the order of the set's first rank; or lists of
-            parameters, in which those that are not among `parameters` are ignored.
+            parameters. Parameters that are not in `parameters` are ignored.
         parameters: parameters of the optimizer.
         names: name of each parameter.
         process_set: ranks that take part.
@@ -84,7 +84,7 @@ def place_groups(
         if groups == 0:
             return []
         by_name = {names[parameter]: position for position, parameter in enumerate(parameters)}
-        # Ranks may list their parameters in different orders; the groups are those of one rank.
+        # Ranks may list their parameters in different orders, so all ranks use the order of one rank.
         first_rank = (process_set.ranks or [0])[0]
         order = broadcast_object(list(by_name), first_rank, "optimizer.groups", process_set)
         return cut_evenly([by_name[name] for name in order if name in by_name], groups)

@@ -23,8 +23,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     """Batch normalization for inputs of any number of dimensions; training uses the statistics of all ranks.
 
     Every rank creates its modules in the same order, and calls them in the same order. The module does not
-    communicate in evaluation, or on ranks outside the process set. The gradients of weight and bias cover the local
-    batch only; `DistributedOptimizer` combines them.
+    communicate in evaluation, or on ranks outside the process set. The gradients of weight and bias are those of the
+    local batch only; `DistributedOptimizer` combines them.
 
     Args:
         num_features: number of channels, the second dimension of the input.
@@ -71,7 +71,10 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
         """Replace every `torch.nn.BatchNorm*d` and `torch.nn.SyncBatchNorm` in a module, or the module itself.
 
-        The new modules share parameters and buffers with the old ones, so that an existing optimizer stays valid.
+        The new modules share parameters and buffers with the old modules, so that an existing optimizer stays valid.
+
+        Returns:
+            The module, in which submodules are replaced in place; a new module if `module` itself is replaced.
         """
         if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base class of all of them
             return module if isinstance(module, cls) else cls._from_local(module, process_set)
@@ -92,7 +95,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
             process_set=process_set,
         )
         converted.affine, converted.track_running_stats = module.affine, module.track_running_stats
-        # Share the dicts themselves, so that entries that are None, or buffers that are not persistent, stay so.
+        # Share the dicts themselves, so that the new module has the same entries, including those that are None.
         converted._parameters, converted._buffers = module._parameters, module._buffers  # noqa: SLF001
         converted.training = module.training
         return converted
@@ -132,7 +135,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
 
 
 class _Normalize(torch.autograd.Function):
-    """Return the output, and over all ranks each channel's mean, biased variance and number of values, in float64."""
+    """Normalization by the statistics of all ranks.
+
+    Returns the output, the mean and biased variance of each channel, and the number of values per channel over all
+    ranks; the last three are float64.
+    """
 
     @staticmethod
     def forward(

@@ -1,8 +1,8 @@
-"""Numbers optimizers and modules, because the names of their operations must be equal on all ranks.
+"""Numbers optimizers and modules: their operations have names with the number, which must be equal on all ranks.
 
-The numbers count creations, not live objects: garbage collection happens at different times on different ranks. In an
-elastic job, ranks that join later have created fewer objects, so all ranks raise their counts to the maximum whenever
-they synchronize their states.
+The numbers count creations, not live objects, because garbage collection happens at different times on different
+ranks. In an elastic job, ranks that start later have created fewer objects, so all ranks raise their counts to the
+maximum whenever they synchronize their states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _counts: Counter[str] = Counter()
 
 
 def next_number(kind: str) -> int:
-    """Return the number of the next object of a kind, such as "adasum"; every rank calls this in the same order."""
+    """Return the number of a new object of a kind, such as "adasum"; every rank calls this in the same order."""
     number = _counts[kind]
     _counts[kind] += 1
     return number
