@@ -1,1 +1,1 @@
-"""The job of this process: init and shutdown, process sets, submission of operations to the engine."""
+"""The job of this process: init and shutdown, process sets, and the submission of operations to the engine."""

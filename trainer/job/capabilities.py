@@ -1,4 +1,4 @@
-"""Horovod's queries of the features that a build contains, such as `nccl_built`, answered for the installed torch."""
+"""Horovod's functions that return which features are available, such as `nccl_built`, for the installed torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def mpi_built() -> bool:
-    """Return False: the trainer uses neither MPI nor IBM's DDL nor Intel's oneCCL."""
+    """Return False: the trainer does not use MPI, IBM's DDL or Intel's oneCCL."""
     return False
 
 

@@ -67,7 +67,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
-        # Leave out the number: it changes when the set is added or removed, and the set may be the key of a dict.
+        # Leave out `process_set_id`, because it changes when the set is added or removed, but the hash must not.
         return hash(tuple(self._ranks or ()))
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; it can be added again later. Every rank of the job calls this.
 
     Returns:
-        False, without any effect, if the set is the global one, or is not added.
+        True if the set was removed; False, without any effect, if it is the global set or is not added.
 
     Raises:
         HorovodInternalError: ranks disagree on the set, or a rank is lost.

@@ -1,4 +1,4 @@
-"""The job of this process: `init` joins it, `shutdown` leaves it. In between, the process has exactly one engine."""
+"""The job of this process: `init` joins it, `shutdown` leaves it. Between the two, the process has one engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobContext:
-    """The resources that `init` creates and `shutdown` releases."""
+    """The resources that `init` creates and `shutdown` releases.
+
+    Attributes:
+        placement: rank and size of this process in the job and on its node.
+        engine: engine of this rank.
+        owns_default_group: whether `init` created the default process group, so that `shutdown` destroys it.
+    """
 
     placement: RankPlacement
     engine: Engine
@@ -100,7 +106,8 @@ def init(
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
-            _num_inits -= 1  # a retry needs the same number as ranks that are still in this `init`
+            # Other ranks may still be in this `init`, so a retry on this rank must use the same number.
+            _num_inits -= 1
             raise
         if isinstance(transport, GroupTransport):
             settings = transport.settings
@@ -150,7 +157,7 @@ def is_elastic() -> bool:
 
 
 def num_inits() -> int:
-    """Return how often this process has joined a job. The numbering of unnamed operations restarts each time."""
+    """Return how often this process has joined a job. The numbering of unnamed operations restarts at each join."""
     return _num_inits
 
 
@@ -260,8 +267,8 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
 def _create_default_group(placement: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
-    # Open the store only once in each process, and use new keys for each `init`. With a second server, or keys of an
-    # earlier `init`, the ranks would hang.
+    # Open the store only once in each process, and use new keys for each `init`. If a process opened a second server,
+    # or used the keys of an earlier `init`, the ranks would hang.
     if _store is None:
         os.environ.update(translate(os.environ))
         _store, _, _ = next(rendezvous("env://"))

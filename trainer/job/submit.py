@@ -1,7 +1,7 @@
-"""Conversion of calls on tensors into requests to the engine; `ops.autograd` adds the gradients.
+"""Converts operations on tensors into submissions to the engine; used by `ops`, `gradients` and `optim`.
 
 Invariant: an invalid argument raises an error here, before the engine sends a request to the other ranks. So the
-error does not make the operations of the other ranks fail.
+error does not make the operations of the other ranks fail. The functions are not differentiable; see `ops.autograd`.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ def submit_allreduce(
     process_set: ProcessSet = global_process_set,
     layout: int = 0,
 ) -> Handle:
-    """Reduce `inputs` over the ranks into `outputs`.
+    """Start to reduce `inputs` over the ranks into `outputs`.
 
     Args:
         inputs: tensors of any shapes, at least one.
         outputs: tensors that receive the results, with the shapes and dtypes of the inputs; may be the inputs.
         name: name of the operation on all ranks.
         op: reduction, such as Sum or Average.
-        prescale_factor: factor applied before the reduction.
-        postscale_factor: factor applied after the reduction.
+        prescale_factor: factor for each input before the reduction.
+        postscale_factor: factor for the result of the reduction.
         is_grouped: whether the tensors form one operation with a buffer of its own.
         is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
         process_set: ranks that take part.
@@ -73,7 +73,8 @@ def submit_allreduce(
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
-            devices; this rank is not in the set; Adasum is not possible for these arguments.
+            devices; an output cannot be overwritten; this rank is not in the set; Adasum does not support these
+            arguments.
     """
     assert is_grouped or not is_prescaled, "single requests share a buffer, which is scaled as a whole"
     _check_reducible(name, inputs)
@@ -105,7 +106,7 @@ def submit_reducescatter(
     is_grouped: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Reduce the tensors over the ranks into new tensors with the rows of this rank.
+    """Start to reduce the tensors over the ranks into new tensors with the rows of this rank.
 
     For the arguments, see `submit_allreduce`.
 
@@ -141,7 +142,7 @@ def submit_reducescatter(
 def submit_allgather(
     tensors: Sequence[Tensor], *, name: str, is_grouped: bool = False, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Concatenate the tensors of the ranks along the first dimension, in rank order, into new tensors.
+    """Start to concatenate the tensors of the ranks along the first dimension, in rank order, into new tensors.
 
     Raises:
         ValueError: there is no tensor, a sparse tensor, or tensors on different devices; this rank is not in the set.
@@ -154,7 +155,7 @@ def submit_allgather(
 def submit_alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, *, name: str, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Send rows of the tensor to the ranks of the set, and collect the received rows, in rank order, in a new tensor.
+    """Start to send rows of the tensor to the ranks; the result is a new tensor of the received rows, in rank order.
 
     The tensor has at least one dimension. `splits` is int32[size], the number of rows for each rank; None for equal
     parts. For the other arguments, see `submit_allreduce`.
@@ -175,13 +176,13 @@ def submit_alltoall(
 def submit_broadcast(
     tensor: Tensor, output: Tensor, root_rank: int, *, name: str, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Write the tensor of the root into `output` on every rank.
+    """Start to write the tensor of the root into `output` on every rank.
 
     `output` has the shape and dtype of `tensor`, and may be `tensor` itself. `root_rank` is a global rank, not a rank
     within `process_set`. For the other arguments, see `submit_allreduce`.
 
     Raises:
-        ValueError: the root or this rank is not in the set, or the tensor is sparse.
+        ValueError: the root or this rank is not in the set, the tensor is sparse, or `output` cannot be overwritten.
     """
     root_rank = operator.index(root_rank)
     request = _describe_request(CollectiveKind.BROADCAST, name, [tensor], process_set, root_rank=root_rank)
@@ -265,8 +266,8 @@ def _submit(
         # The name has the number of joins: an operation from before the last join may have the same count.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
-    # Detached tensors hide the engine's writes from autograd. One entry per tensor keeps in-place operations
-    # recognizable: their input and output stay the same object.
+    # Detach the tensors, because autograd must not record the engine's writes. There is one detached tensor for each
+    # tensor, so the input and output of an in-place operation remain the same object.
     detached = {id(tensor): tensor.detach() for tensor in (*inputs, *outputs)}
     submission = Submission(
         request=request,
@@ -282,7 +283,7 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    # The first operation or join after an `init` resets the counts: a rank may join before it submits anything else.
+    # Checked at each operation and join, because a rank may join before it submits any other operation.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():
         _counts = _Counts(num_inits=runtime.num_inits())
