@@ -1,4 +1,7 @@
-"""Detection of ranks that do not start, or do not call `init`, in time, for the launcher of a static job. Pure."""
+"""Finds ranks that do not start, or do not call `init`, in time, for the launcher of a job that is not elastic.
+
+The module reads no clock: its caller passes the time.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ class Arrivals:
         self.is_over = False
 
     def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
-        """Return the ranks that are late; each missing step is reported once.
+        """Return the ranks that are late, or None; each missing step is reported once.
 
         Args:
             now_s: current time.

@@ -1,4 +1,7 @@
-"""The exceptions and values that tell a rank of changes of hosts. Does not import torch, so that it loads fast."""
+"""The exceptions and values by which a rank learns that the hosts of its elastic job have changed.
+
+The module does not import torch, so that it loads fast.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ class HostUpdateResult:
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is not an error
-    """Hosts have changed: the ranks form a new round with their current state. Raised on all ranks at the same call.
+    """Hosts have changed: the ranks form a new round (a new assignment of ranks) and keep their current state.
+
+    It is raised on all ranks in the same call.
 
     Args:
         skip_sync: whether ranks were only removed, so that all remaining ranks have the same state.

@@ -1,6 +1,7 @@
 """Messages between the workers and the driver of an elastic job, and their keys in the store of the job.
 
-All workers push their messages onto one queue. The driver stores the answer to each request under a separate key. It
+A worker is a process that the driver starts; a round is a period with a fixed assignment of ranks to workers. All
+workers push their messages onto one queue. The driver stores the answer to each request under a separate key. It
 pushes changes of hosts onto one queue per worker, which a thread of the worker reads.
 """
 
@@ -16,7 +17,7 @@ from datasvc.trainer.env.environment import RankPlacement
 # The environment variable with the name of a worker. The driver sets it for each process that it starts.
 WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
 MESSAGE_QUEUE = "elastic/words"
-# The message after which the thread that reads a queue ends.
+# The last message of a queue; the thread that reads the queue then ends.
 END_OF_QUEUE = b""
 
 
@@ -51,7 +52,7 @@ class RankRequest:
         worker: name of the worker.
         number: number of the request of this worker, from 1.
         serial: serial number of its committed state; see `State.serial`.
-        wants_sync: whether the ranks must copy the state of rank 0 before they continue.
+        wants_sync: whether this worker needs all ranks to copy the state of rank 0 before they continue.
     """
 
     worker: str
@@ -81,7 +82,7 @@ class RankAssignment:
 
     Args:
         round_number: number of the round in the job, from 1.
-        placement: placement in this round.
+        placement: rank and size of the worker in this round, in the job and on its node.
         needs_sync: whether the ranks must copy the state of rank 0 before they continue.
         notice: number of the newest change of hosts that this round includes.
         num_deaths: number of workers that died before this round.

@@ -1,6 +1,7 @@
-"""A worker's connection to the driver of an elastic job: requests for ranks, reports, and host notices.
+"""A worker's connection to the driver of an elastic job: requests for ranks, reports, and notices of changed hosts.
 
-Invariant: a process has at most one open request, and sends it only after it has left its last round.
+A round is a period with a fixed assignment of ranks. Invariant: a process has at most one open request for a rank,
+and sends it only after it has left its last round.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def notifying(self, listener: Listener) -> Iterator[None]:
-        """Notify a listener of each change of hosts inside the block, and of an earlier one if it is still due."""
+        """Notify a listener of each change of hosts inside the block, and of an earlier one if the round lacks it."""
         with self._lock:
             self._listeners.append(listener)
         try:
@@ -117,11 +118,11 @@ class Rendezvous:
     def repeat_notice(self) -> None:
         """Notify the listeners of the newest change of hosts, unless this round includes it."""
         with self._lock:
-            # A notice may arrive after the round that already includes its change began; it must not end that round.
+            # A notice can arrive late: the current round may include the change already, and must then not end.
             if self.assignment is None or self._notice.number <= self.assignment.notice:
                 return
             notice, listeners = self._notice, tuple(self._listeners)
-        # Called without the lock: with it, a listener that waits would block the thread that joins the next round.
+        # Do not hold the lock here: a listener that waits would block the thread that joins the next round.
         for listener in listeners:
             try:
                 listener(notice.number, notice.result)

@@ -1,4 +1,7 @@
-"""Joins the next round of an elastic job: requests a rank, and connects to the other members of the round."""
+"""Joins the next round of an elastic job: requests a rank, and connects to the other members of the round.
+
+A round is a period with a fixed assignment of ranks; `job.runtime` joins one in each `init`.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# These limits can be short, because all members wait for the round and connect at the same time. They must be short:
-# if a member dies while it connects, the others wait for a few times the second limit.
+# These limits can be short, because all members wait for the round and connect at the same time. They must be short,
+# because the others wait for a few times the second limit if a member dies while it connects.
 _KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-# This many consecutive failed rounds are not explained by deaths of ranks, but by a network that blocks connections.
+# After this many consecutive failed rounds, the likely cause is a network that blocks connections, not dead ranks.
 _MAX_ROUNDS = 5
 
 
@@ -52,11 +55,11 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPl
             # A member died while it connected. The driver detects that and begins another round.
             logger.warning("round %d failed before all ranks had connected: %s", assignment.round_number, error)
             if attempt == _MAX_ROUNDS:
-                raise _give_up(rendezvous, assignment.placement, error) from error
+                raise _report_failure(rendezvous, assignment.placement, error) from error
     raise AssertionError("the last attempt returns or raises")
 
 
-def _give_up(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
+def _report_failure(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
     error = HorovodInternalError(
         f"rank {placement.rank} could not connect to the other ranks in {_MAX_ROUNDS} consecutive rounds; check "
         f"GLOO_SOCKET_IFNAME and the firewall between the hosts. Last error: {reason}"
@@ -68,7 +71,8 @@ def _give_up(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeEr
 def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
     gpu = find_gpu_uuid(placement)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
-    # torch numbers groups, failed ones included. Ranks may have seen different numbers of failures, so start at 0.
+    # torch numbers groups, failed ones included, and the numbers must be equal on all ranks. The ranks may have had
+    # different numbers of failures, so start at 0.
     _world.group_count = 0
     hook = sys.excepthook
     try:
@@ -86,6 +90,6 @@ def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -
             dist.destroy_process_group()
         raise
     finally:
-        # torch installs a hook that prefixes errors with the rank. Without its removal, each round would add one.
+        # torch installs an exception hook that prefixes errors with the rank. Each round would add another one.
         sys.excepthook = hook
     return transport

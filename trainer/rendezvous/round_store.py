@@ -16,12 +16,12 @@ _MAX_PAUSE_S = 0.05
 
 
 class RoundStore(Store):
-    """A view of the job's store with a key prefix for the round. torch calls its methods to form process groups.
+    """A view of the job's store with a key prefix for the round; torch calls its methods to form process groups.
 
     Args:
         store: store of the job.
         prefix: prefix of every key, different in every round.
-        broken_key: key of the job's store; it means that a member is lost, and every wait then fails.
+        broken_key: key of the job's store. If it exists, a member of the round is lost, and every wait fails.
         timeout_s: default limit of a wait for a key.
     """
 
