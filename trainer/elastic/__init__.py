@@ -1,6 +1,6 @@
 """`hvd.elastic`: training that continues when ranks join or leave, without a restart of the other processes.
 
-The package imports torch when one of its names is first used, because the launcher uses `driver` without torch.
+The package imports torch only when one of its names is first used, because the launcher uses `driver` without torch.
 """
 
 from __future__ import annotations

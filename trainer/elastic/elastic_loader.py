@@ -26,7 +26,7 @@ class ResumableLoader(Protocol[B_co]):
 
 
 class ElasticLoader(Generic[B]):
-    """A wrapper of the loader for the current rank and size; it passes other attributes of that loader through.
+    """A wrapper of the loader for the current rank and size; its other attributes are those of that loader.
 
     The state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
     each uncommitted sample exactly once. Create a new iterator in every call of the training function, because an
@@ -34,8 +34,8 @@ class ElasticLoader(Generic[B]):
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` after each change. Loaders of `datasvc.loaders` take
-            `ranks=DataRanks(rank, size)`. To keep the global batch size constant when the number of
-            ranks changes, divide it by `size`.
+            `ranks=DataRanks(rank, size)`. For a constant global batch size, use the global batch size divided by
+            `size` as the batch size of the loader.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:
@@ -83,7 +83,7 @@ class ElasticLoader(Generic[B]):
             close()
 
     def __getattr__(self, name: str) -> Any:
-        # Reject names with an underscore: before `_loader` is set, its lookup would call this method endlessly.
+        # Reject names with an underscore: before `_loader` is set, a lookup of it would call this method endlessly.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)

@@ -89,23 +89,23 @@ class OptimizerHandler(StateDictHandler):
 
 
 class GradScalerHandler(StateDictHandler):
-    """Handler for `torch.amp.GradScaler`, whose `state_dict` omits the progress of the current step."""
+    """Handler for `torch.amp.GradScaler`. Its `state_dict` omits the progress of the current step."""
 
     value: torch.amp.GradScaler
 
     def restore(self) -> None:
-        """Load the saved copy, and forget the interrupted step, so that the next step can unscale its gradients."""
+        """Load the saved copy, and discard the interrupted step, so that the next step can unscale its gradients."""
         super().restore()
         self.reset()
 
     def reset(self) -> None:
-        """Forget the interrupted step. A change of hosts calls this too, but does not call `restore`."""
+        """Discard the interrupted step. After a change of hosts, this is called without `restore`."""
         if self.value.is_enabled():
             self.value._per_optimizer_states.clear()  # noqa: SLF001 - the public update() clears it only after a complete step
 
 
 class SamplerHandler(StateDictHandler):
-    """Handler for `ElasticSampler` and `ElasticLoader`, whose state is that of the whole job, not of one rank."""
+    """Handler for `ElasticSampler` and `ElasticLoader`: their state is that of the whole job, not of one rank."""
 
     value: ElasticSampler | ElasticLoader[Any]
 
@@ -134,7 +134,7 @@ def get_handler_registry() -> Registry:
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replace the pairs of types and handler classes; affects states that are created afterwards."""
+    """Replace the pairs of types and handler classes, for states that are created later."""
     global _registry  # noqa: PLW0603 - Horovod's interface
     _registry = registry
 
@@ -144,7 +144,7 @@ def choose_handler(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
-    # Exclude classes: a class has both methods, but only its instances have a state.
+    # Exclude classes: a class has both methods too, but only its instances have a state.
     if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return StateDictHandler(value)
     return None

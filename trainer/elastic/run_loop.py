@@ -34,9 +34,9 @@ def run(
     """Wrap `func(state, ...)` so that it is called again when ranks join, leave or are lost.
 
     All ranks call the wrapped function after `init`; it first copies the state of rank 0 to all ranks. When a rank is
-    lost, the other ranks restore their last commit; when hosts are added or removed, they keep their current state.
-    In both cases the ranks form a new round, in which rank and size may differ. The reset callbacks of the state run,
-    and `func` is called again in the same process.
+    lost, the other ranks restore their last commit; when hosts are added or removed, the ranks keep their current
+    state. In both cases the ranks form a new round, in which rank and size may differ. The reset callbacks of the
+    state run, and `func` is called again in the same process.
 
     Any other exception of `func` propagates. If the program does not catch it, this rank ends, and the others
     continue from their last commit.
@@ -83,8 +83,8 @@ class _Loop:
         while True:
             try:
                 if self._should_sync:
-                    # First make the counts of optimizers and modules equal: operations of new ones have these
-                    # numbers in their names, which must be equal on all ranks.
+                    # First make the counts of optimizers and modules equal: the counts are part of the names of later
+                    # operations, which must be equal on all ranks.
                     raise_counts()
                     self._state.synchronize()
                 return train()
@@ -101,7 +101,7 @@ class _Loop:
                 self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
-        """Raise an error that has recurred too often, such as a disagreement of ranks: new rounds do not help."""
+        """Raise an error that has recurred too often, because a new round does not repair it."""
         assignment = None if self._rendezvous is None else self._rendezvous.assignment
         # The same message after another death counts as a new failure: the launcher counts and limits deaths.
         failure = (str(error), self._state.num_commits, 0 if assignment is None else assignment.num_deaths)

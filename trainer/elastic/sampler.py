@@ -1,4 +1,4 @@
-"""A sampler that continues its epoch when the number of ranks changes: `horovod.torch.elastic.sampler`."""
+"""A sampler that continues its epoch when the number of ranks changes, as in `horovod.torch.elastic.sampler`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from datasvc.trainer.job import runtime
 
 
 class ElasticSampler(Sampler[int]):
-    """A sampler that distributes the samples of an epoch over the ranks; a reset redistributes the rest.
+    """A sampler that distributes the samples of an epoch over the ranks; a reset redistributes the remaining samples.
 
-    Record processed samples before `commit`: with `record_batch` if all ranks have batches of one size, else with
-    `record_indices`. If the number of remaining samples is not divisible by the number of ranks, some samples are
-    repeated, as in Horovod; `ElasticLoader` with a loader of `datasvc.loaders` repeats none.
+    Record processed samples before `commit`: with `record_batch` if the batches of all ranks have the same size, else
+    with `record_indices`. If the number of remaining samples is not divisible by the number of ranks, some samples
+    are repeated, as in Horovod; `ElasticLoader` with a loader of `datasvc.loaders` repeats none.
 
     Args:
         dataset: data set; only its length is used.

@@ -1,4 +1,7 @@
-"""The shared state of the ranks of an elastic job, with commit, restore and synchronization."""
+"""The shared state of the ranks of an elastic job: `run` restores or synchronizes it before each call of a training.
+
+`State` is the interface, `ObjectState` a state of plain attributes; see `torch_state` for models and optimizers.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
-        # The new round already includes these changes. A later notice may be discarded too; the run loop repeats it.
+        # The new round already includes the changes in the queue. If a later one is discarded too, `run` repeats it.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -77,7 +80,7 @@ class State:
         """
         self.save()
         # Increased only after the copy is complete: a rank with the greatest serial number becomes rank 0 of the next
-        # round, and the others copy its state, so that state must be complete.
+        # round, and the other ranks copy its state.
         self._serial += 1
         self.num_commits += 1
         self.check_host_updates()
@@ -100,7 +103,7 @@ class State:
         began_s = time.perf_counter()
         self.sync()
         self.sync_s = time.perf_counter() - began_s
-        # Equal states need equal serial numbers, also on ranks that have just joined.
+        # All states are now equal, so their serial numbers must be equal too, even on ranks that have just joined.
         self._serial = 1 + self._bcast_object(self._serial)
 
     def save(self) -> None:

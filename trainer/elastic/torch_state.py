@@ -33,7 +33,7 @@ class TorchState(ObjectState):
     ) -> None:
         values = {"model": model, "optimizer": optimizer, **kwargs}
         handlers = {name: choose_handler(value) for name, value in values.items()}
-        # Written to __dict__: __setattr__ reads _handlers, which does not exist before this line.
+        # Written to __dict__, because __setattr__ reads `_handlers`, which does not exist before this line.
         self.__dict__["_handlers"] = {name: handler for name, handler in handlers.items() if handler is not None}
         for name, handler in self._handlers.items():
             self.__dict__[name] = handler.value

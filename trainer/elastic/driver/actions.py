@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a worker; it gets the rank in `placement` if all expected workers join."""
+    """Start the process of a worker. The worker gets the rank in `placement` if all expected workers join."""
 
     worker: str
     host: str
@@ -52,7 +52,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell members of the round that hosts have changed."""
+    """Send members of the round a notice that hosts have changed."""
 
     notice: Notice
     workers: tuple[str, ...]
@@ -72,7 +72,7 @@ class Finish:
     Args:
         exit_status: exit status of the launcher.
         reason: reason of the failure; empty after success.
-        worker: worker that failed first; None if none failed. If it is set, `reason` follows its name.
+        worker: worker that failed first; None if none failed. If it is set, `reason` is text that follows its name.
         others: one line for each other worker that failed since the last round began.
     """
 

@@ -1,4 +1,4 @@
-"""Blacklist of hosts on which ranks have failed. Pure: the clock is an argument."""
+"""Blacklist of hosts on which ranks have failed, for `membership`. It reads no clock: its caller passes the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Blacklist:
         """Record a failure on a host.
 
         Returns:
-            Time from which the host may be used again; infinity for never.
+            Time from which the host may get new ranks again; infinity if it never may.
         """
         # Ranks that fail together count as one failure: further failures on a blocked host are not counted.
         if not self.is_blocked(host, now_s):
@@ -39,7 +39,7 @@ class Blacklist:
         return now_s < self._blocked_until_s.get(host, -math.inf)
 
     def next_release_s(self, now_s: float) -> float | None:
-        """Return the time when the next blocked host may be used again; None if there is none."""
+        """Return the time when the next blocked host may get ranks again; None if no host ever may."""
         times = [until for until in self._blocked_until_s.values() if now_s < until < math.inf]
         return min(times, default=None)
 

@@ -1,4 +1,4 @@
-"""Records the workers that died, and chooses the failure that the launcher reports. No I/O."""
+"""Records the workers that died, and chooses the failure that the launcher reports; used by `membership`. No I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Death:
         worker: worker that ended.
         returncode: return code of its process; negative for a signal.
         trouble: text that follows the worker's name, such as "did not start in time"; None to describe `returncode`.
-        has_started: whether its command has run; False also for a worker that the driver terminates as too late.
+        has_started: whether its command has run; False also for a worker that the driver terminates for being late.
         last_line: last line of its output; empty if it printed nothing.
     """
 
@@ -41,14 +41,20 @@ class Death:
 
 @dataclass
 class Deaths:
-    """The deaths of a job, and the errors that programs have reported."""
+    """The deaths of a job, and the errors that programs have reported.
+
+    Attributes:
+        num_all: number of all deaths.
+        since_round: deaths since the last round began, without those with status 0.
+        errors: last error that each worker has reported, by the name of the worker.
+    """
 
     num_all: int = 0
     since_round: list[Death] = field(default_factory=list)
     errors: dict[str, ScriptError] = field(default_factory=dict)
 
     def add(self, death: Death) -> None:
-        """Record a death; one with status 0 is counted, but is not reported as a failure."""
+        """Record a death. A death with status 0 is counted, but is not reported as a failure."""
         self.num_all += 1
         if death.returncode:
             self.since_round.append(death)
@@ -69,23 +75,24 @@ class Deaths:
         return text
 
     def choose_cause(self) -> Death | None:
-        """Return the most likely cause of the deaths in this round: the first reported error, else the first death.
+        """Return the most likely cause of the deaths since the last round began; None if there are none.
 
-        If no worker has been in a round yet, an error of the program comes before an unreachable host.
+        It is the first death with a reported error, else the first death. If no dead worker has been in a round, an
+        error of the program comes before other deaths, such as an unreachable host.
         """
         reported = [death for death in self.since_round if death.worker.name in self.errors]
-        # The loss of one member makes the other members fail. So if members died, the first death is the cause.
+        # The loss of one member makes the other members fail, so if members died, the first death is the cause.
         has_members = any(death.worker.may_have_state for death in self.since_round)
         faults = [death for death in self.since_round if death.is_program_error and not has_members]
         return next(iter([*reported, *faults, *self.since_round]), None)
 
     def finish(self, cause: Death, why: str = "") -> Finish:
-        """Return the action that ends the job because of a death, with the other deaths of this round."""
+        """Return the action that ends the job because of a death; it also lists the other deaths."""
         status = exit_status_of(cause.returncode)
         return Finish(status, self.describe(cause) + why, cause.worker.name, self.list_others(cause))
 
     def list_others(self, cause: Death | None = None) -> tuple[str, ...]:
-        """Return one line for each death in this round, except `cause`."""
+        """Return one line for each death since the last round began, except `cause`."""
         others = [
             f"{death.worker.describe()} {self.describe(death)}" for death in self.since_round if death is not cause
         ]
@@ -94,7 +101,7 @@ class Deaths:
         return tuple(others)
 
     def cover_slots(self, slots: set[tuple[str, int]]) -> bool:
-        """Return whether the program failed in each of these slots (host, slot), and nothing else failed."""
+        """Return whether the program failed in each of these slots (host, slot), and all deaths are its errors."""
         # After any other failure, such as an unreachable host, the program may still run on a new host.
         failed = {(death.worker.host, death.worker.slot) for death in self.since_round}
         return bool(failed) and slots <= failed and all(death.is_program_error for death in self.since_round)

@@ -1,4 +1,4 @@
-"""Host discovery: runs the user's script periodically and reports changes of the hosts."""
+"""Host discovery: runs the user's script periodically and reports changes of the hosts to the driver."""
 
 from __future__ import annotations
 

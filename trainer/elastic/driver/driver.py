@@ -51,6 +51,11 @@ Event = Callable[[], list[Action]]
 def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
     """Run an elastic job to its end. A signal to the launcher ends the job.
 
+    Args:
+        job: command, hosts and number of ranks of the first round.
+        options: settings that only elastic jobs have.
+        environ: environment of the launcher.
+
     Returns:
         None if the job succeeded: its last ranks exited with status 0.
 
@@ -136,7 +141,7 @@ class _Driver:
             for action in self._next_event()():
                 self._execute(action)
             if self._store is None and self._group.processes and self._finish is None:
-                # Opened after the workers have started: the launcher and the workers then import torch in parallel.
+                # Opened after the workers have started, so that launcher and workers import torch in parallel.
                 self._store = self._open_store()
         if self._store is not None:
             self._store.queue_push(messages.MESSAGE_QUEUE, messages.END_OF_QUEUE)
@@ -228,10 +233,10 @@ class _Driver:
 
     def _handle_end(self, end: RankEnd) -> list[Action]:
         process = self._group.processes.get(end.worker_id)
-        end_description: str | None = None
+        trouble: str | None = None
         last_lines: tuple[str, ...] = ()
         if process is not None:
-            end_description = process.trouble
+            trouble = process.trouble
             # The worker's children must end before another worker gets its slot.
             self._group.terminate([end.worker_id])
             if end.returncode:
@@ -241,9 +246,9 @@ class _Driver:
             end.returncode,
             time.monotonic(),
             has_started=end.has_started,
-            trouble=end_description,
+            trouble=trouble,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
-            # Read from the store, because a message could be handled only after the end of the process.
+            # Read from the store: a message might be handled only after this event.
             is_training=self._store is not None and self._store.check([messages.training_key(end.worker_id)]),
         )
 

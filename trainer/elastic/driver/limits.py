@@ -1,4 +1,7 @@
-"""Limits on the membership of an elastic job, read from the command line and the environment, and checked once."""
+"""Limits on the membership of an elastic job: read once from the command line and the environment, and checked.
+
+A round is a period with a fixed assignment of ranks to workers, the processes of the job.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ class Limits:
     """Limits on the membership of an elastic job.
 
     Args:
-        first_num_ranks: number of ranks that the first round waits for.
+        first_num_ranks: number of ranks for which the start of the first round waits.
         min_num_ranks: minimum number of ranks of a round.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         elastic_timeout_s: maximum time to wait for slots while there are too few.
-        start_timeout_s: maximum time for a worker to start, and then for its call of `init` while others wait; None
-            for no limit.
+        start_timeout_s: maximum time for a worker to start, and then, while others wait, to call `init`; None for no
+            limit.
         hang_timeout_s: maximum time for a member to leave a round that has ended; after it, the member is terminated.
         reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.
@@ -57,7 +60,7 @@ class Limits:
 
 
 def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> Limits:
-    """Return the limits of a job.
+    """Return the limits of a job; an elastic timeout in the options takes precedence over the environment.
 
     Raises:
         ValueError: the numbers contradict each other, or a variable is not a number of seconds.

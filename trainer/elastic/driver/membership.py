@@ -1,6 +1,7 @@
-"""Membership of an elastic job: decides which workers start, stop and form a round. No I/O; the clock is an argument.
+"""Membership of an elastic job: decides which workers start, stop and form a round. Does no I/O and reads no clock.
 
-`driver` passes each event to this module, and executes the actions that it returns. Invariants:
+A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers. `driver` passes
+each event and the time to this module, and executes the actions that the module returns. Invariants:
     A round has each rank once, and its members are alive when it begins.
     Rank 0 of a round has the newest state that any live worker has committed. If no live worker has the state of the
     job, the job ends; it never restarts silently from the beginning.
@@ -37,9 +38,9 @@ RESET_LIMIT_STATUS = 3
 
 
 class JobMembership:
-    """The state of a job. Each public method except `next_deadline_s` handles an event, and returns actions in order.
+    """The state of a job. Each public method except `next_deadline_s` handles an event, and returns actions.
 
-    After a `Finish`, events are ignored.
+    The actions are to be executed in order. After a `Finish`, events are ignored.
 
     Args:
         limits: limits on the membership.
@@ -115,7 +116,7 @@ class JobMembership:
         actions: list[Action] = []
         if worker.phase is not Phase.LEAVING:
             if worker.may_have_state:
-                # Members that wait to connect to this one stop waiting.
+                # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} has exited"))
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
@@ -132,7 +133,7 @@ class JobMembership:
         return self._advance(now_s)
 
     def next_deadline_s(self, now_s: float) -> float | None:
-        """Return the time at which `time_passed` must be called; None if there is no deadline."""
+        """Return the time when `time_passed` must be called if no event comes first; None if there is no deadline."""
         times = [deadline.at_s for deadline in self._deadlines()]
         if self._too_few_since_s is not None and not self._has_waited_too_long(now_s):
             times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
@@ -185,7 +186,10 @@ class JobMembership:
         return actions
 
     def _drop_slots(self, now_s: float) -> list[Action]:
-        """Mark workers whose slot was removed, the newest first, and stop those that have not joined yet."""
+        """Mark the workers that have lost their slots, and stop those that have not joined yet.
+
+        If a host has fewer slots than workers, its newest workers lose theirs.
+        """
         slots = {host.name: host.num_slots for host in self._hosts}
         actions: list[Action] = []
         num_on_host: dict[str, int] = {}
@@ -228,6 +232,7 @@ class JobMembership:
         return max(0, host.num_slots - num_taken)
 
     def _stop_late(self, now_s: float) -> list[Action]:
+        """Terminate the workers that have missed a deadline; print a note for a deadline that is not binding."""
         actions: list[Action] = []
         for deadline in self._deadlines():
             worker, duty = deadline.worker, deadline.duty
@@ -253,6 +258,7 @@ class JobMembership:
         return actions
 
     def _announce(self) -> list[Action]:
+        """Return a notice to the members if workers have joined or have lost their slots since the last notice."""
         members = self._workers.in_phase(Phase.MEMBER)
         if self._is_finishing or not members:
             return []
@@ -275,7 +281,7 @@ class JobMembership:
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
         if self._has_state and not any(worker.serial for worker in chosen):
-            # The workers that may have the state have lost their slots: they join one more round, to pass it on.
+            # The workers that may have the state have lost their slots. They join one more round to copy the state.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
         # New workers do not have the state of the job, so they wait for an old rank.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
@@ -283,7 +289,7 @@ class JobMembership:
         if not self._is_enough(chosen, now_s):
             return self._wait(now_s)
         if self._has_state and not any(worker.serial for worker in chosen):
-            return [self._give_up("no rank that had the training's state is left")]
+            return [self._fail_job("no rank that had the training's state is left")]
         if self._round and self._resets_left() <= 0:
             reason = f"the reset limit of {self._limits.reset_limit} is reached"
             return [Finish(RESET_LIMIT_STATUS, reason, others=self._deaths.list_others())]
@@ -297,7 +303,7 @@ class JobMembership:
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
-        # The minimum is enough in three cases: a later round, a long wait, a failed worker that cannot be replaced.
+        # The minimum is enough after the first round, after a long wait, or if a dead worker cannot be replaced.
         if (
             self._round
             or self._has_waited_too_long(now_s)
@@ -327,22 +333,23 @@ class JobMembership:
         flag = "-np" if needed == self._limits.first_num_ranks and not self._round else "--min-num-proc"
         text = f"{num_slots} of the {needed} required ranks ({flag}) are available"
         if self._has_waited_too_long(now_s):
-            return [self._give_up(f"{text}: no more joined within {self._limits.elastic_timeout_s:g} s")]
+            return [self._fail_job(f"{text}: no more joined within {self._limits.elastic_timeout_s:g} s")]
         if not self._can_grow(now_s):
-            return [self._give_up(f"{text}, and no host has a free slot")]
+            return [self._fail_job(f"{text}, and no host has a free slot")]
         if self._workers.in_phase(Phase.STARTING) or text == self._last_wait_message:
             return []
         self._last_wait_message = text
         return [PrintMessage(f"{text}: waiting for hosts, {self._limits.elastic_timeout_s:g} s at most")]
 
     def _can_grow(self, now_s: float) -> bool:
+        """Return whether more workers may request a rank: on a new or released host, or on a slot that is in use."""
         return (
             self._limits.hosts_can_change
             or len(self._workers.by_name) > len(self._workers.in_phase(Phase.WAITING))
             or self._blacklist.next_release_s(now_s) is not None
         )
 
-    def _give_up(self, reason: str) -> Finish:
+    def _fail_job(self, reason: str) -> Finish:
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
@@ -386,8 +393,8 @@ class JobMembership:
         if not self._deaths.since_round:
             return [Finish(0)]
         if self._round:
-            return [self._give_up("no rank that had the training's state is left")]
-        return [self._give_up("" if self._is_finishing else "no rank has joined the job")]
+            return [self._fail_job("no rank that had the training's state is left")]
+        return [self._fail_job("" if self._is_finishing else "no rank has joined the job")]
 
     def _has_failed_everywhere(self, staying: Sequence[Worker]) -> bool:
         """Return whether the program failed in every slot before it joined, so that new workers would fail too."""

@@ -1,4 +1,4 @@
-"""Assignment of ranks to the workers of a new round. Pure."""
+"""Assignment of ranks to the workers of a new round, for `membership`. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
     """Return the placement of every worker by its name, in rank order.
 
     The worker with the newest state gets rank 0: the others copy the state of rank 0, so no committed work is lost.
-    With equal states, old ranks keep their order, and new workers come last. The local rank depends on the slot and
-    not on the rank, because programs choose their GPU by the local rank, often before the first round.
+    Workers with equal states keep the order of their old ranks, and new workers come last. The local rank depends on
+    the slot and not on the rank, because programs choose their GPU by the local rank, often before the first round.
     """
     ordered = sorted(workers, key=lambda worker: (-worker.serial, *worker.precedence()))
     slots_on: dict[str, list[int]] = {}

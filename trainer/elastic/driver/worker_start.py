@@ -1,4 +1,4 @@
-"""Describes the process of a worker to start, with the variables and addresses that only an elastic job needs."""
+"""Plans the start of a worker's process, with the variables and addresses that only an elastic job needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def plan_worker_start(
     if not is_local(start.host, environ):
         addresses = list_addresses([start.host], job.remote.network_interfaces)
     elif other_hosts is not None:
-        # One other host is enough to find the interface that leads to all of them.
+        # One other host is enough to find the network interface through which all hosts reach this machine.
         addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
     slot, _, incarnation = start.worker.removeprefix(f"{start.host}:").partition(":")
     return plan_rank_start(

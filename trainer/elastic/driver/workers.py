@@ -1,4 +1,4 @@
-"""The workers of an elastic job: phases, states and deadlines."""
+"""The workers of an elastic job, with their phases, states and deadlines, for `membership`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Worker:
     """One process of the job, from its start to its end.
 
     Args:
-        name: name of the form `host:slot:incarnation`.
+        name: name of the form `host:slot:number`, with the number of workers started before it.
         host: name of its host.
         slot: number of its slot on the host, from 0.
         seniority: number of workers that were started before it.
         since_s: time when it entered its phase.
-        phase: current phase.
+        phase: current phase; see `Phase`.
         old_rank: rank in its last round; None before its first round.
         request: its last request for a rank.
         started_s: time when its command began to run; None before that.
         is_noted: whether a note about its delay was printed.
         slot_lost_s: time when its slot was removed; None while it has one.
         failing_since_s: time when it reported that it exits with an error; None before that.
-        is_stopped: whether the driver terminates its process.
+        is_stopped: whether the driver was told to terminate its process.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Worker:
         return 0 if self.request is None else self.request.serial
 
     def precedence(self) -> tuple[float, int]:
-        """Return a sort key: old ranks in their order, then new workers. The last workers lose their slots first."""
+        """Return a sort key: old ranks in their order, then new workers in the order of their starts."""
         return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
     def stop(self, now_s: float) -> None:
-        """Record that the driver terminates its process."""
+        """Enter the phase `LEAVING`, and record that the driver terminates the process."""
         self.enter(Phase.LEAVING, now_s)
         self.is_stopped = True
 
@@ -95,7 +95,11 @@ class Worker:
 class Deadline:
     """A time limit for the next step of a worker.
 
-    `duty` names the step, as text after "did not". If the deadline is not binding, the driver only prints a note.
+    Attributes:
+        at_s: time of the deadline.
+        worker: worker that must take the step.
+        duty: the step, as text that follows "did not", such as "start".
+        is_binding: whether the driver terminates a worker that misses the deadline; otherwise it only prints a note.
     """
 
     at_s: float
@@ -106,7 +110,7 @@ class Deadline:
 
 @dataclass
 class Workers:
-    """All workers whose processes have not ended."""
+    """The workers with a process that has not ended, by name, and the number of all workers started so far."""
 
     by_name: dict[str, Worker] = field(default_factory=dict)
     num_started: int = 0
@@ -141,7 +145,7 @@ class Workers:
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
         first_request_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
         for worker in self.in_phase(Phase.MEMBER):
-            # The first request of a member ends the round for all members.
+            # The first request of a member for a new rank ends the round for all members.
             begins_s = first_request_s if worker.slot_lost_s is None else [*first_request_s, worker.slot_lost_s]
             if begins_s:
                 at_s = max(min(begins_s), worker.since_s) + hang_timeout_s
