@@ -187,6 +187,7 @@ class Engine:
         return messages
 
     def _collect(self) -> CycleMessage:
+        """Wait for submissions, at most for the pause of an idle rank, and return the message of this cycle."""
         with self._changed:
             if not self._queue and not self._is_leaving and self._reduction_failure is None:
                 self._changed.wait(self._idle_wait_s())
@@ -216,6 +217,7 @@ class Engine:
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
+        """Run the operations that are ready, and fail this rank's submissions of those that are refused."""
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)

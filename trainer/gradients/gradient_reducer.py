@@ -204,6 +204,8 @@ class GradientReducer:
         self._buckets.append(bucket)
 
     def _make_buckets(self, parameters: Mapping[int, Tensor]) -> list[Bucket]:
+        """Return the planned buckets of parameters with dense gradients."""
+        # The plan has indices into `parameters`; positions have gaps where parameters are frozen or sparse.
         positions = list(parameters)
         indices = {position: index for index, position in enumerate(positions)}
         plan = plan_groups(

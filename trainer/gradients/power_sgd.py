@@ -70,7 +70,8 @@ class PowerSGD(CompressionWithMemory):
 class _Factors:
     """The factors of one gradient: `matrix` is approximately `left @ right.T`.
 
-    `matrix` is float[rows, columns], `left` [rows, rank], `right` [columns, rank].
+    `matrix` is float[rows, columns], `left` float[rows, rank], `right` float[columns, rank]. `left` and `right` are
+    replaced by those of all ranks when the messages arrive.
     """
 
     matrix: Tensor
@@ -155,6 +156,7 @@ class _PowerSGDBucket(Bucket):
         )
 
     def _factorize(self, position: int, gradient: Tensor) -> _Factors:
+        """Return the factors of a local gradient; the left one is to be summed over the ranks."""
         matrix = gradient.reshape(gradient.shape[0], -1)
         if matrix.dtype not in (torch.float32, torch.float64):
             matrix = matrix.float()
@@ -175,6 +177,7 @@ class _PowerSGDBucket(Bucket):
         return torch.where(last.norm() > _SMALLEST_NORM, last, fresh)
 
     def _finish_parameter(self, position: int, factors: _Factors) -> None:
+        """Assign the combined gradient, and store the basis and the residual for the next step."""
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right

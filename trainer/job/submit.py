@@ -335,6 +335,7 @@ def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet)
 def _choose_splits(
     name: str, num_rows: int, splits: Tensor | Sequence[int] | None, num_ranks: int
 ) -> tuple[int, ...]:
+    """Return the number of rows for each rank, after a check of `splits`; see `submit_alltoall`."""
     if splits is None:
         rows_per_rank, remainder = divmod(num_rows, num_ranks)
         if remainder:
@@ -356,6 +357,7 @@ def _choose_splits(
 
 
 def _common_device(name: str, tensors: Sequence[Tensor]) -> torch.device:
+    """Return the device of the tensors, after a check that they are dense and on the same device."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ValueError(f"'{name}': only dense tensors are supported, not {tensor.layout}")

@@ -63,6 +63,7 @@ def _reduce_compressed(
     compression: type[Compressor],
     reduction: ReduceOptions,
 ) -> list[Tensor]:
+    # Pairs of a compressed tensor and the context that `decompress` needs.
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
     reduced = _apply(function, choose_name(kind, name), reduction, *(tensor for tensor, _ in pairs))
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
@@ -89,6 +90,7 @@ def alltoall(
 
 
 def _apply(function: Any, *arguments: Any) -> list[Tensor]:
+    """Return the outputs of an autograd function as a list, also if there is only one."""
     outputs = function.apply(*arguments)
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
@@ -193,6 +195,7 @@ class _Alltoall(torch.autograd.Function):
 
 
 def _average(gradients: Sequence[Tensor], name: str, process_set: ProcessSet, *, is_grouped: bool) -> list[Tensor]:
+    """Return new tensors with the averages of the gradients over the ranks."""
     reduction = ReduceOptions(op=ReduceOp.AVERAGE, is_grouped=is_grouped, process_set=process_set)
     return _apply(_Allreduce, name, reduction, *gradients)
 

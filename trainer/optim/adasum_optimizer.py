@@ -106,6 +106,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
     def _combine(self, parameters: list[Tensor], before: list[Tensor]) -> None:
+        """Set the parameters to their values before the step plus the Adasum of the changes of all ranks."""
         changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
         compressed = [self._compression.compress(change) for change in changes]
         # One operation for all parameters; Adasum still computes a dot product for each parameter.

@@ -152,12 +152,15 @@ def _pickle(obj: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _TensorDescription:
+    """The properties of a tensor of the root, from which another rank can allocate it."""
+
     shape: torch.Size
     dtype: torch.dtype
     is_on_host: bool
 
 
 def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with each tensor replaced by its description."""
     return {
         key: _TensorDescription(value.shape, value.dtype, value.device.type == "cpu")
         if isinstance(value, Tensor)
@@ -180,6 +183,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
 
 
 def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: list[dict[str, Any]]) -> None:
+    """Replace the state and options: `values` has the state of each parameter, then the options of each group."""
     for parameter, state in zip(parameters, values, strict=False):
         if state:
             optimizer.state[parameter] = state
@@ -196,6 +200,7 @@ def _sparse_parameters(model: torch.nn.Module | None) -> set[int]:
 
 
 def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return pairs of name and value for the `params` of `broadcast_parameters`; unnamed tensors are numbered."""
     if isinstance(params, Mapping):
         return list(params.items())
     # A tensor is iterable too; without this check its rows would be broadcast one by one.

@@ -235,12 +235,15 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._remember(residuals)
 
     def _remember(self, memory: Memory) -> None:
+        """Add values to the compression's memory, on the devices of the parameters."""
         for position, parameter in enumerate(parameters_of(self)):
             for key, value in memory.get(position, {}).items():
                 entry = self._exchange.memory.setdefault(position, {})
                 entry[key] = value.to(parameter.device) if isinstance(value, Tensor) else value
 
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that combines the gradients of all ranks after each call of `closure`."""
+
         def synchronized() -> Any:
             loss = closure()
             self.synchronize()
@@ -250,6 +253,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return synchronized
 
     def _hook_parameters(self, parameters: Sequence[Tensor], name: str) -> GradientReducer:
+        """Return a new reducer for some of the optimizer's parameters."""
         positions = {parameter: i for i, parameter in enumerate(parameters_of(self))}
         return GradientReducer(
             {positions[parameter]: parameter for parameter in parameters},

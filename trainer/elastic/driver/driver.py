@@ -217,6 +217,7 @@ class _Driver:
         self._events.put(lambda: self._membership.worker_started(process.worker_id, time.monotonic()))
 
     def _stop(self, worker: str) -> None:
+        """Begin to terminate a worker, and kill it after the grace period."""
         process = self._group.processes.get(worker)
         if process is None:
             return
@@ -232,6 +233,7 @@ class _Driver:
         return []
 
     def _handle_end(self, end: RankEnd) -> list[Action]:
+        """Terminate the children of a worker that has ended, and pass the end to `membership`."""
         process = self._group.processes.get(end.worker_id)
         trouble: str | None = None
         last_lines: tuple[str, ...] = ()
@@ -281,6 +283,7 @@ class _Driver:
         return self._membership.script_failed(message, time.monotonic())
 
     def _describe(self, finish: Finish) -> JobFailure | None:
+        """Return the failure that the launcher reports; None if the job succeeded."""
         if not finish.exit_status:
             return None
         text, worker = finish.reason, finish.worker

@@ -170,6 +170,7 @@ class JobMembership:
         )
 
     def _advance(self, now_s: float) -> list[Action]:
+        """Return the actions that the current state requires; called after each event."""
         if self._is_over:
             return []
         # Slots are dropped first, because a worker that has lost its slot does not count towards `max_num_ranks`.
@@ -205,6 +206,7 @@ class JobMembership:
         return actions
 
     def _start_workers(self, now_s: float) -> list[Action]:
+        """Start a worker on each free slot, if another round may need it and the job does not finish."""
         is_last_round = bool(self._round) and self._resets_left() <= 0
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
@@ -359,6 +361,7 @@ class JobMembership:
         return DenyRank(worker.name, worker.request.number, f"its slot on {worker.host} was removed")
 
     def _begin_round(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
+        """Begin a round with the chosen workers, and return the answers to their requests."""
         self._round += 1
         requests = {worker.name: worker.request for worker in chosen if worker.request is not None}
         # Equal serials mean equal states; serial 0 means that the worker has no committed state.

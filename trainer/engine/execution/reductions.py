@@ -72,6 +72,7 @@ class Reductions:
     def _begin(
         self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], completed: Sequence[Submission]
     ) -> None:
+        """Pack a buffer and begin its allreduce. After the allreduce, unpack it and finish `completed`."""
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
         outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
@@ -140,6 +141,7 @@ class Reductions:
         return self.transport.begin_allreduce(flat, request.reduce_op, request.process_set)
 
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
+        """Replace the tensors of the buffer by their Adasum over all ranks; return when it is complete."""
         transport = self.transport
         # As in Horovod over NCCL: an average within each node, then Adasum between the nodes.
         ranks_per_place = transport.local_size if flat.is_cuda else 1
@@ -158,6 +160,7 @@ class Reductions:
         combine_over_tree(parts, flat, place=place, num_places=transport.size // ranks_per_place, swap=swap)
 
     def _make_node_sets(self) -> None:
+        """Create a process set of the ranks of each node, once; every rank calls this in the same order."""
         transport = self.transport
         if self._has_node_sets:
             return

@@ -149,6 +149,7 @@ class Negotiation:
         return outcomes
 
     def _settle(self, key: Key) -> list[Outcome]:
+        """Return the outcomes of a pending operation, which is then no longer pending; none if a rank is missing."""
         if key not in self._pending or self._missing(key):
             return []
         # In rank order, so that every rank has the same first request and the same error message.
@@ -160,6 +161,7 @@ class Negotiation:
         return self._accept(Ready(requests, members))
 
     def _find_objection(self, requests: Mapping[int, Request], members: Sequence[int]) -> str | None:
+        """Return the reason why a complete operation cannot run; None if it can."""
         request = next(iter(requests.values()))
         joined = [rank for rank in members if rank not in requests]
         if joined and any(submitted.kind not in _WITH_JOINED for submitted in requests.values()):
@@ -174,6 +176,7 @@ class Negotiation:
         return disagreement
 
     def _accept(self, ready: Ready) -> list[Outcome]:
+        """Add or remove a process set if the operation says so, and return the outcomes."""
         request = ready.request
         if request.kind is CollectiveKind.ADD_PROCESS_SET:
             assert request.ranks is not None
