@@ -171,8 +171,8 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-# Horovod defines these names in its module `state`. Here they are in other modules, some of which import this one, so
-# they are imported only when they are used.
+# Horovod defines these names in its module `state`. Here they are in other modules. Some of these modules import this
+# one, so they are imported only when a name is used.
 _MODULE_OF = {
     "ElasticSampler": "sampler",
     "TorchState": "torch_state",

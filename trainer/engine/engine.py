@@ -43,7 +43,7 @@ class Engine:
     """The engine of one rank, from its construction until `close`. Owns the transport.
 
     Args:
-        transport: connection to the other ranks, all of which construct an engine.
+        transport: connection to the other ranks; every rank constructs an engine.
         settings: settings, the same on every rank.
         clock: clock in seconds, for the stall warning.
     """

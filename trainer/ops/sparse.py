@@ -1,4 +1,4 @@
-"""Allreduce of sparse tensors, whose indices differ between ranks: every rank gathers all tensors and adds them."""
+"""Allreduce of sparse tensors. Their indices may differ between ranks, so every rank gathers all tensors and adds."""
 
 from __future__ import annotations
 

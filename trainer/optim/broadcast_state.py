@@ -104,7 +104,7 @@ def broadcast_optimizer_state(
         model: model whose sparse embeddings get no gradient of zeros, because that gradient would be dense.
 
     Raises:
-        ValueError: `optimizer` is LBFGS, whose state is not kept per parameter.
+        ValueError: `optimizer` is LBFGS, which does not keep its state per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(  # noqa: TRY004 - Horovod's type

@@ -29,7 +29,7 @@ class Arrivals:
     """The arrivals of the ranks: first the starts of their processes, then their calls of `init`.
 
     A program may never call `init`, so the limit for this call begins when the first rank has called it. `is_over` is
-    True when no rank is missing any more.
+    True when all ranks have arrived.
 
     Args:
         num_ranks: number of ranks of the job.

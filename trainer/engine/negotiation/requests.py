@@ -1,4 +1,4 @@
-"""Requests: a rank sends the others a request, the description of an operation without its tensors, on submission.
+"""Requests: descriptions of operations without their tensors. For each submission, a rank sends one to the others.
 
 The requests of all ranks for one operation must have most properties in common; see `agreement`.
 """
