@@ -21,6 +21,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writeback of dirty pages, withou
 
 
 def _find_sync_file_range() -> Any:
+    """Return `sync_file_range` of the C library, which Python does not offer; None if the library lacks it."""
     try:
         call = ctypes.CDLL(None, use_errno=True).sync_file_range
     except (OSError, AttributeError):
@@ -51,13 +52,13 @@ def fsync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create `folder` and its missing parents, so that they survive a power cut. Do nothing if it exists."""
+    """Create `folder` and its missing parents, so that they survive a power cut. Do nothing if `folder` exists."""
     missing = []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
     for child in reversed(missing):
-        with suppress(FileExistsError):
+        with suppress(FileExistsError):  # another process may create the same folder now
             child.mkdir()
         fsync_folder(child.parent)
 
@@ -70,6 +71,7 @@ def is_plain_name(name: str) -> bool:
     """
     if not name or name.startswith(".") or "/" in name:
         return False
+    # Cc: control characters. Cs: surrogates, which UTF-8 cannot encode.
     if any(unicodedata.category(character) in {"Cc", "Cs"} for character in name):
         return False
     return len(name.encode()) <= _MAX_NAME_BYTES
@@ -79,7 +81,8 @@ def is_plain_name(name: str) -> bool:
 def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    With `synced=False`, a crash of the machine may leave any content at `path`; the death of the process does not.
+    With `synced=False`, nothing is synced. If the machine then crashes, `path` may have any content. If only the
+    process ends, `path` has the old content or the new one.
 
     Raises:
         OSError: a write, sync or rename failed; the temporary file is removed and `path` is unchanged. If only the
@@ -96,10 +99,9 @@ def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if not synced:
-        return
-    # Sync the folder after the rename. Callers now rely on the new content, so a power cut must not undo the rename.
-    fsync_folder(path.parent)
+    if synced:
+        # Callers now rely on the new content, so a power cut must not undo the rename.
+        fsync_folder(path.parent)
 
 
 def write_file(path: Path, content: bytes | memoryview, *, synced: bool = True) -> None:
@@ -122,8 +124,7 @@ def create_file(path: Path, content: bytes | memoryview) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # link() fails if the name exists, but rename() would replace the file. So of concurrent writers, only one
-        # succeeds.
+        # Use link(), which fails if the name exists. rename() would replace the file of another writer.
         os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,14 +2,14 @@
 
     DatasvcError                     base class of all errors below
     |-- ConfigError                  a setting or an argument is invalid: correct it and call again
+    |   `-- StateMismatchError       a saved position belongs to other data or another order
     |-- NotFoundError                a name, version, tag or file does not exist: the message lists what exists
     |-- ConflictError                another writer committed first: read the new head, decide, and retry
-    |   `-- SourceChangedError       a source file changed during the read: run the same command again
+    |   `-- SourceChangedError       a source file changed during an ingest: run the same command again
     |-- UnknownOutcomeError          it is unknown whether a commit happened: read the log before a retry
     |-- CorruptDataError             stored bytes do not match their digest or format: they are never returned
     |-- BadSampleError               a sample cannot be decoded: repair it, or configure bad samples to be skipped
     |-- CacheFullError               the cache budget is too small: the message states the bytes needed
-    |-- StateMismatchError           a saved position belongs to other data or another order
     |-- BusyError                    an earlier save still runs: save less often, or queue saves (`overlap=queue`)
     |-- LagError                     a job fell behind its decode group, and is configured to raise
     |-- DeviceError                  a GPU failed or is out of memory: reduce its load, or decode on the CPU
@@ -31,7 +31,7 @@ class DatasvcError(Exception):
 
 
 class ConfigError(DatasvcError, ValueError):
-    """A setting or an argument is out of range, or contradicts another one. Raised before any side effect."""
+    """A setting or an argument is invalid or contradicts another one. It is raised before any side effect."""
 
     exit_code = 2
 

@@ -1,4 +1,7 @@
-"""Index of consecutive intervals (spans) that finds the span of a point; `order` uses it to find shards."""
+"""Index of consecutive intervals (spans) that finds the span of a point.
+
+The access order uses it: a span is the samples of one shard, and the index finds the shard of each sample.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from datasvc.keyed_random import Integers
 
 
 class SpanSearch:
-    """Index of spans that cover range(stop). It is ten times faster than a binary search per point.
+    """Index of consecutive spans that cover range(stop). It is ten times faster than a binary search per point.
 
     `starts`, `int64[n]`, has the first point of each span, ascending; `starts[0]` is 0.
     """
@@ -27,9 +30,10 @@ class SpanSearch:
     def find(self, points: Integers) -> Integers:
         """Return the index of the span that contains each point: `int64[n]`, for points in range(stop)."""
         spans: Integers = self._first_of_bucket[points >> self._shift]
+        # Advance each point that is after its span to the next span, twice.
         for _ in range(2):
             spans += self._stops[spans] <= points
         remaining = np.flatnonzero(self._stops[spans] <= points)
-        if remaining.size:  # only if a bucket has many short spans
+        if remaining.size:  # only if a bucket has many short spans: search for these points
             spans[remaining] = np.searchsorted(self._starts, points[remaining], side="right") - 1
         return spans

@@ -2,8 +2,8 @@
 
 Access orders and augmentation use them. There is no generator state and no memory per sample, so any position of any
 epoch can be computed directly, on any node, in any order. Keys come from numpy's `SeedSequence` over words of fixed
-width, so that different triples of (seed, epoch, purpose) have different keys. With sums such as `seed + epoch`, some
-would share a key.
+width, so that different triples of (seed, epoch, purpose) have different keys. If keys came from sums such as
+`seed + epoch`, some triples would share a key.
 
 Sources: the permutation is the generalised Feistel network of Black and Rogaway ("Ciphers with Arbitrary Finite
 Domains", CT-RSA 2002) over a x b >= n values with cycle walking; the mixing constants are those of SplitMix64
@@ -37,7 +37,7 @@ _MAX_SIZE: Final = 1 << 62
 def derive_keys(seed: int, epoch: int, purpose: int, count: int) -> Keys:
     """Return keys for one purpose in one epoch: `uint64[count]`.
 
-    `purpose`, 0 <= purpose < 2**32, is a number for the use of the keys, so that different uses have different keys.
+    `purpose`, 0 <= purpose < 2**32, is a number that each use of keys defines, so that two uses never share keys.
 
     Raises:
         ConfigError: `seed` or `epoch` is negative, or not below 2**64.
@@ -75,6 +75,7 @@ def uniforms(key: np.uint64, counters: Integers, count: int, first: int = 0) -> 
         state = _finalise(counters.astype(np.uint64) * _GOLDEN + key)
         streams = np.arange(first + 1, first + 1 + count, dtype=np.uint64) * _GOLDEN
         bits = _finalise(state + streams[:, None])
+    # Keep 53 bits, the precision of float64.
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -99,10 +100,10 @@ class KeyedPermutation:
         assert len(keys) == _ROUNDS, len(keys)
         self.size = size
         self._keys = np.asarray(keys, np.uint64)
-        # The network permutes range(a * b). If `a` is close to the square root of the size, a * b exceeds the size by
-        # less than `a`, so cycle walking is rarely needed.
+        # The Feistel network permutes range(a * b), where `b` is size / a, rounded up. With `a` close to the square
+        # root of the size, a * b exceeds the size by less than `a`, so cycle walking is rarely needed.
         self._a = np.uint64(math.isqrt(max(size - 1, 0)) + 1)
-        self._b = np.uint64(-(-size // int(self._a)) or 1)
+        self._b = np.uint64(-(-size // int(self._a)) or 1)  # 1 for size 0
 
     def permute(self, values: Integers, tweaks: Integers | None = None) -> Integers:
         """Return the image of each value under the permutation.
@@ -121,6 +122,7 @@ class KeyedPermutation:
         return self._map(values, tweaks, range(_ROUNDS - 1, -1, -1), forward=False)
 
     def _map(self, values: Integers, tweaks: Integers | None, rounds: range, *, forward: bool) -> Integers:
+        """Apply the given rounds to each value. The inverse has them in reverse order, and `forward=False`."""
         result = np.empty(len(values), np.int64)
         source = np.ascontiguousarray(values, np.int64).view(np.uint64)
         tweak_keys = None if tweaks is None else tweaks.astype(np.uint64) * _MIX_2
@@ -135,13 +137,14 @@ class KeyedPermutation:
         mapped = self._network(values, tweak, rounds, forward)
         outside = np.flatnonzero(mapped >= self.size)
         while outside.size:
-            # Cycle walking: apply the network again until the value is in range(size).
+            # Cycle walking: apply the network again to the values outside of range(size), until none is outside.
             outside_tweak = None if tweak is None else tweak[outside]
             mapped[outside] = self._network(mapped[outside], outside_tweak, rounds, forward)
             outside = outside[mapped[outside] >= self.size]
         return mapped
 
     def _network(self, values: Keys, tweak: Keys | None, rounds: range, forward: bool) -> Keys:
+        """Permute values of range(a * b): each is split into high * a + low, and the rounds change the two halves."""
         high = values // self._a
         low = values - high * self._a
         scratch = np.empty_like(values)

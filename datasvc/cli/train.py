@@ -1,4 +1,4 @@
-"""`datasvc train`: runs the training program as one rank of a job."""
+"""`datasvc train`: runs the training program of `datasvc.trainer` as one rank of a job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import typer
 
 
 def train(context: typer.Context) -> None:
-    """Train a model: `python -m datasvc.trainer` under a shorter name; `datasvc train --help` lists its options.
+    """Train a model, like `python -m datasvc.trainer`; `datasvc train --help` lists the options.
 
     Example: datasvc train --data digits@1 --repo ./repo --name digits-cnn
 

@@ -1,8 +1,8 @@
 """Audits a ledger, for `datasvc audit`: did a run serve each sample of an epoch once, over all ranks and restarts?
 
 The audit is a pure function of the files. `history` groups the files into attempts, one for each start of the job,
-and determines which positions of each attempt count. Positions are compared as strided ranges, so the cost depends
-on the number of restarts and ranks, not on the number of samples.
+and determines which positions of each attempt count: those that the final weights were trained on. Positions are
+compared as strided ranges, so the cost depends on the number of restarts and ranks, not on the number of samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasvc.ledger.file import Header, LedgerFile, LedgerRecord, RecordKind
 from datasvc.ledger.history import Attempt, Cursor, order_files, split_into_attempts
 from datasvc.ledger.strided_range import StridedRange, contiguous
 
-_MAX_NAMED_RANKS = 8
+_MAX_NAMED_RANKS = 8  # number of ranks that one description lists
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class EpochAudit:
         masked: number of positions served once, with a masked sample because the original did not decode.
         dropped: number of positions dropped at the end of the epoch by tail="drop".
         padded: number of padding samples: served again, but masked, to fill a batch.
-        never: positions before `reached` that were not served by any rank.
+        never: positions before `reached` that were not served by any rank, and not dropped.
         repeated: positions served more than once.
         again: number of served positions that do not count, because the run restarted from an older state.
         copies: number of positions in files that do not count, from model-parallel peers or restarts of a rank.
@@ -114,8 +114,8 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
     if not files:
         raise NotFoundError("the ledger has no readable file; give the folder that a loader got as ledger=")
     header = files[0].header
-    same, disagreements = _same_order(files, header)
-    attempts = split_into_attempts(same)
+    comparable, disagreements = _same_order(files, header)
+    attempts = split_into_attempts(comparable)
     # Epochs without records between two others are audited too: all their positions are missing.
     recorded = sorted(set(_epochs_of(attempts)))
     if not recorded:
@@ -125,19 +125,21 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
         raise NotFoundError(f"the ledger has no epoch {epoch}; it has epochs {recorded[0]} to {recorded[-1]}")
     history = _History(attempts, header.num_samples)
     audits = [history.audit(number) for number in (epochs if epoch is None else [epoch])]
+    # The disagreements of an attempt are in the result of each of its epochs: list them once.
+    rank_disagreements = dict.fromkeys(chain.from_iterable(result.disagreements for result in audits))
     return Audit(
         header,
         len(files),
         [attempt.world_size for attempt in attempts],
         audits,
-        [*disagreements, *dict.fromkeys(chain.from_iterable(result.disagreements for result in audits))],
+        [*disagreements, *rank_disagreements],
         [*damage, *chain.from_iterable(file.damage for file in files)],
         [str(file.path) for file in files if file.torn],
     )
 
 
 def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[LedgerFile], list[str]]:
-    """Return the files with the order of `header`, and descriptions of the other files."""
+    """Return the files with the access order of `header`, and descriptions of the other files."""
     expected = (header.order, header.num_samples)
     # In another order, a position means another sample. So files with another order are only reported.
     others = [file.header for file in files if (file.header.order, file.header.num_samples) != expected]
@@ -153,34 +155,38 @@ def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[L
 def _differences(attempt: Attempt) -> Iterator[str]:
     """Yield descriptions of the differences between the ranks of an attempt."""
     for name in ("batch_size", "tail"):
-        ranks = defaultdict(list)
+        ranks_by_value = defaultdict(list)
         for rank, file in sorted(attempt.files.items()):
-            ranks[getattr(file.header, name)].append(rank)
-        if len(ranks) > 1:
-            values = "; ".join(f"{value} on ranks {_ranks_text(same)}" for value, same in ranks.items())
+            ranks_by_value[getattr(file.header, name)].append(rank)
+        if len(ranks_by_value) > 1:
+            values = "; ".join(f"{value} on ranks {_ranks_text(ranks)}" for value, ranks in ranks_by_value.items())
             yield f"from {_cursor_text(attempt.begin)} on ranks differ in {name}: {values}"
     # Rule 2 of `history`: all ranks have equally many model-parallel peers and restarts.
     max_files = max(attempt.num_files.values())
-    fewer = defaultdict(list)
+    ranks_by_num_files = defaultdict(list)
     for rank, num_files in sorted(attempt.num_files.items()):
         if num_files < max_files:
-            fewer[num_files].append(rank)
-    for num_files, ranks_with_fewer in sorted(fewer.items()):
+            ranks_by_num_files[num_files].append(rank)
+    for num_files, ranks in sorted(ranks_by_num_files.items()):
         yield (
-            f"from {_cursor_text(attempt.begin)} on rank {_ranks_text(ranks_with_fewer)} left {num_files} "
+            f"from {_cursor_text(attempt.begin)} on rank {_ranks_text(ranks)} left {num_files} "
             f"{'file' if num_files == 1 else 'files'} where others left {max_files}: its last file may be of an "
             "earlier restart"
         )
 
 
 def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
+    """Yield the epoch of each record, and the first epoch of each attempt, whose records may all be damaged."""
     for attempt in attempts:
         yield attempt.begin[0]
         yield from (record.epoch for file in attempt.files.values() for record in file.records)
 
 
 class _History:
-    """Records of all attempts, by epoch. The limit of each attempt determines which of its positions count."""
+    """Records of all attempts, by epoch, and the end of the history.
+
+    The limit of each attempt determines which of its positions count.
+    """
 
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts
@@ -199,7 +205,8 @@ class _History:
     def audit(self, epoch: int) -> EpochAudit:
         """Audit one epoch."""
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
-        # Ranges [start, stop) of the epoch that a rank has passed, by attempt and rank.
+        # Ranges [start, stop) of the epoch that a rank has passed, by attempt and rank. The key has the id of the
+        # attempt, because an attempt holds a dict and cannot be a key.
         windows: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         num_served = 0
         for attempt, rank, record in self._records[epoch]:
@@ -208,16 +215,15 @@ class _History:
             if record.kind is RecordKind.SERVED:
                 num_served += record.count
                 windows[id(attempt), rank].append(contiguous(strided.start, strided.stop))
-        # In an unfinished epoch, only positions that every rank has passed can be missing.
+        # In an unfinished epoch, only positions that every rank has passed can be missing: the other ones may still
+        # be served.
         is_finished = self._end >= (epoch, self._num_samples)
         reached = self._num_samples if is_finished else self._reached(epoch, windows)
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
         coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
-        num_dropped, num_masked = (
-            sum(strided.clip(0, reached).size for strided in ranges)
-            for ranges in (dropped, counted[RecordKind.MASKED])
-        )
-        # Positions covered once include the dropped and the masked ones, which were recorded as served.
+        num_dropped = _num_below(reached, dropped)
+        num_masked = _num_below(reached, counted[RecordKind.MASKED])
+        # These include the dropped positions, and the masked ones, which are recorded as served too.
         once = reached - coverage.never.count - coverage.repeated.count
         is_uneven = bool(coverage.never.count or coverage.repeated.count)
         return EpochAudit(
@@ -225,7 +231,7 @@ class _History:
             self._num_samples,
             reached,
             is_finished,
-            served=max(0, once - num_dropped - num_masked),
+            served=max(0, once - num_dropped - num_masked),  # repeated positions may be masked, but are not in `once`
             masked=num_masked,
             dropped=num_dropped,
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),
@@ -256,21 +262,20 @@ class _History:
                     yield epoch, strided.stop
 
     def _reached(self, epoch: int, windows: dict[tuple[int, int], list[StridedRange]]) -> int:
-        """Return the position of an unfinished epoch that all ranks with records have passed."""
+        """Return the position of an unfinished epoch up to which all ranks of the last attempt have served.
+
+        The other attempts in the history have served the positions before the last attempt.
+        """
         last = self._attempts[-1]
-        ends = [
-            max(
-                (window.stop for window in windows[id(last), rank]),
-                default=last.range_in(epoch, self._num_samples)[0],
-            )
-            for rank in last.files
-        ]
+        start, _ = last.range_in(epoch, self._num_samples)
+        ends = [max((window.stop for window in windows[id(last), rank]), default=start) for rank in last.files]
         return min(ends, default=0)
 
     def _reasons(self, epoch: int, reached: int, windows: dict[tuple[int, int], list[StridedRange]]) -> Iterator[str]:
         """Yield descriptions of the ranks of each attempt with missing or repeated positions."""
         for attempt in self._attempts:
             start, stop = attempt.range_in(epoch, self._num_samples)
+            # Positions that no rank of the attempt has passed give no reason to name one of its ranks.
             ends = [window.stop for rank in attempt.files for window in windows[id(attempt), rank]]
             stop = min(stop, reached, max(ends, default=start))
             if start >= stop:
@@ -288,10 +293,18 @@ class _History:
                     yield f"{prefix} rank {rank} served positions {positions} twice: {file.path.name}"
 
 
+def _num_below(stop: int, ranges: Iterable[StridedRange]) -> int:
+    """Return the number of positions below `stop` in all ranges together."""
+    return sum(strided.clip(0, stop).size for strided in ranges)
+
+
 def _union(ranges: Sequence[StridedRange], num_samples: int) -> list[StridedRange]:
-    """Return the union of contiguous ranges as disjoint ranges."""
-    # Every rank records all dropped positions, so they overlap.
+    """Return the union of contiguous ranges in range(num_samples) as disjoint ranges.
+
+    The audit needs it for dropped positions: every rank records all of them, so the ranges overlap.
+    """
     gaps = cover(ranges, 0, num_samples).never.ranges
+    # The union starts and stops where gaps stop and start.
     edges = [0, *chain.from_iterable((gap.start, gap.stop) for gap in gaps), num_samples]
     spans = zip(edges[::2], edges[1::2], strict=True)
     return [contiguous(start, stop) for start, stop in spans if start < stop]

@@ -1,7 +1,7 @@
-"""Finds the positions that no strided range, or more than one, contains; the audit reports them.
+"""Finds the positions that no strided range contains, and those that several contain. The audit reports them.
 
-No list of positions is made. A range consists of runs of consecutive positions inside of a window [start, stop); only
-the edges of runs and windows are computed.
+A range consists of runs of consecutive positions in a window [start, stop). Only the edges of runs and windows are
+computed, never a list of all positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from datasvc.keyed_random import Integers
 from datasvc.ledger.strided_range import StridedRange, contiguous
 
 _CHUNK_RUNS = 1 << 20  # number of runs in memory at a time
-_MAX_RANGES = 1000
+_MAX_RANGES = 1000  # number of ranges that `Uneven` keeps; bounds the memory if many positions are uneven
 
 
 @dataclass
@@ -67,10 +67,11 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
     # Between two window edges, the coverage repeats with the least common multiple of the periods (a lap). So only
     # the first lap is computed, and its result holds for all laps. A lap may be long, so it is computed in chunks.
     for first, last, active in _windows(ranges, start, stop):
+        # Without periods the result of `lcm` is 1: contiguous ranges cover all positions alike.
         lap = math.lcm(*(strided.period for strided in active if not strided.is_contiguous))
-        repeats = lap < last - first
-        for begin, end in _chunks(active, first, first + lap if repeats else last):
-            _count(result, active, begin, end, (first, last, lap) if repeats else None)
+        has_laps = lap < last - first
+        for begin, end in _chunks(active, first, first + lap if has_laps else last):
+            _add_uneven(result, active, begin, end, (first, last, lap) if has_laps else None)
     return result
 
 
@@ -91,7 +92,8 @@ def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[
 
 
 def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    # The density is the number of runs per position. A chunk has about `_CHUNK_RUNS` runs, which bounds the memory.
+    """Yield consecutive parts of [start, stop) with about `_CHUNK_RUNS` runs each, which bounds the memory."""
+    # The density is the number of runs per position.
     density = sum(1 / strided.period for strided in active if not strided.is_contiguous)
     length = max(1, int(_CHUNK_RUNS / density)) if density else stop - start
     while start < stop:
@@ -99,26 +101,35 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
         start += length
 
 
-def _count(
-    result: Coverage, active: Sequence[StridedRange], start: int, stop: int, repeats: tuple[int, int, int] | None
+def _add_uneven(
+    result: Coverage, active: Sequence[StridedRange], start: int, stop: int, laps: tuple[int, int, int] | None
 ) -> None:
-    """Add positions of [start, stop) not covered once; with `repeats` (first, last, lap), those of all laps."""
-    edges, counts = _count_cover(active, start, stop)
+    """Add the positions of [start, stop) that are not covered once.
+
+    If `laps` is given, as (first, last, lap), the coverage repeats every `lap` positions in [first, last). Then add
+    the positions of all laps.
+    """
+    edges, counts = _count_ranges(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():
             begin, end = int(edges[index]), int(edges[index + 1])
-            if repeats is None:
+            if laps is None:
                 uneven.add(contiguous(begin, end))
             else:
-                first, last, lap = repeats
+                first, last, lap = laps
                 uneven.add(StridedRange(first, last, lap, begin % lap, end - begin))
 
 
-def _count_cover(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
-    """Return edges of intervals of [start, stop), `int64[n + 1]`, and how many ranges cover each, `int64[n]`."""
-    spans = [strided.clip(start, stop).runs() for strided in active]
-    starts = np.concatenate([np.empty(0, np.int64), *(begins for begins, _ in spans)])
-    stops = np.concatenate([np.empty(0, np.int64), *(ends for _, ends in spans)])
+def _count_ranges(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
+    """Divide [start, stop) into n intervals.
+
+    Returns:
+        Edges of the intervals, `int64[n + 1]`, and the number of ranges that cover each interval, `int64[n]`.
+    """
+    runs = [strided.clip(start, stop).runs() for strided in active]
+    # The empty array is for a window without ranges: `concatenate` needs at least one array.
+    starts = np.concatenate([np.empty(0, np.int64), *(run_starts for run_starts, _ in runs)])
+    stops = np.concatenate([np.empty(0, np.int64), *(run_stops for _, run_stops in runs)])
     edges = np.unique(np.concatenate([starts, stops, np.array([start, stop])]))
     # +1 where a run starts and -1 where one stops: the running sum is the number of runs over each interval.
     changes = np.zeros(len(edges), np.int64)

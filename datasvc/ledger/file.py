@@ -10,7 +10,8 @@ process leaves either the old record or the new one, so a file is correct up to 
 the last seconds of a file. Checksums detect incomplete records, and a file that is empty or all zeros is ignored.
 
 A file is named NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest number in the folder when the
-rank starts, so a run has higher numbers than the run that it continues.
+rank starts, so a run has higher numbers than the run that it continues. Ranks that start together may have equal
+numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ RECORD_BYTES: Final = 64
 
 _MAGIC = b"datasvc-ledger"
 _MAX_HEADER_BYTES = 1 << 20
-_RECORD = struct.Struct("<IIqqqqqqq")
+_RECORD = struct.Struct("<IIqqqqqqq")  # the fields of a record in the order above
 _NAME = re.compile(r"(\d+)-rank\d+-of-\d+-[0-9a-f]+\.ledger")
 _MAX_POSITION = 1 << 62
 
@@ -45,8 +46,9 @@ _MAX_POSITION = 1 << 62
 class RecordKind(IntEnum):
     """Outcome of the samples at some positions.
 
-    SERVED: in a batch. MASKED: also in a batch, but the sample did not decode and was masked. PADDED: served again,
-    masked, to fill a batch. DROPPED: left over at the end of an epoch, too few for a batch.
+    SERVED: in a batch. MASKED: also in a batch, but the sample did not decode and was masked; such a position is
+    recorded as SERVED too. PADDED: served again, masked, to fill a batch. DROPPED: left over at the end of an epoch,
+    too few for a batch.
     """
 
     SERVED = 1
@@ -87,14 +89,16 @@ class LedgerRecord:
         """Return the record from the result of `encode`.
 
         Raises:
-            CorruptDataError: the checksum does not match, or the fields are inconsistent.
+            CorruptDataError: the checksum does not match, or the fields are inconsistent. The message is only the
+                reason; `_parse_file` adds the file and the record.
         """
         checksum, kind, epoch, start, stop, period, offset, length, count = _RECORD.unpack(content)
         if zlib.crc32(content[4:]) != checksum:
             raise CorruptDataError("its checksum does not match")
         strided = StridedRange(start, stop, period, offset, length)
-        in_range = min(epoch, start, offset, length) >= 0 and start <= stop < _MAX_POSITION and offset < period
-        if kind not in _KINDS or not in_range or strided.size != count:
+        is_window = 0 <= start <= stop < _MAX_POSITION
+        is_valid = epoch >= 0 and is_window and 0 <= offset < period and length >= 0
+        if kind not in _KINDS or not is_valid or strided.size != count:
             raise CorruptDataError("its fields contradict each other")
         return cls(RecordKind(kind), epoch, strided, count)
 
@@ -129,7 +133,7 @@ class Header:
     started: float
 
     def encode(self) -> bytes:
-        """Return the header as bytes."""
+        """Return the header as bytes: one line, whose length is a multiple of `RECORD_BYTES`."""
         body = json.dumps(asdict(self), sort_keys=True).encode()
         start = b"%s %d %08x " % (_MAGIC, FORMAT, zlib.crc32(body))
         length = len(start) + len(body) + 1
@@ -160,7 +164,7 @@ class LedgerFile:
 def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
     """Create a file with its header, atomically, in `folder`, which is created if it does not exist.
 
-    Header and name are synced, so a power cut can only lose records.
+    The header and the name of the file are synced, so a power cut can lose only records.
 
     Returns:
         Path of the file, and the offset of its first record in bytes.
@@ -178,7 +182,8 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # List after the change above: the client of a network file system then does not return a cached list.
+        # List the folder after the temporary file was created in it: the client of a network file system then does
+        # not return a cached list.
         number = max((number for number, _ in list_files(folder)), default=0) + 1
         name = f"{number:08}-rank{header.data_rank}-of-{header.data_world_size}-{unique}{SUFFIX}"
         path = temporary.rename(folder / name)
@@ -238,6 +243,7 @@ def read_header(path: Path) -> Header:
 
 
 def _number_of(path: Path) -> int:
+    """Return the number in the name of a ledger file; raise NotFoundError if `path` is not a ledger file."""
     match = _NAME.fullmatch(path.name)
     if match is None or not path.is_file():
         raise NotFoundError(
@@ -256,8 +262,9 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 
 
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
-    """Return the header and its length in bytes."""
-    # Limit the search: in a damaged file, the first line feed may be anywhere or missing.
+    """Return the header and its length in bytes; raise CorruptDataError or ConfigError as `read_header`."""
+    # The header is the first line. In a damaged file, the first line feed may be anywhere or missing, so limit the
+    # search.
     line = content[: content.find(b"\n", 0, _MAX_HEADER_BYTES) + 1]
     magic, _, fields = line.partition(b" ")
     number, _, fields = fields.partition(b" ")
@@ -275,6 +282,7 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
 
 
 def _parse_file(path: Path, number: int, content: bytes) -> LedgerFile:
+    """Return the content of a file; damaged records are described, not raised. A damaged header is raised."""
     header, offset = _parse_header(path, content)
     num_records, num_torn_bytes = divmod(len(content) - offset, RECORD_BYTES)
     torn = bool(num_torn_bytes)

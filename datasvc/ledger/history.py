@@ -1,7 +1,8 @@
 """Derives the history of a run from its ledger files: the positions that the final weights were trained on.
 
-A killed job has served positions after its last saved state. When it resumes from this state, it serves them again.
-Only the second time counts, because the weights of the first are lost. A cursor is (epoch, position). The rules:
+A killed job has served positions after its last saved state. When it resumes from this state, it serves these
+positions again. Only the second time counts, because the weights of the first are lost. A cursor is a pair (epoch,
+position). The rules:
 
 1. Files are ordered by number; those of several folders by start time, as far as the numbers of each folder allow.
    Files without records are ignored.
@@ -12,15 +13,15 @@ Only the second time counts, because the weights of the first are lost. A cursor
    proves nothing about the last restart: `audit` reports a disagreement. (A rank that was killed before its first
    batch has the same effect.) A rank without files is not a disagreement, because `audit` reports its positions as
    missing.
-3. An attempt continues the latest earlier attempt that could save a state at its first cursor: an attempt that began
-   at this cursor, or reached it with whole batches. If there is none, it continues the latest attempt that began at
-   or before this cursor.
+3. An attempt continues the latest earlier attempt that could save a state at its first cursor: one that began at this
+   cursor, or reached it with whole batches. If no earlier attempt could, it continues the latest one that began at or
+   before this cursor.
 4. The history is the last attempt and the chain of attempts that it continues. Each attempt counts from its first
    cursor to its limit, the first cursor of the next attempt in the chain. All other positions do not count, because
    the weights trained on them were lost.
 
-The rules require that all ranks of an attempt exit before the next attempt starts to serve. Every launcher
-ensures it.
+The rules require that all ranks of an attempt exit before the next attempt starts to serve. Every launcher ensures
+this.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ END: Cursor = (1 << 62, 0)
 
 @dataclass(frozen=True)
 class Attempt:
-    """Files of the ranks of one attempt, see rule 2 of this module.
+    """An attempt, see rule 2 of this module: the ledger files of ranks that started together.
 
     Attributes:
         begin: first cursor of the attempt.
         limit: cursor before which the served positions count; equal to `begin` if no positions count.
         world_size: number of data ranks.
-        files: file of each data rank; ranks without records are missing.
+        files: file that counts, by data rank; ranks without records are missing.
         copies: other files of these ranks, which do not count.
     """
 
@@ -61,16 +62,16 @@ class Attempt:
 
     @property
     def num_files(self) -> dict[int, int]:
-        """Number of files of each rank, including copies."""
+        """Number of files of each rank in `files`, including copies."""
         return dict(Counter(file.header.data_rank for file in (*self.files.values(), *self.copies)))
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Data ranks without records."""
+        """Data ranks that are missing in `files`."""
         return sorted(set(range(self.world_size)) - set(self.files))
 
     def range_in(self, epoch: int, num_samples: int) -> tuple[int, int]:
-        """Return the positions [start, stop) of an epoch that count in this attempt."""
+        """Return the positions [start, stop) of an epoch that count in this attempt; start == stop if none count."""
         (first, start), (last, stop) = self.begin, self.limit
         if not first <= epoch <= last:
             return 0, 0
@@ -82,15 +83,17 @@ class Attempt:
         """Return whether this attempt can have saved a state at a cursor."""
         if cursor == self.begin:
             return True
-        # The batch size is equal on all ranks; where it is not, the audit reports a disagreement.
+        # Any rank's header will do: if ranks differ in batch size, the audit reports a disagreement.
         header = next(iter(self.files.values())).header
-        (epoch, position), num_samples = cursor, header.num_samples
+        epoch, position = cursor
         start = self.begin[1] if epoch == self.begin[0] else 0
-        is_whole = position == num_samples or (position - start) % (header.batch_size * self.world_size) == 0
-        return is_whole and self.begin < cursor <= max(self._reached(num_samples))
+        global_batch_size = header.batch_size * self.world_size
+        # A state is saved only between global batches, or at the end of an epoch, after a batch of any size.
+        is_whole = position == header.num_samples or (position - start) % global_batch_size == 0
+        return is_whole and self.begin < cursor <= max(self._reached(header.num_samples))
 
     def _reached(self, num_samples: int) -> Iterator[Cursor]:
-        """Yield the cursor after each record."""
+        """Yield the first cursor of the attempt, and the cursor after each record."""
         yield self.begin
         for record in (record for file in self.files.values() for record in file.records):
             if record.kind in {RecordKind.SERVED, RecordKind.DROPPED}:
@@ -100,20 +103,25 @@ class Attempt:
     def counted(self, record: LedgerRecord, num_samples: int) -> StridedRange:
         """Return the positions of a record that count in the history."""
         if record.kind is RecordKind.PADDED:
-            # Padding samples may come from any position, but only the last step of an epoch is padded.
-            return record.strided if self.limit >= (record.epoch, num_samples) else record.strided.clip(0, 0)
+            # Padding samples may have any positions, so their positions cannot be compared with the limit. Only the
+            # last step of an epoch is padded: padding counts if the attempt counts up to the end of the epoch.
+            is_end_counted = self.limit >= (record.epoch, num_samples)
+            return record.strided if is_end_counted else record.strided.clip(0, 0)
         return record.strided.clip(*self.range_in(record.epoch, num_samples))
 
 
 def order_files(folders: Sequence[Sequence[LedgerFile]]) -> Iterator[LedgerFile]:
     """Yield the files of several folders, each sorted by number, in the order of rule 1."""
 
-    def timed(folder: int, files: Sequence[LedgerFile]) -> Iterator[tuple[float, int, int, LedgerFile]]:
-        # The maximum so far never descends: files keep the order of their numbers, even if a clock was set back.
+    def with_sort_keys(folder: int, files: Sequence[LedgerFile]) -> Iterator[tuple[float, int, int, LedgerFile]]:
+        """Yield (time, folder, index in the folder, file); the first three are the sort key."""
+        # Use the latest start time so far, which never decreases: the files of a folder keep the order of their
+        # numbers, even if a clock was set back.
         latest = accumulate((file.header.started for file in files), max)
         yield from zip(latest, repeat(folder), count(), files)
 
-    merged = heapq.merge(*(timed(folder, files) for folder, files in enumerate(folders)), key=lambda item: item[:3])
+    keyed = (with_sort_keys(folder, files) for folder, files in enumerate(folders))
+    merged = heapq.merge(*keyed, key=lambda item: item[:3])
     return (file for *_, file in merged)
 
 
@@ -127,6 +135,7 @@ def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
             files_by_rank.setdefault(file.header.data_rank, []).append(file)
         last = {rank: rank_files[-1] for rank, rank_files in files_by_rank.items()}
         copies = [file for rank_files in files_by_rank.values() for file in rank_files[:-1]]
+        # With `begin` as limit, no positions count. `_set_limits` sets the limits of the attempts that count.
         attempts.append(Attempt(begin, begin, world_size, last, copies))
     return _set_limits(attempts)
 
@@ -144,7 +153,7 @@ def _set_limits(attempts: list[Attempt]) -> list[Attempt]:
 
 
 def _continued_by(earlier: Sequence[Attempt], begin: Cursor) -> int:
-    """Return the index of the attempt that an attempt with the first cursor `begin` continues; -1 for none."""
+    """Return the index of the attempt that an attempt with the first cursor `begin` continues, by rule 3; or -1."""
     with_state = [index for index, attempt in enumerate(earlier) if attempt.could_save_at(begin)]
     begun_before = [index for index, attempt in enumerate(earlier) if attempt.begin <= begin]
     return max(with_state or begun_before, default=-1)

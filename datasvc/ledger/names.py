@@ -29,15 +29,17 @@ class SampleNames:
 
     def __init__(self, repository: Repository, header: Header) -> None:
         try:
+            # The header has no epoch and no position. Here only the order is needed, so any values will do.
             state = OrderState.from_dict({**header.order, "epoch": 0, "position": 0})
         except ConfigError as error:
+            # The state of a mixture has other fields.
             raise ConfigError(
                 f"{header.source} is not a single split, so positions have no keys; leave out --repo"
             ) from error
         self._config = state.config
         ref, _, split = header.source.rpartition("/")
         self._split = open_dataset(repository, ref)[split]
-        # The same name may mean other samples in another repository.
+        # A data set of the same name in another repository may have other samples, so compare the shard tables.
         if self._split.digest != state.version:
             raise ConfigError(
                 f"{header.source} in {repository.url} has shard table {self._split.digest[:12]}..., the run read "

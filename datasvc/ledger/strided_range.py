@@ -1,8 +1,8 @@
 """Strided ranges: sets of positions that consist of equally long runs at equal distances, stored as five integers.
 
 A ledger record holds one strided range. A rank serves the same part of each global batch, or the same lanes of the
-access order (see `order`). In both cases, the positions of all its steps form one strided range, whatever the length
-of the epoch.
+access order (see `order`). In both cases, the positions that the rank serves in all steps form one strided range,
+whatever the length of the epoch.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ class StridedRange:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         if self.is_contiguous:
             return np.array([self.start]), np.array([self.stop])
-        # The runs of whole periods are computed first, and then clipped to the window.
-        first, last = ((position - self.offset) // self.period for position in (self.start, self.stop - 1))
+        # First compute the whole runs of the periods `first` to `last`, which contain the first and the last position
+        # of the window. Then clip the runs to the window.
+        first = (self.start - self.offset) // self.period
+        last = (self.stop - 1 - self.offset) // self.period
         starts = np.arange(first, last + 1) * self.period + self.offset
         stops = np.minimum(starts + self.length, self.stop)
         starts = np.maximum(starts, self.start)
@@ -84,7 +86,8 @@ class StridedRange:
                 position += self.period - within
 
     def _count_below(self, position: int) -> int:
-        # The count is negative below `offset`, but the difference of two such counts is right.
+        """Return the number of positions of the runs in [offset, position), without regard to the window."""
+        # For a position below `offset` the count is negative, so that the difference of two counts is right.
         num_periods, within = divmod(position - self.offset, self.period)
         return num_periods * min(self.length, self.period) + min(within, self.length)
 
@@ -109,7 +112,7 @@ def split_runs(positions: Integers | Sequence[int]) -> list[StridedRange]:
 
 
 def describe_positions(start: int, stop: int, positions: Integers) -> list[StridedRange]:
-    """Return ranges with exactly the given positions; the last window ends at `stop`.
+    """Return ranges with exactly the given positions; the window of the last range ends at `stop`.
 
     Args:
         start: first position of a global batch.
@@ -120,7 +123,7 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
         One range over the whole window if the positions are strided, as the results of `order.slice_step` are.
         Otherwise one range per run, and then a range without positions, with a window that ends at `stop`.
     """
-    # Candidates are derived from a few positions only, so compare each with all positions.
+    # Candidates are derived from the first runs only, so compare each with all positions.
     for candidate in _candidates(start, stop, positions):
         if _holds_exactly(candidate, positions):
             return [candidate]
@@ -128,7 +131,7 @@ def describe_positions(start: int, stop: int, positions: Integers) -> list[Strid
 
 
 def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedRange]:
-    """Yield ranges that fit the first runs of the positions."""
+    """Yield strided ranges that the positions may form, judged by their first runs."""
     num_positions = len(positions)
     if not num_positions:
         yield StridedRange(start, stop, 1, 0, 0)
@@ -136,24 +139,28 @@ def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedR
     if num_positions == stop - start:
         yield contiguous(start, stop)
     first = int(positions[0])
-    if int(positions[-1]) - first == num_positions - 1:
+    if int(positions[-1]) - first == num_positions - 1:  # one run
         yield _strided(start, stop, stop - start, first, num_positions)
         return
+    # Indices in `positions` where the first runs start, at most four, and then the end of `positions`.
     cuts = [0, *(np.flatnonzero(np.diff(positions) != 1)[:3] + 1).tolist(), num_positions]
     starts = [int(positions[cut]) for cut in cuts[:-1]]
-    # The window may clip the first and the last run. If there are runs between them, these give the period. If not,
-    # both clipped runs may be parts of one run.
+    # The window may clip the first and the last run. A run between these two is whole, and gives period and length.
     if len(starts) > 2:
         yield _strided(start, stop, starts[2] - starts[1], starts[1], cuts[2] - cuts[1])
+    # One run that crosses the end of the window: the window is the period, so the run continues at its start.
     yield _strided(start, stop, stop - start, starts[1], num_positions)
+    # Two runs, of which the first is whole.
     yield _strided(start, stop, starts[1] - starts[0], starts[0], cuts[1])
 
 
 def _strided(start: int, stop: int, period: int, offset: int, length: int) -> StridedRange:
+    """Return a strided range whose `offset` may be the start of any run."""
     return StridedRange(start, stop, max(period, 1), offset % max(period, 1), length)
 
 
 def _holds_exactly(strided: StridedRange, positions: npt.NDArray[Any]) -> bool:
+    # If the numbers are equal, it is enough that the positions are different and all in the range.
     if strided.size != len(positions):
         return False
     if not len(positions):

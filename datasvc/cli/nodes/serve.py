@@ -100,7 +100,8 @@ def serve(
             sys.stdout.flush()
 
     if not run_server(settings, ready):
-        # Exit at once: threads that wait for other nodes would delay a normal exit, and a cache survives any exit.
+        # Some threads still wait for other nodes, and a normal exit would wait for these threads. Exit at once: the
+        # files of the cache remain valid, however its process ends.
         sys.stdout.flush()
         os._exit(0)
 
@@ -124,7 +125,7 @@ def top(
     """
     from datasvc.cli.nodes.top_view import status_text, watch
 
-    if not interval > 0:
+    if not interval > 0:  # true for NaN too
         raise ConfigError(f"--interval {interval} is out of range; expected more than 0 seconds")
     read_status = _status_reader(node, cache, token_file, ca)
     if as_json:

@@ -21,6 +21,7 @@ from datasvc.sizes import format_size
 
 Status = Mapping[str, Any]
 
+# Label of a row of the traffic table, and name of the counter of bytes that the row shows.
 _RATE_COUNTERS = (
     ("from origin", "origin_bytes"),
     ("from peers", "peer_bytes"),
@@ -34,7 +35,8 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
 
     If the node does not respond, the error is drawn instead, and the next interval tries again.
     """
-    # Disable the automatic refresh of rich, because there is nothing new to draw between two readings.
+    # Disable the automatic refresh of rich, because there is nothing new to draw between two readings. Ctrl-C is the
+    # usual way to end the command, so it is not an error.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         previous: tuple[float, Status] | None = None
         while not stop.is_set():
@@ -59,12 +61,15 @@ def status_text(status: Status) -> str:
 
 
 def byte_rates(before: Status, after: Status, elapsed_s: float) -> dict[str, float]:
-    """Return bytes per second for each byte counter, between two readings of the status."""
+    """Return bytes per second for each byte counter, from two readings of the status `elapsed_s` apart."""
     old, new = before["cache"]["counters"], after["cache"]["counters"]
     if elapsed_s <= 0:
         return {}
-    # A counter restarts at 0 when its process restarts, so the difference may be negative.
-    return {name: max(0, new.get(name, 0) - old.get(name, 0)) / elapsed_s for _, name in _RATE_COUNTERS}
+    rates: dict[str, float] = {}
+    for _, name in _RATE_COUNTERS:
+        # A counter restarts at 0 when its process restarts, so the difference may be negative.
+        rates[name] = max(0, new.get(name, 0) - old.get(name, 0)) / elapsed_s
+    return rates
 
 
 def draw(status: Status, rates: Mapping[str, float]) -> RenderableType:
@@ -94,18 +99,16 @@ def _space(cache: Status) -> RenderableType:
         ProgressBar(total=max(1, cache["limit_bytes"]), completed=used, width=40),
         f"{format_size(used)} of {format_size(cache['limit_bytes'])}",
     )
-    details = ", ".join(
-        f"{format_size(cache[name])} {text}"
-        for name, text in (
-            ("resident_bytes", f"resident in {cache['num_resident']} objects"),
-            ("reserved_bytes", "being fetched"),
-            ("held_bytes", "in use by jobs"),
-            ("pinned_bytes", "pinned"),
-            ("quarantined_bytes", "quarantined"),
-        )
-        if cache[name] or name == "resident_bytes"
-    )
-    return Group(table, Text(details))
+    details = [f"{format_size(cache['resident_bytes'])} resident in {cache['num_resident']} objects"]
+    for name, text in (
+        ("reserved_bytes", "being fetched"),
+        ("held_bytes", "in use by jobs"),
+        ("pinned_bytes", "pinned"),
+        ("quarantined_bytes", "quarantined"),
+    ):
+        if cache[name]:
+            details.append(f"{format_size(cache[name])} {text}")
+    return Group(table, Text(", ".join(details)))
 
 
 def _traffic(counters: Status, rates: Mapping[str, float]) -> RenderableType:
@@ -124,6 +127,7 @@ def _tables(status: Status) -> Iterator[RenderableType]:
     if status.get("jobs"):
         table = _table("staging", "split", "state", "done", "total", "hits", "from origin", "from peers")
         for job in status["jobs"]:
+            # In the order of the last three columns.
             source_bytes = (job["bytes"][source] for source in ("resident", "origin", "peer"))
             sizes = map(format_size, (job["done_bytes"], job["total_bytes"], *source_bytes))
             table.add_row(*map(_plain, (job["ref"], job["split"] or "all", job["state"], *sizes)))
@@ -131,13 +135,14 @@ def _tables(status: Status) -> Iterator[RenderableType]:
     if status.get("peers"):
         table = _table("peer", "ok", "missing", "failed", "corrupt", "bytes")
         for url, peer in sorted(status["peers"].items()):
+            # `num_lying` counts the objects with a wrong digest, which are the column "corrupt".
             counts = (peer[f"num_{name}"] for name in ("ok", "missing", "failed", "lying"))
             table.add_row(_plain(url), *map(str, counts), format_size(peer["bytes_received"]))
         yield table
     if cache["jobs"]:
         table = _table("process", "bytes read", "description")
         for job in cache["jobs"]:
-            process = str(job["lease_id"]).partition("-")[0]
+            process = str(job["lease_id"]).partition("-")[0]  # the id of a lease begins with the id of its process
             table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
         yield table
     # For a single tenant, the first lines already show these numbers.

@@ -28,7 +28,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """Print one JSON document as a single line and flush it; for commands that print events while they run."""
+    """Print one JSON document as a single line and flush it. Commands that print events while they run use this."""
     sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
@@ -47,7 +47,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print `name: value` lines; a nested mapping becomes indented lines."""
+    """Print `name: value` lines; a value that is a mapping becomes a `name:` line and indented lines."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
             sys.stdout.write(f"{name}:\n")

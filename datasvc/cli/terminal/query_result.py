@@ -26,8 +26,10 @@ def check_one_format(*, as_csv: bool, as_json: bool) -> None:
 
 
 def print_query_result(result: pa.Table, *, as_csv: bool, as_json: bool) -> None:
-    """Print the result of a query."""
-    rows = list(zip(*(column.to_pylist() for column in result.columns), strict=True))
+    """Print the rows of the result in the requested format; as a table if no format is requested."""
+    # Do not use `result.to_pylist()`: it returns a dict per row, which cannot hold two columns of the same name.
+    columns = [column.to_pylist() for column in result.columns]
+    rows = list(zip(*columns, strict=True))
     if as_json:
         names = _unique_names(result.column_names)
         print_json([dict(zip(names, map(json_value, row), strict=True)) for row in rows])
@@ -40,7 +42,7 @@ def print_query_result(result: pa.Table, *, as_csv: bool, as_json: bool) -> None
 
 
 def _unique_names(names: list[str]) -> list[str]:
-    """Return the column names, each once: a repeated name gets a number, as in `a`, `a_1`."""
+    """Return different names for all columns, as keys of JSON objects: `a`, `a` become `a`, `a_1`."""
     unique: list[str] = []
     for name in names:
         candidate, number = name, 0
@@ -53,5 +55,6 @@ def _unique_names(names: list[str]) -> list[str]:
 
 
 def _csv_value(value: Any) -> Any:
+    """Return a value of one CSV field; nested values and bytes become text."""
     plain = json_value(value)
     return text_value(value) if isinstance(plain, (dict, list)) else plain

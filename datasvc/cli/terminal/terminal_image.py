@@ -1,4 +1,7 @@
-"""Draw images in a terminal: one character shows two pixels, as its foreground and its background colour."""
+"""Draw images in a terminal, for `datasvc head`.
+
+One character shows two pixels: the upper one in its foreground colour, the lower one in its background colour.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def can_draw(console: Console) -> bool:
 def draw_image(image: Image.Image) -> Text:
     """Return an image as lines of half-block characters: one column per pixel, one line per two rows of pixels."""
     pixels = np.asarray(image.convert("RGB"))
-    if len(pixels) % 2:  # the last line lacks its lower row of pixels
+    if len(pixels) % 2:  # the last line lacks its lower row of pixels: add a black row
         pixels = np.concatenate([pixels, np.zeros_like(pixels[:1])])
     lines = (
         Text.assemble(*[(_UPPER_HALF, _style(upper[x], lower[x])) for x in range(len(upper))])

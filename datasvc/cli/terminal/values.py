@@ -20,7 +20,8 @@ def json_value(value: Any) -> Any:
         return int(value)  # DuckDB returns sums of integers as decimals
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no NaN and no infinity
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+    is_json = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_json else str(value)
 
 
 def text_value(value: Any) -> str:
