@@ -48,7 +48,8 @@ class MixOrder:
 
     Args:
         sizes: number of samples of each data set, at least 1 if its weight is not 0.
-        weights: weight of each data set, an integer >= 0. A weight that is not 0 is at least `sum(weights) / block`.
+        weights: weight of each data set, an integer >= 0. A weight that is not 0 is at least `sum(weights) / block`,
+            which is a share of one sample per block.
         epoch_samples: samples of one epoch of the mixture.
         block: number of positions that are mixed together.
         seed: seed of the permutations.
@@ -58,6 +59,7 @@ class MixOrder:
         self, sizes: Sequence[int], weights: Sequence[int], *, epoch_samples: int, block: int, seed: int
     ) -> None:
         self.num_samples = epoch_samples
+        # A data set of weight 0 may have no samples. Count one, so that a division by the size is possible.
         self._sizes = np.maximum(np.asarray(sizes, np.int64), 1)
         self._edges = [0, *accumulate(weights)]  # the weight of data set n is edges[n + 1] - edges[n]
         self._block = block
@@ -70,7 +72,8 @@ class MixOrder:
         sources, ordinals = np.empty_like(within), np.empty_like(within)
         # Neighbouring positions are mostly in one block: look up the block once for all of them.
         cuts = (np.flatnonzero(np.diff(blocks)) + 1).tolist()
-        for start, stop in pairwise([0, *cuts, len(blocks)] if len(blocks) else []):
+        edges = [0, *cuts, len(blocks)] if len(blocks) else []
+        for start, stop in pairwise(edges):
             block = self._read_block(int(blocks[start]))
             sources[start:stop] = block.sources[within[start:stop]]
             ordinals[start:stop] = block.ordinals[within[start:stop]]
@@ -95,10 +98,13 @@ class MixOrder:
         start = 0
         while start < len(ascending):
             block = self._block_of(source, int(ascending[start]))
-            before, stop = self.served_before(block)[source], self.served_before(block + 1)[source]
-            end = int(np.searchsorted(ascending, stop))
+            # The block has the samples `first_ordinal` to `stop_ordinal` of the data set: as many as `in_block`, the
+            # positions of the data set in the block.
+            first_ordinal = self.served_before(block)[source]
+            stop_ordinal = self.served_before(block + 1)[source]
             in_block = np.flatnonzero(self._read_block(block).sources == source)
-            positions[start:end] = block * self._block + in_block[ascending[start:end] - before]
+            end = int(np.searchsorted(ascending, stop_ordinal))
+            positions[start:end] = block * self._block + in_block[ascending[start:end] - first_ordinal]
             start = end
         result = np.empty_like(positions)
         result[order] = positions
@@ -106,8 +112,9 @@ class MixOrder:
 
     def own_epochs(self, source: int, epoch: int) -> range:
         """Return the epochs of a data set's own order from which an epoch of the mixture may serve samples."""
-        (first, _), (last, position) = (self.cursors(number, 0)[source] for number in (epoch, epoch + 1))
-        return range(first, last + (position > 0))
+        first, _ = self.cursors(epoch, 0)[source]
+        last, position = self.cursors(epoch + 1, 0)[source]
+        return range(first, last + (position > 0))  # at position 0, no sample of the epoch `last` was served
 
     def cursors(self, epoch: int, position: int) -> list[tuple[int, int]]:
         """Return the epoch and position in each data set's own order at a position of the mixture.
@@ -133,12 +140,15 @@ class MixOrder:
         total = self._edges[-1]
         weights = [stop - start for start, stop in pairwise(self._edges)]
         num_blocks = run // self._block + 2  # a run may start and end inside a block
+        # The numbers served before and after a block each differ by less than one from the weighted share. So a block
+        # has less than two samples more than its share.
         return [min(run, num_blocks * (weight * self._block // total + 2)) if weight else 0 for weight in weights]
 
     def _block_of(self, source: int, ordinal: int) -> int:
         """Return the block that contains a sample of a data set's stream."""
         weight = self._edges[source + 1] - self._edges[source]
-        # Start at a lower bound, from the average number of samples per block. The loop takes a few steps at most.
+        # Start at a lower bound, computed with the average number of samples per block. The loop takes a few steps at
+        # most.
         number = max(0, (ordinal - 1) * self._edges[-1] // (weight * self._block) - 1)
         while self.served_before(number + 1)[source] <= ordinal:
             number += 1
@@ -152,15 +162,19 @@ class MixOrder:
         return self._cached[number]
 
     def _make_block(self, number: int) -> _MixBlock:
-        before = np.array(self.served_before(number))
-        counts = np.array(self.served_before(number + 1)) - before
+        first_ordinals = np.array(self.served_before(number))
+        counts = np.array(self.served_before(number + 1)) - first_ordinals
         stops = np.cumsum(counts)
+        starts = stops - counts
         positions = np.arange(self._block)
+        # Data set n gets the positions that are permuted into range(starts[n], stops[n]). The number of the block is
+        # the tweak, so that each block has its own permutation.
         permuted = self._permutation.permute(positions, np.full(self._block, number))
         sources = np.searchsorted(stops, permuted, side="right")
+        # Number the samples of each data set by position, so that its own order holds inside blocks too: sorted by
+        # data set, those of data set n are at starts[n] to stops[n].
         ordinals = np.empty_like(sources)
-        # Number the samples of each data set by position, so that its own order holds inside blocks too.
-        ordinals[np.argsort(sources, kind="stable")] = positions + np.repeat(before - stops + counts, counts)
+        ordinals[np.argsort(sources, kind="stable")] = positions + np.repeat(first_ordinals - starts, counts)
         return _MixBlock(sources, ordinals)
 
 
@@ -170,6 +184,7 @@ def own_order(config: OrderConfig, digest: str) -> OrderConfig:
     `digest` is that of the split's shard table.
     """
     # With the same seed, splits of equal sizes would have the same permutation. Related samples, such as two versions
-    # of one image, would be served together. The seed depends on the samples, not on the split's index.
+    # of one image, would be served together. The seed depends on the split's samples, not on its index in the
+    # mixture: 64 bits of the digest take the place of the epoch.
     seed = int(derive_keys(config.seed, int(digest[:16], 16), _OWN_ORDER, 1)[0])
     return dataclasses.replace(config, seed=seed)

@@ -46,22 +46,25 @@ def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
     location = str(folder / METADATA_FILE)
     reader = TorchReader(memory_bytes)
     metadata = reader.read_dcp_metadata(folder / METADATA_FILE)
+    # The types of the elements of `metadata` were not checked. An invalid element raises one of the errors that are
+    # converted below, here or in a function that is called here.
     try:
-        extents = _extents(folder, metadata["extents"])
-        items = {
-            check_tensor_name(name, location): _value(reader, extents[name, None])
-            if blocks is None
-            else _tensor(reader, name, blocks, extents)
-            for name, blocks in metadata["items"]
-        }
+        extents = _read_extents(folder, metadata["extents"])
+        items: dict[str, Any] = {}
+        for name, description in metadata["items"]:
+            item_name = check_tensor_name(name, location)
+            if description is None:
+                items[item_name] = _read_value(reader, extents[name, None])
+            else:
+                items[item_name] = _make_tensor(reader, name, description, extents)
         tree = build_tree(items, {name: tuple(path) for name, path in metadata["paths"]}, location)
         skeleton, tensors = _flatten(tree)
     except ConfigError:
-        raise
+        raise  # a ConfigError is a ValueError too, but does not mean that the metadata is invalid
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptDataError(f"{location} is not valid DCP metadata: {type(error).__name__}: {error}") from error
     check_shared_bytes(tensors, sum(extent.length for extent in extents.values()), location)
-    # A flat dict of tensors is a plain state dict. It needs no skeleton, because the names describe the tree.
+    # A flat dict of tensors is a plain state dict. It needs no skeleton, because the names describe the whole tree.
     is_bare = tree == items and all(isinstance(item, ForeignTensor) for item in items.values())
     return ForeignState("dcp", tensors, None if is_bare else skeleton)
 
@@ -90,7 +93,10 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def _failure(error: BaseException) -> BaseException:
-    """Return the cause of a failed save. torch wraps it in an exception that does not derive from `Exception`."""
+    """Return the exception to raise for a failed save.
+
+    torch wraps the cause in a `CheckpointException`, which does not derive from `Exception`.
+    """
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
     for cause in causes:
         reason: BaseException | None = cause
@@ -105,9 +111,9 @@ def _failure(error: BaseException) -> BaseException:
     return ConfigError(f"this state cannot be written as DCP: {details}")
 
 
-def _value(reader: TorchReader, extent: Extent) -> Any:
+def _read_value(reader: TorchReader, extent: Extent) -> Any:
     """Return a value that is not a tensor, with a `ForeignTensor` for each tensor in it."""
-    state = reader.read_state(_existing(extent))
+    state = reader.read_state(_checked_extent(extent))
     # `unflatten` only puts the tensors into the tree, so it accepts foreign ones.
     return unflatten(state.skeleton, {tensor.name: tensor for tensor in state.tensors})  # type: ignore[misc]
 
@@ -118,7 +124,7 @@ def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
     from torch.utils import _pytree as pytree
 
     foreign: dict[int, ForeignTensor] = {}
-    placeholders: list[torch.Tensor] = []  # keeps a reference to each, so that its id stays unique
+    placeholders: list[torch.Tensor] = []  # keeps a reference to each placeholder, so that its id stays unique
 
     def to_placeholder(value: Any) -> Any:
         if not isinstance(value, ForeignTensor):
@@ -131,26 +137,29 @@ def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
     return skeleton, [replace(foreign[id(leaf)], name=name) for name, leaf in leaves.items()]
 
 
-def _extents(folder: Path, described: Iterable[Sequence[Any]]) -> dict[BlockKey, Extent]:
-    """Return the byte range of every block of a tensor, and of every other value."""
+def _read_extents(folder: Path, described: Iterable[Sequence[Any]]) -> dict[BlockKey, Extent]:
+    """Return the byte range of every block of a tensor, and of every other value, from "extents" of the metadata."""
     extents: dict[BlockKey, Extent] = {}
-    for name, block, file, start, length, is_transformed in described:
+    for name, block_start, file, offset, length, is_transformed in described:
         if is_transformed:
             raise ConfigError(f"{folder}: {name!r} was transformed by an extension of DCP; save it without one")
         path = check_file_name(folder, file, listed_in=METADATA_FILE)
-        if not all(type(number) is int and number >= 0 for number in (start, length)):
+        if not all(type(number) is int and number >= 0 for number in (offset, length)):
             raise CorruptDataError(
-                f"{folder / METADATA_FILE}: {name!r} has the offset {start!r} and length {length!r}; expected "
+                f"{folder / METADATA_FILE}: {name!r} has the offset {offset!r} and length {length!r}; expected "
                 "integers of 0 or more"
             )
-        subject = f"value {name!r}" if block is None else f"a block of tensor {name!r}"
-        extents[name, None if block is None else _sizes(block)] = Extent(path, start, length, f"{subject} in {path}")
+        if block_start is None:
+            extents[name, None] = Extent(path, offset, length, f"value {name!r} in {path}")
+        else:
+            block = Extent(path, offset, length, f"a block of tensor {name!r} in {path}")
+            extents[name, _checked_shape(block_start)] = block
     _check_no_overlap(extents.values())
     return extents
 
 
-def _existing(extent: Extent) -> Extent:
-    """Return an extent if its file has these bytes, otherwise raise CorruptDataError or OSError."""
+def _checked_extent(extent: Extent) -> Extent:
+    """Return `extent` if its file has these bytes, otherwise raise CorruptDataError or OSError."""
     if extent.offset + extent.length > extent.path.stat().st_size:
         raise CorruptDataError(
             f"{extent.location}: the file is truncated, it should have {extent.offset + extent.length} bytes or more"
@@ -166,31 +175,32 @@ def _check_no_overlap(extents: Iterable[Extent]) -> None:
             raise CorruptDataError(f"{extent.path}: two values overlap at byte {following.offset}")
 
 
-def _tensor(
+def _make_tensor(
     reader: TorchReader, name: str, description: Sequence[Any], extents: Mapping[BlockKey, Extent]
 ) -> ForeignTensor:
     """Return a tensor whose blocks are read from their byte ranges; `description` has dtype, shape and blocks."""
-    dtype, shape = description[0], _sizes(description[1])
-    boxes = [(_sizes(start), _sizes(size)) for start, size in description[2]]
+    dtype, shape = description[0], _checked_shape(description[1])
+    blocks = [(_checked_shape(start), _checked_shape(size)) for start, size in description[2]]
     # An empty block covers no element, and torch may have stored nothing for it.
-    boxes = [box for box in boxes if 0 not in box[1]]
-    if not is_tiling(shape, boxes):
+    blocks = [(start, size) for start, size in blocks if 0 not in size]
+    if not is_tiling(shape, blocks):
         raise ValueError(f"the blocks of tensor {name!r} do not cover each element exactly once")
-    placed = [(start, TensorSpec(dtype, size), extents[name, start]) for start, size in boxes]
+    stored_blocks = [(start, TensorSpec(dtype, size), extents[name, start]) for start, size in blocks]
 
     def read() -> Iterator[tuple[Shape, torch.Tensor]]:
-        for start, spec, extent in placed:
-            tensors = reader.read_state(_existing(extent)).tensors
-            stored = [TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors]
-            if stored != [spec] or spec.nbytes > extent.length:
+        for start, spec, extent in stored_blocks:
+            tensors = reader.read_state(_checked_extent(extent)).tensors
+            # The bytes of a block must be one tensor with all its elements, as described in the metadata.
+            found_specs = [TensorSpec(tensor.dtype, tensor.shape) for tensor in tensors]
+            if found_specs != [spec] or spec.nbytes > extent.length:
                 raise CorruptDataError(f"{extent.location} is not {spec}, as the metadata describes it")
-            for inner, values in tensors[0].blocks():
-                yield tuple(map(operator.add, start, inner)), values
+            for inner_start, values in tensors[0].blocks():
+                yield tuple(map(operator.add, start, inner_start)), values
 
     return ForeignTensor(name, dtype, shape, read)
 
 
-def _sizes(values: object) -> Shape:
+def _checked_shape(values: object) -> Shape:
     """Return a shape or first index as a tuple, or raise ValueError if it is not valid."""
     if not isinstance(values, list) or len(values) > _MAX_DIMENSIONS:
         raise ValueError(f"a shape is not a list of at most {_MAX_DIMENSIONS} sizes")
@@ -204,7 +214,12 @@ class _Node(dict[Any, Any]):
 
 
 def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str) -> Any:
-    """Build the state tree from values and paths, both by name; a name without a path becomes a key of the root."""
+    """Build the state tree from values and paths, both by name; a name without a path becomes a key of the root.
+
+    Raises:
+        CorruptDataError: a path is empty or too long, or two values have the same path.
+        AttributeError, TypeError: a path leads through a value, or a key cannot be the key of a dict.
+    """
     root = _Node()
     for name, value in items.items():
         path = paths.get(name, (name,))

@@ -26,9 +26,12 @@ _DCP_CLASSES: Final = frozenset({
 
 
 class _DcpUnpickler(pickle.Unpickler):
+    """Refuses references to classes and functions other than those of DCP metadata, before they are called."""
+
     location = ""  # name of the pickle in error messages
 
     def find_class(self, module: str, name: str) -> Any:
+        # A dtype is pickled as a reference to an attribute of torch, such as torch.float32.
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if not is_dtype and (module, name) not in _DCP_CLASSES:
             raise ConfigError(
@@ -78,5 +81,6 @@ def describe_metadata(extent: Extent) -> dict[str, Any]:
 
 
 def _describe_blocks(tensor: TensorStorageMetadata) -> list[Any]:
+    """Return dtype, shape and blocks of a tensor, as in "items" above."""
     blocks = [[list(block.offsets), list(block.sizes)] for block in tensor.chunks]
     return [str(tensor.properties.dtype).removeprefix("torch."), list(tensor.size), blocks]

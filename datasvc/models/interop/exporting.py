@@ -69,7 +69,7 @@ class _ExportPart:
         return {name: TensorSpec(self._dtype_of(record), record.shape) for name, record in self.records.items()}
 
     def load(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return tensors in the dtype of the export; every byte is verified."""
+        """Return the tensors with these new names, in the dtype of the export; every byte is verified."""
         import torch
 
         loaded = load_tensors(self.source, [self.records[name] for name in names], progress=self.progress)
@@ -138,10 +138,12 @@ def export_model(
     records = stored.records
     if format == "huggingface":
         only, rename = select_weights(records, only, exclude, rename)
-    mapped = map_names(select_names([record.name for record in records], only, exclude), rename)
-    chosen = {
-        mapped[record.name]: replace(record, name=mapped[record.name]) for record in records if record.name in mapped
-    }
+    new_names = map_names(select_names([record.name for record in records], only, exclude), rename)
+    chosen: dict[str, TensorRecord] = {}
+    for record in records:
+        if record.name in new_names:
+            new_name = new_names[record.name]
+            chosen[new_name] = replace(record, name=new_name)
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
     skeleton = None
     # The stored state tree needs all tensors under their stored names. Selected or renamed ones become a flat dict.
@@ -199,8 +201,10 @@ def select_weights(
 
 
 def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file of a folder in Hugging Face's layout."""
-    groups = list(group_by_size(specs, lambda name: specs[name].nbytes, max_shard_bytes)) or [[]]
+    """Return the names of the tensors in each file of a folder in Hugging Face's layout, by file name."""
+    groups = list(group_by_size(specs, lambda name: specs[name].nbytes, max_shard_bytes))
+    if not groups:
+        groups = [[]]  # a model without tensors is one file too
     if len(groups) == 1:
         return {f"model{safetensors.SUFFIX}": groups[0]}
     return {
@@ -216,13 +220,18 @@ def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any]
         safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
-    config = _config(part, entry)  # transformers builds the model from it
+    config = _config_content(part, entry)  # transformers builds the model from it
     if config is not None:
         durable.write_file(folder / safetensors.CONFIG_FILE, config)
 
 
-def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
-    """Return the `config.json` of an earlier import, with the dtype of this export; None if there was none."""
+def _config_content(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
+    """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
+
+    The configuration is the file of an earlier import. Without this file, it is the value of "huggingface" in the
+    configuration of the entry.
+    """
+    raw: bytes | None = None
     imported = entry.get("imported")
     files = imported.get("files") if isinstance(imported, Mapping) else None
     digest = files.get(safetensors.CONFIG_FILE) if isinstance(files, Mapping) else None
@@ -237,7 +246,7 @@ def _config(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
     else:
         config = entry.get("config", {}).get("huggingface")
     if not isinstance(config, dict):
-        return None if digest is None else raw
+        return raw
     # The key is `torch_dtype` before release 5 of transformers, and `dtype` since.
     dtypes = {name: part.dtype for name in ("torch_dtype", "dtype") if name in config and part.dtype is not None}
     return (json.dumps({**config, **dtypes}, indent=2, sort_keys=True) + "\n").encode()

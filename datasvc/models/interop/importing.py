@@ -30,8 +30,8 @@ from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 from datasvc.sizes import group_by_size
 
-BATCH_BYTES: Final = 64 << 20
-_HEAD_BYTES: Final = 16
+BATCH_BYTES: Final = 64 << 20  # size of the blocks that are stored together
+_HEAD_BYTES: Final = 16  # enough bytes to recognise a format
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def import_model(
     # Resolve the parent before the source is read, so that a wrong reference fails at once.
     if parent is not None:
         parent = str(repository.resolve("models", parent))
-    # Only the codec "delta" stores differences to the parent's tensors, so only then its table is read.
+    # Only the codec "delta" stores differences to the parent's tensors. Other codecs do not need the parent's table.
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path, reader_memory_bytes)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
@@ -113,8 +113,8 @@ def import_model(
         stored = store_blocks(repository, tensors, base=base, codec=codec, progress=progress)
     except OSError as error:
         raise UnavailableError(f"cannot read {path}: {error}") from error
-    kept = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
-    files = {"files": kept} if kept else {}
+    digests = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
+    files = {"files": digests} if digests else {}
     # The code in the working folder is not the code that trained the model, so no revision is recorded.
     unknown_code = CodeRevision(None, dirty=False)
     version = commit(
@@ -123,7 +123,7 @@ def import_model(
         replace(stored, skeleton=skeleton),
         VersionMetadata(step, config=foreign.config, parent=parent, message=message, code=unknown_code),
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
-        extra_objects=kept.values(),
+        extra_objects=digests.values(),
     )
     size = sum(record.nbytes for record in stored.records)
     return ImportReport(version, foreign.format, len(tensors), size, stored.new_bytes, foreign.ignored)
@@ -139,7 +139,9 @@ def read_foreign(source: Path, reader_memory_bytes: int = READER_MEMORY_BYTES) -
         UnavailableError: the source cannot be read.
     """
     try:
-        return (_read_folder if source.is_dir() else _read_file)(source, reader_memory_bytes)
+        if source.is_dir():
+            return _read_folder(source, reader_memory_bytes)
+        return _read_file(source, reader_memory_bytes)
     except FileNotFoundError as error:
         raise NotFoundError(f"{error.filename or source} does not exist") from error
     except OSError as error:
@@ -182,14 +184,16 @@ def arrange(
 ) -> tuple[list[ForeignTensor], Any]:
     """Return the selected tensors with their new names, and the skeleton of their state tree, see `import_model`."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
-    mapped = map_names(select_names(list(by_name), only, exclude), rename)
-    # The tree of the source needs all tensors under their names there. Selected or renamed ones become a flat dict.
+    new_names = map_names(select_names(list(by_name), only, exclude), rename)
+    # The state tree of the source needs all tensors under their names in the source. Selected or renamed tensors
+    # become a flat dict.
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
+    # Only a plain dict of tensors is stored below `prefix`.
     parent_key = prefix if foreign.skeleton is None else ""
-    full_names = {new: f"{parent_key}.{new}" if parent_key else new for new in mapped.values()}
+    full_names = {name: f"{parent_key}.{name}" if parent_key else name for name in new_names.values()}
+    tensors = [replace(by_name[old], name=full_names[new]) for old, new in new_names.items()]
     leaves = flat_skeleton(full_names)
-    tensors = [replace(by_name[old], name=full_names[new]) for old, new in mapped.items()]
     return tensors, dict_skeleton({parent_key: leaves}) if parent_key else leaves
 
 
@@ -211,12 +215,13 @@ def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: st
 
 
 def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
-    """Check that a state can be stored and restored, and has every tensor exactly once."""
+    """Check that a state can be stored and restored, and has every tensor exactly once, see `check_arranged`."""
     from torch.utils import _pytree as pytree
 
     placeholders = {name: object() for name in names}
     try:
-        tree = unflatten(skeleton, cast("Any", placeholders))  # `unflatten` puts them into the tree as they are
+        # `unflatten` puts any value into the tree, so placeholders can stand for the tensors.
+        tree = unflatten(skeleton, cast("Any", placeholders))
     except (ArithmeticError, CorruptDataError, RecursionError) as error:
         raise CorruptDataError(f"{location}: {error}") from error
     counts = Counter(map(id, pytree.tree_leaves(tree)))

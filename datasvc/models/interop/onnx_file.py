@@ -79,16 +79,17 @@ def export_onnx(
     missing = [package for package in _PACKAGES if find_spec(package) is None]
     if missing:
         raise ConfigError(f"an export to ONNX needs {' and '.join(missing)}: {how_to_install('onnx')}")
-    check_target(Path(folder))
+    target = Path(folder)
+    check_target(target)
     version = repository.resolve("models", ref)
     loaded = load_version_into(
         repository, model, str(version), prefix=prefix, rename=rename, trusted_keys=trusted_keys
     )
     model.eval()
-    batch = torch.export.Dim.DYNAMIC if dynamic_batch else None
-    # A scalar input has no batch dimension, so its shape is static.
-    shapes = tuple({0: batch} if batch and example.dim() else None for example in inputs)
-    target = Path(folder)
+    dynamic_shapes = None
+    if dynamic_batch:
+        # A scalar input has no batch dimension, so its shape is static.
+        dynamic_shapes = tuple({0: torch.export.Dim.DYNAMIC} if example.dim() else None for example in inputs)
     with create_folder(target) as temporary:
         try:
             torch.onnx.export(
@@ -96,7 +97,7 @@ def export_onnx(
                 tuple(inputs),
                 temporary / ONNX_FILE,
                 dynamo=True,
-                dynamic_shapes=shapes if batch else None,
+                dynamic_shapes=dynamic_shapes,
                 verbose=False,
             )
         except (torch.onnx.errors.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
@@ -104,7 +105,7 @@ def export_onnx(
             raise ConfigError(
                 f"torch cannot export {type(model).__name__} to ONNX: {lines[0] if lines else error!r}"
             ) from error
-        # torch does not sync the files that it writes, and `create_folder` requires it.
+        # torch does not sync the files that it writes, but `create_folder` requires synced files.
         for file in temporary.iterdir():
             with file.open("rb") as written:
                 os.fsync(written.fileno())
@@ -113,7 +114,9 @@ def export_onnx(
 
 
 def make_model(text: str) -> torch.nn.Module:
-    """Import and call `PACKAGE.MODULE:CALLABLE`, and return the module that it creates. This runs the user's code.
+    """Import and call `PACKAGE.MODULE:CALLABLE`, and return the torch module that it creates.
+
+    This runs the user's code, so only the command line calls it, with a text that the user wrote.
 
     Raises:
         ConfigError: the callable cannot be imported or called, or returns something other than a module.

@@ -36,12 +36,13 @@ SUFFIX: Final = ".safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
 TENSORS_FILE, STATE_FILE, ENTRY_FILE = "tensors.safetensors", "state.json", "entry.json"
+# Limits for untrusted files, which are read into memory as a whole.
 _MAX_JSON_BYTES: Final = 32 << 20
 _MAX_CONFIG_BYTES: Final = 16 << 20
-# Every listing of versions reads the entries, so an entry must stay small.
+# A larger `config.json` is not copied into the entry: every listing of versions reads the entries.
 _MAX_ENTRY_CONFIG_BYTES: Final = 1 << 20
-GROUP_BYTES: Final = 256 << 20
-_METADATA: Final = {"format": "pt"}
+GROUP_BYTES: Final = 256 << 20  # size of the tensors that a write has in memory at a time
+_METADATA: Final = {"format": "pt"}  # "pt" stands for PyTorch
 
 
 def read_safetensors(path: Path) -> ForeignState:
@@ -51,7 +52,7 @@ def read_safetensors(path: Path) -> ForeignState:
         CorruptDataError, ConfigError: see `read_header`.
         OSError: the file cannot be read.
     """
-    return ForeignState("safetensors", _tensors(path))
+    return ForeignState("safetensors", _read_tensors(path))
 
 
 def read_safetensors_folder(folder: Path) -> ForeignState:
@@ -69,13 +70,15 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         raise ConfigError(
             f"{folder} has {len(files)} safetensors files and no {INDEX_FILE}; give the path of the file to import"
         )
-    tensors = _tensors(files[0])
-    state = folder / STATE_FILE
-    # `models export` uses this name, and writes the state tree to a file of its own.
-    if files[0].name == TENSORS_FILE:
-        names = {tensor.name: tensor.name for tensor in tensors}
-        return ForeignState("safetensors", tensors, _read_json(state) if state.exists() else flat_skeleton(names))
-    return _with_config(ForeignState("huggingface", tensors), folder)
+    tensors = _read_tensors(files[0])
+    if files[0].name != TENSORS_FILE:
+        return _with_config(ForeignState("huggingface", tensors), folder)
+    # The name of the file shows that `models export` wrote this folder. It writes the state tree to another file, or
+    # no tree if the state is a dict of tensors by name.
+    state_file = folder / STATE_FILE
+    if state_file.exists():
+        return ForeignState("safetensors", tensors, _read_json(state_file))
+    return ForeignState("safetensors", tensors, flat_skeleton({tensor.name: tensor.name for tensor in tensors}))
 
 
 def write_safetensors(
@@ -145,7 +148,8 @@ def _read_indexed(folder: Path) -> ForeignState:
     tensors: list[ForeignTensor] = []
     ignored: list[str] = []
     for path in sorted(set(files.values())):
-        stored = _tensors(path)
+        stored = _read_tensors(path)
+        # A name in several files belongs to the file that the index lists for it.
         tensors += [tensor for tensor in stored if files.get(tensor.name) == path]
         ignored += [tensor.name for tensor in stored if files.get(tensor.name) != path]
     missing = files.keys() - {tensor.name for tensor in tensors}
@@ -186,13 +190,17 @@ def _with_config(state: ForeignState, folder: Path) -> ForeignState:
     return replace(state, config=config, files={CONFIG_FILE: raw})
 
 
-def _tensors(path: Path) -> list[ForeignTensor]:
+def _read_tensors(path: Path) -> list[ForeignTensor]:
+    """Return the tensors in the header of a file; their values are read later, block by block."""
     return [
-        ForeignTensor(tensor.name, tensor.dtype, tensor.shape, _reader(path, tensor)) for tensor in read_header(path)
+        ForeignTensor(placed.name, placed.dtype, placed.shape, _block_reader(path, placed))
+        for placed in read_header(path)
     ]
 
 
-def _reader(path: Path, placed: PlacedTensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
+def _block_reader(path: Path, placed: PlacedTensor) -> Callable[[], Iterator[tuple[Shape, torch.Tensor]]]:
+    """Return the function `blocks` of a `ForeignTensor`."""
+
     def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
         # Do not use the package safetensors, which maps the file. If another process truncates the file, an ordinary
         # read raises an error, but an access to a mapped page would kill this process with SIGBUS.

@@ -33,6 +33,7 @@ MAX_HEADER_BYTES: Final = 32 << 20
 _METADATA: Final = "__metadata__"
 _LENGTH_BYTES: Final = 8
 _ALIGNMENT: Final = 8
+# Limits for untrusted headers.
 _MAX_DIMENSIONS: Final = 64
 _MAX_SIZE: Final = 1 << 60
 
@@ -63,9 +64,10 @@ def read_header(path: Path) -> list[PlacedTensor]:
             f"{path} has a header of {header_bytes} bytes; at most {MAX_HEADER_BYTES} are supported"
         )
     try:
+        # `safe_open` needs a framework for the tensors, but no tensor is read here.
         with safe_open(path, "numpy") as opened:
             slices = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-            described = [(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices]
+            described = [(name, tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices]
     except SafetensorError as error:
         raise CorruptDataError(f"{path} is damaged, or is not a safetensors file: {error}") from None
     placed: list[PlacedTensor] = []
@@ -83,7 +85,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
 
 
 def parse_object(raw: bytes, location: str) -> dict[str, Any]:
-    """Parse a JSON object.
+    """Parse a JSON object of an untrusted file.
 
     Raises:
         CorruptDataError: `raw` is not a JSON object, or a key occurs twice.
@@ -105,6 +107,7 @@ def parse_object(raw: bytes, location: str) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> None:
+    """Refuse NaN and infinities, which `json.loads` would accept."""
     raise ValueError(f"{text} is not valid JSON")
 
 

@@ -31,7 +31,7 @@ class ForeignTensor:
         name: name in the file.
         dtype: torch's name of the dtype, such as "float32".
         blocks: function that reads the tensor. It yields pairs (first index, values) of blocks that tile the tensor,
-            of a few MiB each if the format allows that. It raises CorruptDataError or OSError.
+            of a few MiB each if the format allows blocks of this size. It raises CorruptDataError or OSError.
     """
 
     name: str
@@ -101,7 +101,8 @@ def flat_skeleton(names: Mapping[str, str]) -> Any:
 
 def dict_skeleton(parts: Mapping[str, Any]) -> Any:
     """Return the skeleton of a dict from the skeletons of its values."""
-    # A key with "$" would be read as the mark of an encoded value, so the dict is written as a list of pairs.
+    # In a skeleton, a key that starts with "$" marks an encoded value. A dict with such a key of its own is therefore
+    # written as a list of pairs.
     if any(key.startswith("$") for key in parts):
         return {"$dict": [[key, part] for key, part in parts.items()]}
     return dict(parts)
@@ -117,7 +118,7 @@ def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torc
     import torch
 
     block = torch.empty(shape, dtype=getattr(torch, dtype))
-    # `readinto` may read fewer bytes than requested, from a pipe in particular, so repeat it.
+    # `readinto` may read fewer bytes than requested, in particular from a pipe. So call it until the block is full.
     view, filled = bytes_of(block), 0
     while filled < view.nbytes:
         length = file.readinto(view[filled:])  # type: ignore[attr-defined] # every binary file has it
