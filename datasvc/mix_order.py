@@ -61,7 +61,8 @@ class MixOrder:
         self.num_samples = epoch_samples
         # A data set of weight 0 may have no samples. Count one, so that a division by the size is possible.
         self._sizes = np.maximum(np.asarray(sizes, np.int64), 1)
-        self._edges = [0, *accumulate(weights)]  # the weight of data set n is edges[n + 1] - edges[n]
+        # The weight of data set n is the difference of elements n + 1 and n.
+        self._cumulative_weights = [0, *accumulate(weights)]
         self._block = block
         self._permutation = KeyedPermutation(block, derive_keys(seed, 0, _MIXING, KeyedPermutation.num_keys))
         self._cached: OrderedDict[int, _MixBlock] = OrderedDict()
@@ -132,13 +133,14 @@ class MixOrder:
         """Return the number of samples of each data set that are served before a block."""
         # Python integers are exact for any length. The cumulative shares are rounded down, so each number differs by
         # less than one from the weighted share of the data set.
-        edges = [block * self._block * edge // self._edges[-1] for edge in self._edges]
-        return [stop - start for start, stop in pairwise(edges)]
+        total = self._cumulative_weights[-1]
+        cumulative_shares = [block * self._block * weight // total for weight in self._cumulative_weights]
+        return [stop - start for start, stop in pairwise(cumulative_shares)]
 
     def most_of(self, run: int) -> list[int]:
         """Return for each data set an upper bound of its number of samples among any `run` consecutive positions."""
-        total = self._edges[-1]
-        weights = [stop - start for start, stop in pairwise(self._edges)]
+        total = self._cumulative_weights[-1]
+        weights = [stop - start for start, stop in pairwise(self._cumulative_weights)]
         num_blocks = run // self._block + 2  # a run may start and end inside a block
         # The numbers served before and after a block each differ by less than one from the weighted share. So a block
         # has less than two samples more than its share.
@@ -146,10 +148,10 @@ class MixOrder:
 
     def _block_of(self, source: int, ordinal: int) -> int:
         """Return the block that contains a sample of a data set's stream."""
-        weight = self._edges[source + 1] - self._edges[source]
-        # Start at a lower bound, computed with the average number of samples per block. The loop takes a few steps at
-        # most.
-        number = max(0, (ordinal - 1) * self._edges[-1] // (weight * self._block) - 1)
+        weight = self._cumulative_weights[source + 1] - self._cumulative_weights[source]
+        # Start at a lower bound: `served_before` exceeds the weighted share of the data set by less than one. The loop
+        # takes a few steps at most.
+        number = max(0, (ordinal - 1) * self._cumulative_weights[-1] // (weight * self._block) - 1)
         while self.served_before(number + 1)[source] <= ordinal:
             number += 1
         return number

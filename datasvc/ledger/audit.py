@@ -33,7 +33,7 @@ class EpochAudit:
         served: number of positions served once, with a sample.
         masked: number of positions served once, with a masked sample because the original did not decode.
         dropped: number of positions dropped at the end of the epoch by tail="drop".
-        padded: number of padding samples: served again, but masked, to fill a batch.
+        padded: number of padding samples, which are served again, but masked, to fill a batch.
         never: positions before `reached` that were not served by any rank, and not dropped.
         repeated: positions served more than once.
         again: number of served positions that do not count, because the run restarted from an older state.
@@ -191,6 +191,7 @@ class _History:
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts
         self._num_samples = num_samples
+        # By epoch: records with their attempt and rank, and the number of positions in files that do not count.
         self._records: dict[int, list[tuple[Attempt, int, LedgerRecord]]] = defaultdict(list)
         self._copies: dict[int, int] = defaultdict(int)
         for attempt in attempts:
@@ -223,7 +224,7 @@ class _History:
         coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
         num_dropped = _num_below(reached, dropped)
         num_masked = _num_below(reached, counted[RecordKind.MASKED])
-        # These include the dropped positions, and the masked ones, which are recorded as served too.
+        # `once` includes the dropped positions, and the masked ones, which are recorded as served too.
         once = reached - coverage.never.count - coverage.repeated.count
         is_uneven = bool(coverage.never.count or coverage.repeated.count)
         return EpochAudit(

@@ -40,7 +40,7 @@ _MAGIC = b"datasvc-ledger"
 _MAX_HEADER_BYTES = 1 << 20
 _RECORD = struct.Struct("<IIqqqqqqq")  # the fields of a record in the order above
 _NAME = re.compile(r"(\d+)-rank\d+-of-\d+-[0-9a-f]+\.ledger")
-_MAX_POSITION = 1 << 62
+_MAX_POSITION = 1 << 62  # positions are computed as int64, so keep them far below 2**63
 
 
 class RecordKind(IntEnum):

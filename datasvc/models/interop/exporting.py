@@ -195,6 +195,7 @@ def select_weights(
     if not only and any(is_below(name, _MODEL) for name in names):
         only = [_MODEL]
     chosen = select_names(names, only, exclude)
+    # A tensor with the name `model` itself would have no name without this prefix.
     if not rename and chosen and all(is_below(name, _MODEL) and name != _MODEL for name in chosen):
         rename = {_MODEL: ""}
     return only, rename

@@ -34,7 +34,7 @@ class OnnxExport:
 
     Attributes:
         version: version that was exported.
-        files: paths of the files: the program, and its weights if they are too large to be part of it.
+        files: paths of `model.onnx`, and of the file with its weights if these are too large for `model.onnx`.
         loaded: report on the tensors of the module that were loaded from the version.
     """
 
