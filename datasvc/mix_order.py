@@ -149,8 +149,8 @@ class MixOrder:
     def _block_of(self, source: int, ordinal: int) -> int:
         """Return the block that contains a sample of a data set's stream."""
         weight = self._cumulative_weights[source + 1] - self._cumulative_weights[source]
-        # Start at a lower bound: `served_before` exceeds the weighted share of the data set by less than one. The loop
-        # takes a few steps at most.
+        # Start at a lower bound: `served_before` exceeds the weighted share of the data set by less than one. The
+        # loop takes a few steps at most.
         number = max(0, (ordinal - 1) * self._cumulative_weights[-1] // (weight * self._block) - 1)
         while self.served_before(number + 1)[source] <= ordinal:
             number += 1
