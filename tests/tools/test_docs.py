@@ -141,6 +141,19 @@ def test_every_command_of_the_page_on_export_runs(tmp_path):
     assert not (tmp_path / "pets-val" / "train-00000-of-00002.parquet").exists()
 
 
+@pytest.mark.slow
+def test_the_script_of_the_first_steps_resumes_and_has_nothing_left_to_do_when_it_has_ended(tmp_path):
+    blocks = read_blocks("start.md")
+    script = next(block for block in blocks if block.language == "python")
+    changed = Block("python", script.text.replace("EPOCHS = 3", "EPOCHS = 4"), 0, 0)
+    printed = run_blocks([*blocks, script, changed], tmp_path)
+    assert re.findall(r"^\d+ steps: .*", printed, re.MULTILINE) == [
+        "66 steps: digits-net@3",
+        "66 steps: digits-net@3",
+        "88 steps: digits-net@4",
+    ]
+
+
 def test_every_source_that_is_made_is_ingested_by_the_page():
     text = "".join(block.text for block in read_blocks("ingest.md"))
     sources = (ROOT / "tools" / "make_sources.py").read_text()

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar, overload
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
@@ -37,10 +37,13 @@ from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.metadata import VersionMetadata, check_step
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.references import check_name
+from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.repository.objects.objects import digest_of
 
 logger = logging.getLogger(__name__)
+
+_Default = TypeVar("_Default")
+_NO_DEFAULT: Final[Any] = object()
 
 # One buffer is written to the store while the training fills the other.
 _NUM_BUFFERS: Final = 2
@@ -265,6 +268,7 @@ class CheckpointManager:
             self._scheduler.record_stall(time.perf_counter() - began_s)
         return handle
 
+    @overload
     def restore(
         self,
         ref: str | None = None,
@@ -273,12 +277,42 @@ class CheckpointManager:
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
         progress: Progress = NO_PROGRESS,
-    ) -> Checkpoint:
-        """Return a checkpoint with every byte verified, the same on every rank. It is the parent of the next save.
+    ) -> Checkpoint: ...
 
-        Waits for running saves first, so that their parent is the version from before the restore. `ref` is a
-        version or tag of any model; None: the newest version of this model. For the other arguments and the errors
-        see `models.restore`.
+    @overload
+    def restore(
+        self,
+        ref: str | None = None,
+        *,
+        default: _Default,
+        only: Collection[str] = (),
+        exclude: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> Checkpoint | _Default: ...
+
+    def restore(
+        self,
+        ref: str | None = None,
+        *,
+        default: Any = _NO_DEFAULT,
+        only: Collection[str] = (),
+        exclude: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> Any:
+        """Return a checkpoint with every byte verified, the same on every rank; the next save has it as its parent.
+
+        Waits for running saves first, so that their parent is the version from before the restore.
+
+        Args:
+            ref: a version or tag of any model; None: the newest version of this model.
+            default: value to return on all ranks if the model has no version. A missing version or tag of a model
+                that has versions is an error all the same.
+            only: for this argument, those below and the errors, see `models.restore`.
+            exclude: see `models.restore`.
+            rename: see `models.restore`.
+            progress: see `models.restore`.
         """
         self._queue.finish()
         error: Exception | None = None
@@ -286,15 +320,20 @@ class CheckpointManager:
         try:
             if self._main_channel.rank == 0:
                 # One rank resolves the reference for all: a tag may be moved between two look-ups.
-                version = str(self._repository.resolve("models", ref or self.name))
+                name = parse_reference(ref or self.name, "model").name
+                if default is _NO_DEFAULT or self._repository.newest("models", name) is not None:
+                    version = str(self._repository.resolve("models", ref or self.name))
         except Exception as failure:
             if self._main_channel.size == 1:
                 raise
             error = failure
         answers = self._main_channel.exchange([describe_error(error), version])
         raise_on_all_ranks([answer[0] for answer in answers], error)
+        resolved = answers[0][1]
+        if resolved is None:
+            return default
         try:
-            checkpoint = self._restore(answers[0][1], only=only, exclude=exclude, rename=rename, progress=progress)
+            checkpoint = self._restore(resolved, only=only, exclude=exclude, rename=rename, progress=progress)
         except Exception as failure:
             if self._main_channel.size == 1:
                 raise

@@ -59,6 +59,7 @@ def share(repo, rank):
 
     ObjectBatch.write = write
     with repo.models.manager("m", codec="none") as model:
+        assert model.restore(default=None) is None
         for step in (1, 2):
             handle = model.save(weights(step), rank_state={"rank": rank, "t": torch.full((3,), rank)}, step=step)
         versions = [str(handle.result())]

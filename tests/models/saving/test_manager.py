@@ -261,6 +261,21 @@ def test_a_rank_s_own_state_comes_back_and_what_is_saved_next_continues_what_was
     assert repo.models.describe("branch").entry["parent"] == "m@1"
 
 
+def test_a_run_that_has_no_version_yet_begins_with_the_default_and_only_then(repo):
+    with repo.models.manager("m") as model:
+        assert model.restore(default=None) is None
+        assert model.restore("m@prod", default=7) == 7  # the model of the reference has no version
+        with pytest.raises(NotFoundError, match="no model 'm'"):
+            model.restore()
+        model.save({"w": torch.ones(3)}, step=1, wait=True)
+        assert model.restore(default=None).version == repo.models.resolve("m@1")
+        for missing in ("m@7", "m@prod"):
+            with pytest.raises(NotFoundError):
+                model.restore(missing, default=None)
+        with pytest.raises(ConfigError, match="not a valid name"):
+            model.restore("m@", default=None)
+
+
 def test_a_signal_makes_the_run_save_and_stop_and_its_handler_comes_back(repo):
     before = signal.getsignal(signal.SIGTERM)
     steps = []
