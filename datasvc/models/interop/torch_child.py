@@ -1,8 +1,8 @@
 """Child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
-No code of a file runs: torch reads with `weights_only=True`, and `dcp_pickle` accepts only the classes that torch
-writes into the metadata of DCP. A hostile file can still crash or block its reader, so the reader is a separate
-process.
+`TorchReader` starts this program. It executes no code from a file: torch reads with `weights_only=True`, and
+`dcp_pickle` accepts only the classes that torch writes into the metadata of DCP. A hostile file can still crash or
+block its reader, so the reader is a separate process.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
 from datasvc.sizes import format_size
 
-# The parent parses this JSON, which takes up to 25 times its size. The limit is enough for about 200,000 tensors.
+# The parent parses this JSON, which takes memory of up to 25 times its size. The limit is enough for about 200,000
+# tensors.
 _MAX_METADATA_BYTES: Final = 32 << 20
-# Limit the processor time: a hostile value can be slow to read, such as a nested tuple as a key of a dict.
+# Processor time of one read: `_MIN_CPU_S`, and one second more for each `_MIN_BYTES_PER_CPU_S` bytes of the extent.
+# Without a limit, a hostile value could take any time, such as a nested tuple as a key of a dict.
 _MIN_CPU_S: Final = 120
 _MIN_BYTES_PER_CPU_S: Final = 16 << 20
 _MAX_MESSAGE_CHARS: Final = 2000
 
-# Messages of torch that name a class it refuses to create. It has no exception type for this, so match the text.
+# Messages of torch when it refuses to create a class. It has no exception type for this, so match the text. In each
+# message, one group is the name of the class.
 _REFUSED = re.compile(
     r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
 )
@@ -52,12 +55,17 @@ _SCRIPT_MESSAGE: Final = "{} is a TorchScript program; save its tensors: torch.s
 
 
 class _PickleServer:
-    """Answers the requests of the parent. Keeps the state that was described last, to send blocks of its tensors."""
+    """Answers the requests of the parent. Keeps the state that was described last, to send blocks of its tensors.
+
+    Args:
+        memory_bytes: memory that a read may use in addition to the tensors.
+        max_nodes: maximum number of values in a state, see `flatten`.
+    """
 
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
         self._max_nodes = max_nodes
-        # The limit is relative to the memory that is mapped now: torch for GPUs maps many GB.
+        # Add `memory_bytes` to the memory that is mapped now, because torch for GPUs maps many GB at its import.
         self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._extent: Extent | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -68,7 +76,7 @@ class _PickleServer:
         try:
             if request.kind == "block":
                 return _encode(None, 0, extent), self._block(request)
-            self._extent, self._tensors = None, {}
+            self._extent, self._tensors = None, {}  # free the previous state before the next one is read
             if request.kind == "metadata":
                 self._set_limits(0, extent)
                 return _encode(describe_metadata(extent), _MAX_METADATA_BYTES, extent), b""
@@ -77,29 +85,34 @@ class _PickleServer:
             return json.dumps({"error": _explain(error, extent.location, self._memory_bytes)}).encode() + b"\n", b""
 
     def _set_limits(self, tensor_bytes: int, extent: Extent) -> None:
+        """Limit the memory and the processor time of this process for the read of one extent."""
         memory_bytes = self._baseline_bytes + self._memory_bytes + tensor_bytes
+        # The kernel counts the processor time from the start of the process, so add the time that is used already.
         cpu_s = int(time.process_time()) + _MIN_CPU_S + extent.length // _MIN_BYTES_PER_CPU_S
         for limited, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
             _, hard = resource.getrlimit(limited)
             resource.setrlimit(limited, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
     def _describe_state(self, extent: Extent) -> dict[str, Any]:
+        """Read a state and keep its tensors; return the fields of `DescribedState` as JSON values."""
         is_whole = extent.path.stat().st_size == extent.length
-        # A part of a file cannot be mapped, so it takes its size twice: as bytes and as tensors.
+        # torch can map only a whole file. A part takes its size in memory twice: as bytes and as tensors.
         self._set_limits(extent.length if is_whole else 2 * extent.length, extent)
         value, stored = _load(extent, is_whole=is_whole)
         skeleton, self._tensors = flatten(value, max_nodes=self._max_nodes)
         _check_tensors(self._tensors, stored, extent)
         self._extent = extent
         specs = {name: spec_of(tensor) for name, tensor in self._tensors.items()}
-        tensors = value.values() if isinstance(value, Mapping) else [value]
+        values = value.values() if isinstance(value, Mapping) else [value]
         return {
             "skeleton": skeleton,
             "tensors": [[name, spec.dtype, spec.shape] for name, spec in specs.items()],
-            "is_bare": all(isinstance(tensor, torch.Tensor) for tensor in tensors),
+            "is_bare": all(isinstance(item, torch.Tensor) for item in values),
         }
 
     def _block(self, request: ReadRequest) -> Any:
+        """Return the bytes of one block of a tensor."""
+        # Another state may have been read since the one of this request was described.
         if self._extent != request.extent:
             self._describe_state(request.extent)
         assert request.box is not None
@@ -108,7 +121,7 @@ class _PickleServer:
 
 
 def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
-    """Return the value that torch.save wrote to an extent, and the size of each storage read, by its address.
+    """Return the value that torch.save wrote to an extent, and the size in bytes of each storage, by its address.
 
     A whole file is mapped into memory, unless its format is from before torch 1.6.
     """
@@ -123,7 +136,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
         _check_archive(source, extent.location)
         if content is not None:
             content.seek(0)
-    elif head != LEGACY or not is_whole:
+    elif head != LEGACY or not is_whole:  # a part is a value of a DCP folder, which never has the old format
         raise CorruptDataError(
             f"{extent.location} is not a torch.save file, or is damaged: it begins with {head[:8].hex()}"
         )
@@ -131,7 +144,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
 
     def record_storage(storage: Any, _location: str) -> Any:
         if not is_zip:
-            # A damaged file may fill only a part. The rest must not show old memory of this process as data.
+            # A damaged file may fill only a part of it. The rest must not contain old memory of this process.
             storage.fill_(0)
         stored[storage.data_ptr()] = storage.nbytes()
         return storage
@@ -143,6 +156,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
 def _check_archive(source: Any, location: str) -> None:
     """Check the zip archive of a state and its checksums, which torch does not check in a file that it maps."""
     with zipfile.ZipFile(source) as archive:
+        # torch.jit.save writes this file, torch.save does not.
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
             raise ConfigError(_SCRIPT_MESSAGE.format(location))
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
@@ -152,9 +166,10 @@ def _check_archive(source: Any, location: str) -> None:
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
-    """Check that tensors are dense, and that the file has their values: with strides, few bytes can be a huge tensor.
+    """Check that tensors are dense, and that all their values are in the file.
 
-    `stored` has the number of bytes of each storage that was filled from the file, by its address.
+    A small file can describe a huge tensor, because strides can repeat the same bytes. `stored` has the number of
+    bytes of each storage that was filled from the file, by its address.
     """
     starts = sorted(stored)
     used: dict[int, int] = {}
@@ -168,11 +183,13 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             )
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
-        # The storage must be inside a block of memory that was filled from the file. Find the last block before it.
+        # The storage must be inside memory that was filled from the file. Find the last such range that starts at or
+        # before it.
         filled_start = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
-        if length and not filled_start <= start <= start + length <= filled_start + stored.get(filled_start, 0):
+        filled_stop = filled_start + stored.get(filled_start, 0)
+        if length and not filled_start <= start <= start + length <= filled_stop:
             raise CorruptDataError(f"{extent.location}: the values of tensor {name!r} are not in the file")
-        # Count by address, so that a storage of tied tensors counts once.
+        # Count by address, because several tensors may share one storage.
         used[start] = max(length, used.get(start, 0))
         if tensor.numel() * tensor.itemsize > max(length, MAX_REPEATED_BYTES):
             raise ConfigError(
@@ -187,9 +204,9 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
 
 
 def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
-    """Return the reply with a value of at most `max_bytes`, as a line of JSON."""
+    """Return the reply with `value` as a line of JSON. Raises ConfigError: it has more than `max_bytes`."""
     line = json.dumps({"value": value}).encode()
-    if len(line) > max_bytes + 20:  # 20 bytes for `{"value": }`
+    if len(line) > max_bytes + 20:  # 20 bytes are enough for `{"value": }`
         raise ConfigError(
             f"{extent.location} has {format_size(len(line))} of values that are not tensors; the limit is "
             f"{format_size(max_bytes)}: save long lists as tensors"
@@ -198,7 +215,7 @@ def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
 
 
 def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, str]:
-    """Return the name of the class and the message of the error that the parent raises for an exception."""
+    """Translate an exception: return the class name and the message of the error that the parent raises."""
     text = str(error)[:_MAX_MESSAGE_CHARS]
     refused = _REFUSED.search(text)
     name = next(filter(None, refused.groups()), "") if refused else ""
@@ -217,14 +234,14 @@ def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, s
             f"{location} holds {name.strip('`.,').removeprefix('builtins.')}, and to create one would execute code "
             "from the file, so it is refused. Save plain values, such as model.state_dict(), and import that"
         )
-    # torch puts advice around the reason, such as to load without `weights_only`.
+    # torch adds advice, such as to load without `weights_only`. Use only the first line of its reason.
     lines = text.partition("WeightsUnpickler error:")[2].strip().splitlines() or text.strip().splitlines()
     reason = lines[0][:200] if lines else type(error).__name__
     return "CorruptDataError", f"{location} is damaged, or has another format: {reason}"
 
 
 def main() -> None:
-    """Run the child process: answer each `ReadRequest` on stdin with a line of JSON, and for "block" the bytes."""
+    """Run the child process: answer each `ReadRequest` on stdin with a line of JSON, then the bytes of a block."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not write a core file as large as the limit
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     warnings.simplefilter("ignore")
@@ -233,7 +250,8 @@ def main() -> None:
     torch.set_num_threads(1)
     messages = sys.stdin.buffer
     server = _PickleServer(*pickle.load(messages))  # noqa: S301 - from our own parent process
-    # EOFError: the parent has ended. OSError: the parent has ended, or a mapped file was truncated during a write.
+    # EOFError: the parent has ended. OSError: the parent has ended, or the mapped file was truncated while its bytes
+    # were sent. In each case, end without a traceback.
     with suppress(EOFError, OSError):
         while True:
             request: ReadRequest = pickle.load(messages)  # noqa: S301 - from our own parent process

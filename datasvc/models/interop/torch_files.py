@@ -1,4 +1,7 @@
-"""Read and write `torch.save` files. Reading accepts only tensors and plain values, and executes no code."""
+"""Reads and writes `torch.save` files, for import and export. A read executes no code of the file.
+
+A file that is read may have only tensors and plain values.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from datasvc.models.interop.state import ForeignState
 from datasvc.models.interop.torch_reader import Extent, TorchReader, check_shared_bytes
 
 CHECKPOINT_FILE: Final = "checkpoint.pt"
-ZIP: Final = b"PK\x03\x04"
+ZIP: Final = b"PK\x03\x04"  # first bytes of a zip archive, which torch.save writes since torch 1.6
 # torch's magic number as a pickle of protocol 2: the first bytes of a file from before torch 1.6.
 LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
@@ -20,7 +23,7 @@ def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a `torch.save` file.
 
     Its tensors are read block by block, so the file may be larger than memory. If the file is from before torch 1.6,
-    the child process holds all its tensors in memory.
+    all its tensors must fit into memory. For `memory_bytes` see `TorchReader`.
 
     Raises:
         ConfigError, CorruptDataError, OSError: see `TorchReader.read_state` and `check_shared_bytes`.
@@ -45,7 +48,7 @@ def save_to(file: BinaryIO, state: Any) -> None:
     try:
         torch.save(state, cast("IO[bytes]", sink))
     except RuntimeError:
-        # After a failed write, torch reports an incomplete archive and not the reason of the failure.
+        # After a failed write, torch reports an incomplete archive, not the reason. Raise the error of the write.
         if sink.failure is not None:
             raise sink.failure from None
         raise

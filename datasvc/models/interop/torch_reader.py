@@ -1,7 +1,8 @@
 """Reads files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
 
-Both contain pickles. `torch.load(weights_only=True)` executes no code of a file, but a hostile file may still take
-any amount of memory or time, or crash its reader. The reader is therefore a child process, `torch_child`.
+The imports of `torch.save` files and of DCP folders use it. Both contain pickles. `torch.load(weights_only=True)`
+executes no code of a file, but a hostile file may still take any amount of memory or time, or crash its reader. The
+reader is therefore a child process, `torch_child`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ if TYPE_CHECKING:
     import torch
 
 READER_MEMORY_BYTES: Final = 1 << 30
-"""Default memory limit of the child, without the tensors: enough for some millions of other values."""
+"""Default memory limit of the child, in addition to the tensors: enough for some millions of other values."""
 MAX_NODES: Final = 1 << 20
-"""Maximum number of values in a state: a small file can refer to one list many times, which makes a huge state."""
+"""Maximum number of values in a state. A small file can refer to one list many times, which makes a huge state."""
 _CHILD: Final = "datasvc.models.interop.torch_child"
 _ERRORS: Final[dict[str, type[Exception]]] = {
     "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
 }  # fmt: skip
-# Tied tensors share one storage under several names. All tensors together may have this multiple of the file's bytes.
+# Several tensors of a file may share one storage, but each is stored alone. All tensors together may have at most
+# this multiple of the bytes of the file.
 _MAX_SHARED_FACTOR: Final = 16
 MAX_REPEATED_BYTES: Final = 1 << 20
-"""Up to this size in memory, a tensor may be larger than its storage, as an expanded tensor is."""
+"""A tensor of up to this size may be larger than its storage, as an expanded tensor is."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class DescribedState:
 
 
 class TorchReader:
-    """A child process that reads files; it ends when this object is deleted, or when this process ends.
+    """A child process that reads files. It ends when this object is deleted, or when the parent process ends.
 
     Args:
         memory_bytes: memory that the child may use in addition to the tensors of the file.
@@ -94,7 +96,7 @@ class TorchReader:
 
         Raises:
             ConfigError: the state has values that only code could create, or that cannot be stored; the message
-                names them. Or the child needs more memory than its limit.
+                names them. Also raised if the child needs more memory than its limit.
             CorruptDataError: the extent is damaged, or smaller than its tensors.
             OSError: the file cannot be read.
         """
@@ -107,7 +109,7 @@ class TorchReader:
 
         Raises:
             ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
-                Or the child needs more memory than its limit.
+                Also raised if the child needs more memory than its limit.
             CorruptDataError: the file is damaged or not DCP metadata.
             OSError: the file cannot be read.
         """
@@ -117,6 +119,8 @@ class TorchReader:
         return reply
 
     def _tensor(self, extent: Extent, name: str, dtype: str, shape: Shape) -> ForeignTensor:
+        """Return a tensor of an extent, whose blocks are requested from the child when they are read."""
+
         def blocks() -> Iterator[tuple[Shape, torch.Tensor]]:
             assert self._child.process.stdout is not None
             for box in plan_chunks(shape, ITEM_BYTES[dtype]):
@@ -126,9 +130,10 @@ class TorchReader:
         return ForeignTensor(check_tensor_name(name, extent.location), dtype, shape, blocks)
 
     def _request(self, request: ReadRequest) -> Any:
+        """Send a request, and return the value of the reply. Raises the error that the child reports."""
         assert self._child.process.stdout is not None
         self._child.send(request)
-        # Limit the length: a hostile file may have taken over the child, which may then send anything.
+        # Limit the length: a hostile file may control the child, which may then send anything.
         line = self._child.process.stdout.readline(MAX_STATE_BYTES + 100)
         if not line.endswith(b"\n"):
             raise self._describe_end(request.extent.location)
@@ -140,7 +145,7 @@ class TorchReader:
 
     def _describe_end(self, location: str) -> CorruptDataError:
         """Return the error for a child that ended without a valid reply."""
-        # The child may still run if its line was too long.
+        # After a line that was too long, the child is still running.
         self._child.process.kill()
         status = self._child.process.wait()
         if status == -signal.SIGXCPU:
@@ -150,7 +155,7 @@ class TorchReader:
 
 
 def check_shared_bytes(tensors: Sequence[ForeignTensor], file_bytes: int, location: str) -> None:
-    """Raise ConfigError if tensors that share memory in a file would become far larger than the file."""
+    """Raise ConfigError if tensors that share storages in a file would take far more bytes than the file."""
     total_bytes = sum(tensor.nbytes for tensor in tensors)
     if total_bytes > _MAX_SHARED_FACTOR * max(file_bytes, MAX_REPEATED_BYTES):
         raise ConfigError(

@@ -18,7 +18,8 @@ from datasvc.repository.store.retries import map_exceptions
 def create_folder(folder: Path) -> Iterator[Path]:
     """Create and yield a temporary folder next to `folder`; rename it to `folder` if the `with` block succeeds.
 
-    The `with` block must sync the files that it writes. A process that is killed in it leaves a folder `.tmp-...`.
+    The `with` block must sync the files that it writes. If the process is killed in this block, a folder `.tmp-...`
+    remains.
 
     Raises:
         ConfigError: `folder` is a file, is not empty, or is not writable.
@@ -33,7 +34,7 @@ def create_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             # Publish after fsync: a power cut must not leave a visible folder without its files.
             durable.fsync_folder(temporary)
-            # The rename replaces an empty folder; it fails if another process has written files into it.
+            # The rename replaces `folder` if it is empty. It fails if another process has written files into it.
             os.rename(temporary, target)
             durable.fsync_folder(target.parent)
         except BaseException:
@@ -44,7 +45,7 @@ def create_folder(folder: Path) -> Iterator[Path]:
 def check_target(folder: Path) -> Path:
     """Check that `create_folder` can create a folder, and return its path with symbolic links resolved.
 
-    Call this before anything is downloaded for the folder.
+    Call this before a download for the folder starts, so that an error is raised early.
 
     Raises:
         ConfigError: `folder` is a file, is not empty, cannot be replaced, or its parent folder is not writable.
@@ -56,7 +57,7 @@ def check_target(folder: Path) -> Path:
             raise ConfigError(f"cannot write {folder}: it is a file; name a new folder")
         if target.exists() and any(target.iterdir()):
             raise ConfigError(f"{folder} is not empty; name a new folder, nothing is overwritten")
-        # The final rename replaces the folder; a mount point or the working folder cannot be replaced.
+        # The final rename replaces an empty folder, but it cannot replace a mount point or the working folder.
         if os.path.ismount(target):
             raise ConfigError(f"{folder} is a mount point; name a new folder in it")
         if target == Path.cwd():

@@ -2,8 +2,8 @@
 
 A range is a `Segment`, with the start and the batch size of the run that read it. These two determine which positions
 were dropped at the end of an epoch, and which optimizer step consumed each of the others. If an entry does not record
-them, the result is marked as uncertain, never guessed. A version also has the segments of its ancestors: the module
-`segments` combines them.
+them, the result is marked as uncertain, never guessed. A version also consumed the segments of its ancestors: the
+module `segments` combines them, for `find_consumers` and `lineage`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
 _MIXTURE_FORMAT = 1
-_MAX_EPOCHS = 1 << 20
+_MAX_EPOCHS = 1 << 20  # of one segment: limits the loop over the epochs of an invalid entry
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Distribution of the positions of a mixture over its splits; the fields are arguments of `MixOrder`."""
+    """Parameters of a mixture, which determine the split of each position; for the fields see `MixOrder`."""
 
     weights: tuple[int, ...]
     epoch_samples: int
@@ -59,8 +59,9 @@ class Segment:
 
     Attributes:
         order: order in which the samples were read.
-        span: span of the run that read the range; its first batch starts at `span.start`.
-        own_start: epoch and position at which the version's own part starts; an ancestor consumed the span before it.
+        span: span of the run that contains the range; its first batch starts at `span.start`.
+        own_start: epoch and position at which the range starts; an ancestor consumed the span before this position.
+            The range ends at `span.stop`.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 
@@ -143,12 +144,12 @@ def _parse_mixture(state: Any) -> ReadOrder:
     return ReadOrder(tables, config, mix, names)
 
 
-def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> list[Segment]:
+def own_segments(use: DataUse, earlier: DataUse | None, *, step: int | None) -> list[Segment]:
     """Return the segments that a version consumed after its nearest ancestor with the same order.
 
     Args:
         use: data use of the version.
-        before: data use of that ancestor; if `use` has spans, the ancestor is of the same run. None if there is no
+        earlier: data use of that ancestor; if `use` has spans, the ancestor is of the same run. None if there is no
             such ancestor.
         step: number of optimizer steps of the version's weights; None if unknown.
 
@@ -158,25 +159,26 @@ def own_segments(use: DataUse, before: DataUse | None, *, step: int | None) -> l
     order, stop = parse_use(use)
     # Spans record each part of the run; without them, the state gives only the final position.
     if use.spans:
-        return _new_segments(order, use.spans, before.spans if before is not None else (), step)
-    reached = (0, 0) if before is None else parse_use(before)[1]
-    # A position before that of the ancestor means that the run started again from the first epoch.
-    start = reached if reached <= stop else (0, 0)
+        return _new_segments(order, use.spans, () if earlier is None else earlier.spans, step)
+    earlier_stop = (0, 0) if earlier is None else parse_use(earlier)[1]
+    # If the position is before that of the ancestor, the run has started again from the first epoch.
+    start = earlier_stop if earlier_stop <= stop else (0, 0)
     return [Segment(order, ReadSpan(start, stop), start, step)] if start < stop else []
 
 
 def _new_segments(
-    order: ReadOrder, spans: Sequence[ReadSpan], before: Sequence[ReadSpan], step: int | None
+    order: ReadOrder, spans: Sequence[ReadSpan], earlier: Sequence[ReadSpan], step: int | None
 ) -> list[Segment]:
-    """Return the spans of a run without those that an earlier version already had."""
-    # Both record one run from its beginning, so the spans that both have come first.
-    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, before, strict=False)))
+    """Return segments for `spans` of a run, without the `earlier` spans that an ancestor of the run recorded."""
+    # Both record the run from its beginning, so the spans that both have come first.
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, earlier, strict=False)))
     new = spans[num_same:]
     starts = [span.start for span in new]
-    if new and num_same < len(before) and new[0].start == before[num_same].start:
-        # The same span, now longer: only the added part is new. If the run was reset, nothing of the span is new.
-        starts[0] = min(before[num_same].stop, new[0].stop)
-    # A span ends at the step at which the next one starts.
+    if new and num_same < len(earlier) and new[0].start == earlier[num_same].start:
+        # It is the same span, now longer: only the added part is new. If the run was reset to a position within the
+        # span, it is now shorter, and nothing of it is new.
+        starts[0] = min(earlier[num_same].stop, new[0].stop)
+    # A span ends at the step at which the next one starts, the last span at the version's step.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]
     return [
         Segment(order, span, start, stop_step)
@@ -200,14 +202,15 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         raise ConfigError(
             f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
         )
-    # A step is reported only if the batches determine it.
+    # Report steps only if the batches determine them.
     step = span.step if _has_batch_per_step(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0
         ends_here = epoch == span.stop[0]
         stop = span.stop[1] if ends_here else _stop_of_batches(first, num_samples, span)
+        # `first` is where the batches of this epoch start, `start` is where the version's own part starts.
         start = max(first, segment.own_start[1]) if epoch == segment.own_start[0] else first
-        # Epochs before `own_start` belong to an ancestor; they only advance the step.
+        # An ancestor consumed the epochs before `own_start`. Here they only advance the step.
         if epoch >= segment.own_start[0] and start < stop:
             yield EpochPart(epoch, start, stop, first, step, span.global_batch, ends_here or _has_known_tail(span))
         if step is not None and not ends_here:
@@ -215,12 +218,15 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
 
 
 def _has_known_tail(span: ReadSpan) -> bool:
-    """Return whether the positions that were dropped at the end of an epoch are known."""
+    """Return whether it is known which positions at the end of an epoch were dropped, if any."""
     return span.tail in {"short", "pad"} or (span.tail == "drop" and span.global_batch is not None)
 
 
 def _stop_of_batches(first: int, num_samples: int, span: ReadSpan) -> int:
-    """Return the position after the last batch of an epoch whose batches start at `first`."""
+    """Return the position after the last batch of an epoch whose batches start at `first`.
+
+    If it is unknown whether samples were dropped, assume that none were: `EpochPart.is_certain` is then False.
+    """
     if span.tail != "drop" or span.global_batch is None:
         return num_samples
     return num_samples - (num_samples - first) % span.global_batch
@@ -234,20 +240,20 @@ def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
 
 
 def _has_batch_per_step(segment: Segment, num_samples: int) -> bool:
-    """Return whether the span has one batch per optimizer step, so that the batch determines the step."""
+    """Return whether the span has one batch per optimizer step; if not, the step of a batch is unknown."""
     span = segment.span
     if span.step is None or segment.stop_step is None or span.global_batch is None or span.tail is None:
         return False
-    (epoch, first), (last, stop) = span.start, span.stop
-    steps = 0
+    (first_epoch, start), (last_epoch, stop) = span.start, span.stop
+    num_batches = 0
     # Count the batches: the rest of the first epoch, the whole epochs after it, and the start of the last epoch.
-    if last > epoch:
-        steps = _steps_to_end(first, num_samples, span)
-        steps += (last - epoch - 1) * _steps_to_end(0, num_samples, span)
-        first = 0
+    if last_epoch > first_epoch:
+        num_batches = _steps_to_end(start, num_samples, span)
+        num_batches += (last_epoch - first_epoch - 1) * _steps_to_end(0, num_samples, span)
+        start = 0
     # Round up: the last batch of an epoch may be short or padded.
-    steps += -(-(stop - first) // span.global_batch)
-    return span.step + steps == segment.stop_step
+    num_batches += -(-(stop - start) // span.global_batch)
+    return span.step + num_batches == segment.stop_step
 
 
 def find_in(part: EpochPart, positions: Integers) -> slice:

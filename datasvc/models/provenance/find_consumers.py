@@ -3,7 +3,11 @@
 Training does not record samples. The read order determines the position of each sample in an epoch, and the entry of
 a version records the positions that were consumed up to its weights. A version has also consumed the samples of the
 versions that it continues. Samples that a run served after its last checkpoint belong to no version. A sample that
-could not be decoded and was masked counts as consumed, because only the ledger of the run records it.
+could not be decoded, and was masked, counts as consumed: only the ledger of the run records that it was masked.
+
+A search has four stages: plan the segments of all versions (`segments`), find the keys in the shards of their orders
+(`key_lookup`), compute the positions of the samples in each epoch (`key_positions`), and compare these positions with
+the segments.
 """
 
 from __future__ import annotations
@@ -74,7 +78,10 @@ class _Lookup(NamedTuple):
 
 
 class _ConsumerSearch:
-    """State of one search. A gap is a line of text about a part of a version's consumption that is unknown."""
+    """One search, with its state. A gap is a line of text about a part of a version's consumption that is unknown.
+
+    A key has one number over all queries: its index in `_keys`.
+    """
 
     def __init__(self, objects: Objects, ancestry: Ancestry, queries: Sequence[SampleQuery]) -> None:
         self._objects = objects
@@ -85,6 +92,7 @@ class _ConsumerSearch:
         self._gaps = {name: list(planned.gaps) for name, planned in self._planned.items()}
         # None for a table that is not in this repository.
         self._tables: dict[Digest, ShardTable | None] = {}
+        # Versions that read in an order, as the keys of a dict, which keeps them in order of insertion.
         self._versions_of: dict[ReadOrder, dict[str, None]] = {}
 
     def run(self) -> ConsumerReport:
@@ -108,15 +116,20 @@ class _ConsumerSearch:
         )
 
     def _find_uses(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
-        """Return the samples that each version consumed in its own training, ordered by version and training."""
-        # Group by order and epoch, so that an epoch is computed once, even if many versions consumed a part of it.
-        # Each part has a number, to sort the results in the order of versions and training again.
+        """Return the samples that each version consumed in its own training, with the name of the version.
+
+        The order is that of the versions, and for each version that of its training.
+        """
+        # Group the parts by order and epoch, so that the positions of an epoch are computed once, even if many
+        # versions consumed a part of it. The number of each part restores the order of versions and training.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
         number = 0
         for name, planned in self._planned.items():
             for consumed in planned.consumed:
                 order = consumed.segment.order
-                for part in self._parts(name, consumed, by_order[order]) if order in by_order else []:
+                if order not in by_order:
+                    continue  # none of the samples can be found in this order
+                for part in self._parts(name, consumed, by_order[order]):
                     by_epoch.setdefault((order, part.epoch), []).append((number, name, consumed, part))
                     number += 1
         numbered: list[tuple[int, str, UseBatch]] = []
@@ -129,7 +142,7 @@ class _ConsumerSearch:
         return [(name, batch) for _, name, batch in sorted(numbered, key=lambda item: item[0])]
 
     def _positions_by_order(self) -> dict[ReadOrder, KeyPositions]:
-        """Return key positions for each order that may contain the samples; note a gap for unreadable orders."""
+        """Return key positions for each order that may contain the samples; note a gap for data that is missing."""
         # Equal orders may have different names for their splits, and a query applies if one of the names matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
         for version, planned in self._planned.items():
@@ -141,7 +154,8 @@ class _ConsumerSearch:
         relevant = [order for order, names in names_of.items() if self._may_have_samples(order, names)]
         self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
         lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
-        # Search the shards only for orders whose positions can be computed.
+        # Search only orders that have lookups and all their shard tables, because the positions depend on the tables
+        # of all splits.
         usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
         places = self._find_places({lookup for order in usable for split in lookups[order] for lookup in split})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
@@ -153,13 +167,15 @@ class _ConsumerSearch:
             }
             for source, place in by_source.items():
                 if place.num_lost:
-                    lost = f"{order.names[source]}, of which {place.num_lost} shards are not in this repository"
-                    self._add_gap(order, f"it read {lost}")
+                    self._add_gap(
+                        order,
+                        f"it read {order.names[source]}, of which {place.num_lost} shards are not in this repository",
+                    )
             by_order[order] = KeyPositions(order, tables, by_source)
         return by_order
 
     def _may_have_samples(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
-        # The shard tables are not read yet, so assume that a deletion concerns every order.
+        # The shard tables are not read yet, so assume that every order has shards of a deletion.
         return any(
             query.deletion is not None or any(map(query.matches_whole_split, names, order.tables))
             for query in self._queries
@@ -170,6 +186,7 @@ class _ConsumerSearch:
         lookups: list[list[_Lookup]] = [[] for _ in order.tables]
         for number, query in enumerate(self._queries):
             splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)
+            # `names` are all names under which versions read the split, `name` is one of them, for messages.
             for split_lookups, names, digest, name in splits:
                 table, deletion = self._tables[digest], query.deletion
                 if query.matches_whole_split(names, digest):
@@ -181,7 +198,8 @@ class _ConsumerSearch:
                 elif query.is_of_deletion_dataset(names) and table is None:
                     self._add_missing_table(order, digest, name)
                 elif query.is_of_deletion_dataset(names) and digest not in deletion.tables:
-                    # The data set has no version with this table here, so other shards may contain the same samples.
+                    # `deletion.shards` has only the shards of versions in this repository. The table is of a version
+                    # that is not here, so the samples may also be in its other shards.
                     self._add_gap(
                         order,
                         f"it read {name} of shard table {digest[:12]}..., which belongs to no version of "
@@ -198,13 +216,15 @@ class _ConsumerSearch:
             assert table is not None
             tables_of.setdefault((lookup.number, lookup.in_all), {})[lookup.table] = table
         first_keys = np.cumsum([0, *(len(query.keys) for query in self._queries)]).tolist()
-        # One search for all splits of a query, so that a sample index that they share is read once.
+        # Search all splits of a query together, so that a sample index that they share is read once.
         places: dict[_Lookup, KeyPlaces] = {}
         for (number, in_all), tables in tables_of.items():
             query = self._queries[number]
             shards = None if in_all or query.deletion is None else query.deletion.shards
-            for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
-                places[_Lookup(number, digest, in_all)] = replace(found, keys=found.keys + first_keys[number])
+            for digest, in_query in find_places(self._objects, tables, query.keys, shards=shards).items():
+                # `find_places` numbers the keys within the query.
+                in_search = replace(in_query, keys=in_query.keys + first_keys[number])
+                places[_Lookup(number, digest, in_all)] = in_search
         return places
 
     def _has_all_tables(self, order: ReadOrder) -> bool:
@@ -236,7 +256,7 @@ class _ConsumerSearch:
         return parts
 
     def _inherit(self, own: Mapping[str, Bits]) -> dict[str, Bits]:
-        """Return for each version the samples that it or an ancestor consumed."""
+        """Return the samples that each version or one of its ancestors consumed."""
         seen: dict[str, Bits] = {}
         for name, version in self._ancestry.versions.items():  # parents come before children
             seen[name] = own[name].copy()
@@ -245,6 +265,7 @@ class _ConsumerSearch:
         return seen
 
     def _count_uses(self, seen: Mapping[str, Bits], own: Mapping[str, Bits]) -> list[VersionUses]:
+        """Return the number of consumed samples of each requested version."""
         complete: dict[str, bool] = {}
         for name, version in self._ancestry.versions.items():
             # A gap of an ancestor makes its descendants incomplete as well.
@@ -254,9 +275,10 @@ class _ConsumerSearch:
 
 
 def _bits(numbers: Integers, size: int) -> Bits:
+    """Return the set of samples with these numbers, of `size` samples in total."""
     flags = np.zeros(size, np.bool_)
     flags[numbers] = True
-    # Packed to save memory, because there is one set per version.
+    # Use one bit per sample, because there are two sets for each version.
     return np.packbits(flags, bitorder="little")
 
 

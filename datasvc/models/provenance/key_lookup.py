@@ -1,4 +1,4 @@
-"""Finds given keys in many splits, as shard and row, for the search for the consumers of samples.
+"""Finds given keys in many splits: the shard and the row of each key. `find_consumers` uses it.
 
 Each sample index is read once, even if several shard tables share its shard.
 """
@@ -28,13 +28,14 @@ _READS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class KeyPlaces:
-    """Places, as shard and row, of some keys in one split.
+    """Places of requested keys in one split. A place is a shard and a row.
 
     Attributes:
-        keys: `int64[n]`, number of each key that was found, in the list of requested keys.
-        shards: `int64[n]`, number of the key's shard in the table.
+        keys: `int64[n]`, index in the requested keys of each key that was found.
+        shards: `int64[n]`, number of the key's shard in the shard table.
         rows: `int64[n]`, row of the key in the shard, counted without deleted samples, as an access order counts.
-        num_lost: number of shards that could not be searched: their keys or deletions are not in the repository.
+        num_lost: number of shards that could not be searched, because their keys or the deletions of the split are
+            not in the repository.
     """
 
     keys: Integers
@@ -54,7 +55,12 @@ class KeyPlaces:
 
 
 class _Hits(NamedTuple):
-    """Requested keys that a shard contains, by number, and their rows, deleted samples included: `int64[n]` each."""
+    """Requested keys that a stored shard contains, deleted samples included.
+
+    Attributes:
+        keys: `int64[n]`, indices in the requested keys.
+        rows: `int64[n]`, row of each key in the stored shard, ascending.
+    """
 
     keys: Integers
     rows: Integers
@@ -90,6 +96,7 @@ def find_places(
             stored = _stored_keys(objects, shard, indexes[shard])
         except NotFoundError:
             return None  # `_places_in` counts the shard as lost
+        # For each row, the index of its key in the requested keys; null if the key is not requested.
         numbers = pc.index_in(stored, value_set=key_array)
         rows = np.flatnonzero(numbers.is_valid().to_numpy(zero_copy_only=False))
         return _Hits(numbers.drop_null().to_numpy().astype(np.int64), rows)
@@ -99,25 +106,28 @@ def find_places(
 
 
 def _stored_keys(objects: Objects, shard: ObjectInfo, index: Digest | None) -> pa.Array:
+    """Return the keys of a shard in the order of its rows, from its sample index if it has one."""
     # The sample index has the keys without the samples, so it is much smaller than the shard.
     if index is not None:
         keys = SampleIndex.decode(objects.read(index), objects.location(index)).table.column(KEY)
     else:
         keys = open_shard(objects, shard).column(KEY)
-    joined = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-    return joined.cast(pa.string())
+    array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+    return array.cast(pa.string())
 
 
 def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _Hits | None]) -> KeyPlaces:
+    """Return the places of the hits in one split, without those of deleted samples."""
     deletions = _deletions(objects, table)
     deleted = table.deleted_per_shard
     keys, shards, rows = [], [], []
     num_lost = 0
     for number, shard in enumerate(table.shards()):
         if shard not in hits:
-            continue
+            continue  # `find_places` was called for other shards only
         hit = hits[shard]
-        # If the deletions cannot be read, a key that was found may belong to a deleted sample: the shard is lost too.
+        # Without the deletions, a hit may be a deleted sample, and the rows of other hits are unknown: the shard is
+        # lost too.
         if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
             num_lost += 1
             continue
@@ -125,10 +135,12 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
             continue
         kept_keys, kept_rows = hit.keys, hit.rows
         if deleted[number] and deletions is not None:
-            remaining = deletions.kept_rows(number)
-            kept_rows = np.searchsorted(remaining, hit.rows)
-            # A row after the last remaining one gets the index of the appended -1, which equals no stored row.
-            is_kept = np.append(remaining, -1)[kept_rows] == hit.rows
+            # The index of a stored row in `remaining_rows` is its row without deleted samples. If another row is at
+            # this index, the sample was deleted. A row after the last remaining one gets the index of the appended
+            # -1, which equals no stored row.
+            remaining_rows = deletions.kept_rows(number)
+            kept_rows = np.searchsorted(remaining_rows, hit.rows)
+            is_kept = np.append(remaining_rows, -1)[kept_rows] == hit.rows
             kept_keys, kept_rows = kept_keys[is_kept], kept_rows[is_kept]
         keys.append(kept_keys)
         shards.append(np.full(len(kept_keys), number))
@@ -137,6 +149,7 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
 
 
 def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:
+    """Return the deletions of a split; None if they are not in the repository."""
     try:
         return load_deletions(objects, table)
     except NotFoundError:
@@ -144,5 +157,5 @@ def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:
 
 
 def concatenate(parts: Iterable[Integers]) -> Integers:
-    """Return the concatenation of any number of arrays, also of none."""
+    """Concatenate arrays; unlike `np.concatenate`, accept an empty sequence of arrays."""
     return np.concatenate([np.empty(0, np.int64), *parts])

@@ -1,4 +1,7 @@
-"""Computes the positions at which an epoch serves given samples, for a single split or a mixture."""
+"""Computes the positions at which an epoch serves given samples, for a single split or a mixture.
+
+`find_consumers` compares these positions with the ranges that versions consumed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Served:
 
     Attributes:
         positions: `int64[n]`, positions in the epoch, ascending.
-        keys: `int64[n]`, number of the key served at each position.
+        keys: `int64[n]`, number of the key served at each position, as in `KeyPlaces.keys`.
         sources: `int64[n]`, number of the split of each key in the read order.
     """
 
@@ -40,8 +43,8 @@ class KeyPositions:
     Args:
         order: read order.
         tables: shard tables by digest; must contain those of the order's splits.
-        places: shards and rows of the samples, by number of the split in the order; a split without any of them may
-            be absent.
+        places: shards and rows of the samples, by number of the split in the order; a split that has none of the
+            samples may be absent.
 
     Attributes:
         keys: `int64[n]`, numbers of the keys that occur in the order; a key may occur several times.
@@ -53,11 +56,11 @@ class KeyPositions:
     ) -> None:
         self._order = order
         self._counts = [tables[digest].samples_per_shard for digest in order.tables]
-        self._places = {source: place for source, place in places.items() if len(place.keys)}
-        self.keys = concatenate(place.keys for place in self._places.values())
+        self._places = {source: in_split for source, in_split in places.items() if len(in_split.keys)}
+        self.keys = concatenate(in_split.keys for in_split in self._places.values())
         sizes = [int(counts.sum()) for counts in self._counts]
         self.num_samples = sizes[0]
-        self._mixed: MixOrder | None = None
+        self._mixed: MixOrder | None = None  # None for a single split
         if order.mix is not None:
             self.num_samples = order.mix.epoch_samples
             self._mixed = MixOrder(
@@ -79,6 +82,7 @@ class KeyPositions:
         return served[np.argsort(served.positions, kind="stable")]
 
     def _find(self, source: int, places: KeyPlaces, epoch: int) -> Served:
+        """Return the positions of the samples of one split."""
         if self._mixed is None:
             order = AccessOrder(self._counts[source], self._order.config, epoch)
             positions = order.positions_of(places.shards, places.rows)
@@ -90,19 +94,19 @@ class KeyPositions:
         # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])
         size = int(counts.sum())
-        # An ordinal counts the samples of this split over all its epochs. An epoch of the mixture serves a range of
-        # ordinals, which may begin and end within epochs of the split.
-        begin, end = (
-            split_epoch * size + position
-            for split_epoch, position in (mixed.cursors(mix_epoch, 0)[source] for mix_epoch in (epoch, epoch + 1))
-        )
+        # An ordinal counts the samples of this split over all its epochs. An epoch of the mixture serves the ordinals
+        # from `start` to `stop`, which may be within epochs of the split.
+        first_epoch, first_position = mixed.cursors(epoch, 0)[source]
+        last_epoch, last_position = mixed.cursors(epoch + 1, 0)[source]
+        start = first_epoch * size + first_position
+        stop = last_epoch * size + last_position
         ordinals, keys = [], []
         for split_epoch in mixed.own_epochs(source, epoch):
             split_positions = AccessOrder(counts, config, split_epoch).positions_of(places.shards, places.rows)
-            found = split_epoch * size + split_positions
-            inside = (found >= begin) & (found < end)
-            ordinals.append(found[inside])
-            keys.append(places.keys[inside])
+            in_split_epoch = split_epoch * size + split_positions
+            is_served = (in_split_epoch >= start) & (in_split_epoch < stop)
+            ordinals.append(in_split_epoch[is_served])
+            keys.append(places.keys[is_served])
         # `line_of` counts over all epochs of the mixture, so subtract the positions of earlier epochs.
         positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
         return Served(positions, concatenate(keys), np.full(len(positions), source))

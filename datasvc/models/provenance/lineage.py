@@ -1,6 +1,7 @@
-"""Lineage of a model version: the versions that it continues, code, environment, and data down to the shards.
+"""Computes the lineage of a model version: the versions that it continues, code, environment, and data with shards.
 
-Data that is not in this repository raises no error; it becomes a gap, which is one line of text in `gaps`.
+It is read from log entries and shard tables. Data that is not in this repository raises no error; it becomes a gap,
+which is one line of text in `gaps`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class ModelOrigin:
 
     Attributes:
         name: name with version, such as "digits-cnn@3".
-        parents: versions that it continues, all of them in the lineage.
+        parents: versions that it continues; each is also in the lineage.
         step: number of optimizer steps of its weights; None if unknown.
         origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
-        consumed: ranges that its own training read, one mapping per segment: `version`, `data`, `table`, `start`,
-            `stop`, `global_batch`, `tail`.
+        consumed: ranges that its own training read, and that of ancestors which are only in another repository. One
+            mapping per segment and split: `version`, `data`, `table`, `start`, `stop`, `global_batch`, `tail`.
         evaluated: splits that it was evaluated on.
         gaps: unknown parts of its origin, one line each.
     """
@@ -122,6 +123,7 @@ def read_lineage(repository: Repository, ref: str) -> Lineage:
 
 def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
     entry = version.entry
+    # One mapping per segment and split: a segment of a mixture has several splits.
     consumed = tuple(
         {
             "version": item.version,
@@ -159,13 +161,13 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
             raw = repository.objects.read(table)
         except NotFoundError:
             lineage.gaps.append(f"shard table {table} of {split} is not in this repository")
-            lineage.shards[table] = []
+            lineage.shards[table] = []  # so that the gap is added only once
         else:
             shards = ShardTable.decode(raw, repository.objects.location(table)).shards()
             lineage.shards[table] = [shard.digest for shard in shards]
     if _add_dataset(repository, lineage, version):
         current = lineage.datasets[version].splits.get(name, {})
-        # A version copied from another repository may have read other data, which had this name there.
+        # A model version that was copied may have read other data, which has the same name in its own repository.
         if current.get("table") != table:
             _add_gap(
                 lineage,
@@ -175,7 +177,7 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
 
 def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
     """Add a data-set version and its ancestors; return whether that version is in this repository."""
-    pending = [root]  # not recursion: a history may be longer than Python's recursion limit
+    pending = [root]  # a list and not recursion: a history may be longer than Python's recursion limit
     while pending:
         name = pending.pop()
         if name in lineage.datasets:
@@ -193,12 +195,13 @@ def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
 def _read_dataset(repository: Repository, name: str) -> DataOrigin:
     reference = parse_reference(name)
     if reference.version is None:
-        # The log does not record which version the tag or the name resolved to when the data was read.
+        # The entry does not record which version the name or the tag resolved to when the data was read.
         raise ConfigError("a data set without a version number is ambiguous")
     entry = repository.versions("datasets", reference.name).read(reference.version).content
     change = _mapping_or_empty(entry.get("change"))
-    merged = change.get("versions", ()) if change.get("kind") == "merge" else ()
-    parents = [*([entry["parent"]] if entry.get("parent") else []), *merged]
+    parents = [entry["parent"]] if entry.get("parent") else []
+    if change.get("kind") == "merge":
+        parents += change.get("versions", ())
     split_tables(entry, name)  # raises CorruptDataError if the splits are not valid
     return DataOrigin(
         name,

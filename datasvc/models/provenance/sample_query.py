@@ -1,7 +1,7 @@
-"""Queries for samples: the requested keys, and the splits in which each key identifies a requested sample.
+"""Queries of `find_consumers`: the requested keys, and the splits in which a key identifies a requested sample.
 
 In another data set, the same key may identify another sample. A data-set version is identified by the digests of its
-shard tables and not by its number, because an entry that was copied has the numbers of the repository it came from.
+shard tables, not by its number: the entry of a model version that was copied has the numbers of its own repository.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Deletion:
         version: name with version, such as "pets@2".
         name: name of the data set.
         tables: digests of the shard tables of all versions of the data set in this repository.
-        shards: digests of the shards that contained the samples. A data set that uses one of them contains the
-            samples, whatever its name: earlier versions, versions derived from them, and copies.
+        shards: digests of all shards of the split in earlier versions. In any split that uses one of these shards,
+            the keys in this shard identify the same samples, whatever the name of the data set.
     """
 
     version: str
@@ -45,11 +45,11 @@ class SampleQuery:
 
     Attributes:
         keys: distinct keys.
-        data: data set ("imagenet") or version ("imagenet@3") in which the keys match; None means all data sets, or
-            with `deletion` no data set.
+        data: data set ("imagenet") or version ("imagenet@3") in which the keys match. None means all data sets, but
+            with `deletion` only the shards of the deletion.
         split: name of the splits in which the keys match; None means all splits.
         tables: shard tables of the version `data`, if it is in this repository; then the keys match only in these.
-        deletion: the keys also match in the shards of this deletion.
+        deletion: the keys match in the shards of this deletion too; None without a deletion.
     """
 
     keys: tuple[str, ...]
@@ -68,7 +68,7 @@ class SampleQuery:
         if self.tables is not None:
             return table in self.tables
         if self.deletion is not None and self.data is None:
-            return False
+            return False  # the keys match only in the shards of the deletion
         return any(_is_split_of(name, self.data, self.split) for name in names)
 
     def is_of_deletion_dataset(self, names: Iterable[str]) -> bool:
@@ -105,7 +105,7 @@ def query_deleted(
     parent = repository.entry(version).content.get("parent")
     if parent is None and version.version == 1:
         raise NotFoundError(f"{version} is the first version of {version.name}, so it deleted no samples")
-    # An entry without `parent` continues the version before it.
+    # An entry without `parent` was made from the version before it.
     parent = parent or f"{version.name}@{version.version - 1}"
     splits = diff(repository, parent, str(version)).splits
     entries = repository.entries("datasets", version.name)
@@ -114,7 +114,7 @@ def query_deleted(
     queries = []
     for name, changes in splits.items():
         if split in {None, name} and len(changes.deleted):
-            # Use all earlier versions and not only the parent, because in each the samples may be in other shards.
+            # Use all earlier versions, not only the parent: each may have the samples in other shards.
             earlier_tables = {
                 by_split[name] for number, by_split in tables.items() if number < version.version and name in by_split
             }
@@ -144,7 +144,10 @@ def read_tables(objects: Objects, digests: Iterable[Digest]) -> dict[Digest, Sha
 
 
 def _tables_of(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest] | None:
-    """Return the shard tables of the version `data`; None if it names no version, or none in this repository."""
+    """Return the shard tables of the version `data`, only of `split` if it is given.
+
+    None if `data` is None, names a data set without a version, or names a version that is not in this repository.
+    """
     reference = None if data is None else parse_reference(data)
     if data is None or reference is None or (reference.version is None and reference.tag is None):
         return None
@@ -169,5 +172,6 @@ def split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:
 
 
 def _is_split_of(name: str, data: str | None, split: str | None) -> bool:
+    """Return whether a split, such as "imagenet@3/train", is in `data` and has the name `split`; None matches all."""
     version, _, split_name = name.rpartition("/")
     return split in {None, split_name} and data in {None, version, version.partition("@")[0]}

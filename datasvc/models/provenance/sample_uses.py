@@ -1,4 +1,7 @@
-"""Result of `find_consumers`: every use of the requested samples, and the versions that consumed them."""
+"""Result of `find_consumers`: every use of the requested samples, and the versions that consumed them.
+
+Uses are kept as arrays, and become `SampleUse` values only when a caller reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from datasvc.models.provenance.key_positions import Served
 from datasvc.models.provenance.segments import Consumed
 
 Bits = npt.NDArray[np.uint8]
-"""Set of requested samples: sample n is in the set if bit n % 8 of byte n // 8 is set."""
+"""Set of requested samples, one bit each: sample n is in the set if bit n % 8 of byte n // 8 is 1."""
 
 
 class SampleUse(NamedTuple):
@@ -44,9 +47,10 @@ class SampleUse(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionUses:
-    """Number of requested samples that the version `name`, such as "digits-cnn@3", consumed.
+    """Number of requested samples that a version consumed.
 
     Attributes:
+        name: name of the version, such as "digits-cnn@3".
         num_samples: number of distinct samples that it or an ancestor consumed.
         num_own: number of distinct samples that its own training consumed.
         is_complete: False if a part of its consumption, or of that of an ancestor, is unknown. Then `num_samples` is
@@ -60,7 +64,13 @@ class VersionUses:
 
 
 class UseBatch(NamedTuple):
-    """Requested samples that one version consumed in one epoch."""
+    """Requested samples that one version consumed in one epoch.
+
+    Attributes:
+        consumed: segment that contains them.
+        part: part of the segment in this epoch.
+        served: the samples, with their positions in the epoch.
+    """
 
     consumed: Consumed
     part: EpochPart
@@ -76,8 +86,8 @@ class ConsumerReport:
         missing: `int64[n]`, indices in `keys` of keys that occur in no data that these versions read.
         versions: the requested versions, with the number of samples that each consumed.
         gaps: unknown parts of the consumption, one line each, by name of a requested version or ancestor.
-        chunks: uses of the samples, grouped by version and epoch, ordered by version and training.
-        seen: by name of a version or ancestor, the samples that it or an ancestor of it consumed.
+        chunks: uses of the samples, one batch per version and epoch, ordered by version and training.
+        seen: for each requested version and each ancestor, by name: the samples that it or its ancestors consumed.
     """
 
     keys: Sequence[str]
@@ -102,6 +112,7 @@ class ConsumerReport:
         return [version.name for version in self.versions if self.seen[version.name][byte] >> bit & 1]
 
     def _uses(self, batch: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
+        """Yield the uses of a batch where `chosen` is True."""
         served = batch.served[np.flatnonzero(chosen)]
         steps = batch.part.steps_of(served.positions)
         names = batch.consumed.segment.order.names

@@ -3,7 +3,7 @@
 An entry records the whole run up to its version. So that no sample counts twice, a version adds only the segments
 that its nearest ancestor with the same run and order does not have. A gap is a line of text about consumption that is
 unknown. A copy of a version in another repository may lack its ancestors, so the entry of the copy has their
-segments, which `history_of` returns.
+segments in its field `history`, which `history_of` computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_o
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 
-_ELSEWHERE: Final = " elsewhere"
+_ELSEWHERE: Final = " elsewhere"  # follows the name of a version that is only in another repository
 _RunOrder = tuple[str | None, ReadOrder]  # a run, or None for any run; and the order in which it read
 
 
@@ -53,23 +53,23 @@ class PlannedVersion:
 def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
     """Return the segments that each version added, parents before children; an invalid record becomes a gap."""
     # By version: for each run and order, the use of the version itself, or else of its nearest ancestor.
-    nearest: dict[str, dict[_RunOrder, DataUse]] = {}
+    nearest_uses: dict[str, dict[_RunOrder, DataUse]] = {}
     planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
-        before = _merged([nearest[parent] for parent in version.parents])
+        ancestor_uses = _merged([nearest_uses[parent] for parent in version.parents])
         # For ancestors that are only in another repository, use their records in the entry's history.
-        before |= _by_run_order(_history_uses(version))
-        planned[name] = _plan(ancestry, version, before)
+        ancestor_uses |= _by_run_order(_history_uses(version))
+        planned[name] = _plan(ancestry, version, ancestor_uses)
         # For its children, the version is the nearest ancestor, so its uses replace those of its own ancestors.
-        nearest[name] = before | _by_run_order(training_uses(version.uses))
+        nearest_uses[name] = ancestor_uses | _by_run_order(training_uses(version.uses))
     return planned
 
 
 def history_of(repository: Repository, ref: str, *, entries: EntryReader | None = None) -> list[dict[str, Any]]:
     """Return the segments and gaps of a version's ancestors as JSON values; several calls may share `entries`.
 
-    The result becomes the field `history` of the version's entry in a repository without its ancestors, because there
-    the names of its parents may belong to other versions.
+    A push or pull of the version calls this. The result becomes the field `history` of the version's entry in a
+    repository without its ancestors, because there the names of its parents may belong to other versions.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError, UnavailableError: see `read_ancestry`.
@@ -78,10 +78,10 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     ancestry = read_ancestry(repository, [version], entries=entries)
     planned = plan_segments(ancestry)
     copied = ancestry.versions[version]
-    # Leave out the version's own segments, because its entry has them in the field `data`.
+    # Keep only the segments of ancestors from the version's own history: its entry has its own in the field `data`.
     inherited: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
     gaps = [(version, gap) for gap in copied.gaps]
-    for ancestor in reversed(list(ancestry.ancestors_of(version))):
+    for ancestor in reversed(list(ancestry.ancestors_of(version))):  # oldest first, so that `_join` can join spans
         inherited += planned[ancestor.name].consumed
         gaps += [(ancestor.name, gap) for gap in planned[ancestor.name].gaps]
     gaps += [(str(item.get("version")), str(item["gap"])) for item in copied.history if "gap" in item]
@@ -91,7 +91,8 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     ]
 
 
-def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, DataUse]) -> PlannedVersion:
+def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder, DataUse]) -> PlannedVersion:
+    """Return what a version adds; `ancestor_uses` has the nearest use of its ancestors for each run and order."""
     gaps = list(version.gaps)
     consumed: list[Consumed] = []
     for item in version.history:
@@ -105,15 +106,15 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
     for use in uses:
         try:
             # With spans, match the run as well, because another run may have read the same order.
-            before = earlier.get((use.run if use.spans else None, parse_use(use)[0]))
-            if not _is_start_known(ancestry, version, use, earlier):
+            earlier = ancestor_uses.get((use.run if use.spans else None, parse_use(use)[0]))
+            if not _is_start_known(ancestry, version, use, ancestor_uses):
                 gaps.append(
                     f"its run began at step {use.spans[0].step}, but no version that it continues has this step: "
                     "the samples that its weights consumed before this step are unknown"
                 )
-            segments = own_segments(use, before, step=version.step)
+            segments = own_segments(use, earlier, step=version.step)
             consumed += [Consumed(version.name, segment, use) for segment in segments]
-            if before is not None and use.run is not None and cursor_of(use.state) < cursor_of(before.state):
+            if earlier is not None and use.run is not None and cursor_of(use.state) < cursor_of(earlier.state):
                 gaps.append(
                     "its position is before that of the version it continues: the samples that the latter consumed "
                     "count for it as well"
@@ -125,26 +126,33 @@ def _plan(ancestry: Ancestry, version: Version, earlier: Mapping[_RunOrder, Data
     return PlannedVersion(tuple(consumed), tuple(gaps))
 
 
-def _is_start_known(ancestry: Ancestry, version: Version, use: DataUse, earlier: Mapping[_RunOrder, DataUse]) -> bool:
+def _is_start_known(
+    ancestry: Ancestry, version: Version, use: DataUse, ancestor_uses: Mapping[_RunOrder, DataUse]
+) -> bool:
     """Return whether a parent has the step at which the run's record starts, or no parent is needed."""
     step = use.spans[0].step if use.spans else None
-    if not step or HISTORY in version.entry or (version.gaps and not version.parents):
-        return True  # the run began at step 0, or the history or a gap describes the versions it continued
+    if not step:
+        return True  # the run began at step 0, or its first step is not recorded
+    if HISTORY in version.entry or (version.gaps and not version.parents):
+        return True  # the history or a gap describes the versions that the run continued
     # If an ancestor is of the same run, this version's record continues that of the ancestor.
-    if any(run == use.run for run, _ in earlier if run is not None):
+    if any(run == use.run for run, _ in ancestor_uses if run is not None):
         return True
     steps = {ancestry.versions[parent].step for parent in version.parents}
-    return step in steps or None in steps
+    return step in steps or None in steps  # a parent whose step is unknown may have this step
 
 
 def _has_own_steps(ancestry: Ancestry, version: Version) -> bool:
-    """Return whether a version has more steps than its parents; an average or a copy of versions does not."""
+    """Return whether a version has more steps than its parents, or unknown steps.
+
+    An average or a copy of versions has no steps of its own, so it needs no record of data.
+    """
     steps = [ancestry.versions[parent].step for parent in version.parents]
     return version.step is None or version.step > max((step for step in steps if step is not None), default=0)
 
 
 def _by_run_order(uses: Sequence[DataUse]) -> dict[_RunOrder, DataUse]:
-    """Return valid uses by (run, order), and also by (None, order), to find a use by its order alone."""
+    """Return the valid uses by (run, order), and also by (None, order), to find a use by its order alone."""
     by_run: dict[_RunOrder, DataUse] = {}
     for use in uses:
         order = _order_of(use)
@@ -174,15 +182,16 @@ def _history_uses(version: Version) -> list[DataUse]:
             for consumed in _read_history(item):
                 runs.setdefault(consumed.use.run or "", []).append(consumed)
         except (ConfigError, CorruptDataError):
-            continue  # `_plan` notes it as a gap
+            continue  # `_plan` adds a gap for this item
     return [
         replace(segments[-1].use, spans=tuple(consumed.segment.span for consumed in segments))
         for run, segments in runs.items()
-        if run
+        if run  # the spans of uses without a run may be of several runs
     ]
 
 
 def _order_of(use: DataUse) -> ReadOrder | None:
+    """Return the read order of a use; None if its record is not valid, for which `_plan` adds a gap."""
     try:
         return parse_use(use)[0]
     except (ConfigError, CorruptDataError):
@@ -190,7 +199,7 @@ def _order_of(use: DataUse) -> ReadOrder | None:
 
 
 def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
-    """Yield the segments, with consecutive segments of the same run and span joined to one."""
+    """Yield the segments; consecutive segments of the same run and span become one."""
     joined: dict[tuple[Any, ...], Consumed] = {}
     for item in consumed:
         span = item.segment.span
