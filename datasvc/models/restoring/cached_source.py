@@ -24,7 +24,7 @@ from datasvc.progress import SourceCounter
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 DIRECT: Final = "direct"
-"""Key, in `came_bytes`, of bytes that were read from a repository and not through a cache."""
+"""Key in `came_bytes` of the bytes that were read from a repository without the cache."""
 
 
 class CachedSource:
@@ -34,7 +34,8 @@ class CachedSource:
         cache: cache of this node; its peers are tried before the repositories.
         repositories: repositories of the objects, nearest first.
         direct: source over the same repositories, for objects that the cache cannot provide.
-        records: records of the tensors to read, each chunk once; an object is released after its last chunk.
+        records: records of the tensors to read. The caller reads each chunk exactly once: these are the planned
+            reads. An object is released after its last planned read.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class CachedSource:
         self._infos = {
             link.object: link.info for record in records for chunk in record.chunks for link in chunk.chain
         }
-        self._remaining_bytes = count_bytes(records)
+        self._remaining_bytes = count_bytes(records)  # of planned reads, by object
         self._lock = threading.Lock()
         # By acquired object: its mapped file; None if the cache cannot provide it.
         self._mapped: dict[Digest, Future[memoryview | None]] = {}
-        # One lock per object: while one reader has the cache verify the object, others wait.
+        # One lock per object: while the cache verifies the object for one reader, other readers of it wait.
         self._checking: dict[Digest, threading.Lock] = {}
         self._checked: set[Digest] = set()
         self._counter = SourceCounter()
@@ -72,6 +73,7 @@ class CachedSource:
         """See `ChunkSource`: a view of the mapped file if the object is in the cache; copy from it at once."""
         view = self._view(digest)
         try:
+            # A damaged file of the cache may be too short.
             if view is not None and offset + length <= len(view):
                 return view[offset : offset + length]
             content = self._direct.read_range(digest, offset, length)
@@ -88,7 +90,8 @@ class CachedSource:
             if view is not None and offset + length <= len(view):
                 yield view[offset : offset + length]
         finally:
-            self._record_read(digest, 0)  # releases the object if no planned read is left
+            # This read is not planned, so it counts 0 bytes. But if no planned read is left, release the object.
+            self._record_read(digest, 0)
         yield from self._direct.copies(digest, offset, length)
 
     def close(self) -> None:
@@ -99,11 +102,11 @@ class CachedSource:
             self._release(digest, future)
 
     def _view(self, digest: Digest) -> memoryview | None:
-        """Return the mapped object, which the first caller acquires; None if the cache cannot provide it."""
+        """Return the mapped object, acquired before if necessary; None if the cache cannot provide it."""
         with self._lock:
             future = self._mapped.get(digest)
             if future is None:
-                # The first caller acquires the object outside of the lock; others wait for its future.
+                # This caller acquires the object, after the lock is released; other callers wait for the future.
                 new_future = self._mapped[digest] = Future[memoryview | None]()
         if future is not None:
             return future.result()
@@ -141,6 +144,7 @@ class CachedSource:
             self._release(digest, future)
 
     def _release(self, digest: Digest, future: Future[memoryview | None]) -> None:
+        """Release an object in the cache, if `future` shows that it was acquired."""
         if future.exception() is None and future.result() is not None:
             self._cache.release(digest)
 
@@ -152,8 +156,10 @@ class CachedSource:
             if digest in self._checked:
                 return
             self._checked.add(digest)
-            # Keep the mapping, which outlives the cached file: its bytes show later which tensors were affected.
+            # Keep a view, which stays valid after the cache removes the file. A comparison of its bytes with those of
+            # a good copy finds the affected tensors.
             checked_view = self._view(digest)
+            # Release the object first: the cache requires this before it puts the object into quarantine.
             with self._lock:
                 acquired = self._mapped.pop(digest, None)
             if acquired is not None:
@@ -165,13 +171,16 @@ class CachedSource:
 
 
 def count_bytes(records: Iterable[TensorRecord]) -> Counter[Digest]:
-    """Return the number of bytes that a restore of `records` reads of each object; a shared range counts once."""
+    """Return the number of bytes of each object that a restore of `records` reads.
+
+    Chunks of several tensors may share a range; `ChunkReader` reads it once, so it counts once.
+    """
     counted = Counter[Digest]()
     ranges: set[ChainLink] = set()
     for record in records:
         for chunk in record.chunks:
             for link in chunk.chain:
-                # A whole object is read once for each chunk; a range is read once and shared by all chunks in it.
+                # `ChunkReader` shares only ranges: it reads a whole object again for each chunk.
                 if link.is_whole_object or link not in ranges:
                     counted[link.object] += link.length
                     ranges.add(link)

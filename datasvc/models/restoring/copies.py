@@ -1,8 +1,9 @@
 """Reads the copies of a version's objects from one or several repositories, with or without the node's cache.
 
-`restore`, `load_version_into` and `DcpReader` create one `StoredCopies` per restore. They read whole tensor tables
-and states from the repositories (`direct`), and tensors through a source that is opened for their chunks. The report
-of the restore has the number of bytes read from each place, and the bad copies.
+`restore`, `load_version_into` and `DcpReader` create one `StoredCopies` per restore. They read tensor tables and
+states from the repositories (`direct`), without the cache. They read tensors through a source that `open_source`
+opens for the chunks of these tensors. The report of the restore has the number of bytes that were read from each
+place, and the bad copies.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 class StoredCopies:
     """Reads each object of a repository from the first place that has a good copy: cache, repository or fallback.
 
-    For the arguments see `restore.restore`. `direct` is the source over the repositories, without the cache.
+    For the arguments see `restore.restore`.
+
+    Attributes:
+        direct: source over the repository and the fallbacks, without the cache.
 
     Raises:
         ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.
@@ -62,8 +66,8 @@ class StoredCopies:
         """Open a source for the bytes of tensors; the caller reads each chunk of `records` exactly once."""
         if self._cache is None:
             yield self.direct
-            # Without a cache, all bytes are read directly, so `records` determine their number. After an error, this
-            # line is not reached, because a failed restore has no report.
+            # Without a cache, all bytes are read directly, so `records` determine their number. An error in the
+            # `with` block skips this line, which is correct, because a failed restore has no report.
             self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
@@ -84,16 +88,18 @@ class StoredCopies:
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""
-        # Not `record.nbytes`: the load of a sharded checkpoint may read only some chunks of a tensor.
+        # Add the sizes of chunks, not `record.nbytes`: the load of a sharded checkpoint may read only some chunks of
+        # a tensor.
         size_bytes = sum(record.chunk_bytes(chunk) for record in records for chunk in record.chunks)
         return RestoreReport(seconds, size_bytes, dict(self._bytes_by_place), self.direct.bad.listed(records))
 
 
 def _open_fallback(place: Repository | str) -> Repository:
+    """Open a fallback repository, even if it cannot be reached now. Raises NotFoundError: it does not exist."""
     if isinstance(place, Repository):
         return place
     try:
         return Repository.open(place)
     except (ConfigError, UnavailableError):
-        # Not an error yet: a fallback may never be needed. If it is, reading from it raises the reason.
+        # Raise nothing yet: the fallback may never be needed. If it is needed, a read from it raises the reason.
         return Repository(Storage(place))

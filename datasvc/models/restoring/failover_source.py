@@ -1,8 +1,9 @@
 """Failover between copies, for restores: each object is read from the first repository that has a good copy.
 
-`read_range` does not verify: the caller checks each chunk against its digest. If this check fails, the caller uses
-`copies`, which hashes the whole object, in one repository after another. A copy that does not match its digest is
-reported with the affected tensors, and is not read again. This module calls each of the repositories a place.
+Each of the repositories is called a place here. `read_range` does not verify: the caller checks each chunk against
+its digest. If this check fails, the caller uses `copies`, which hashes the whole object, in one place after another.
+A copy that is missing, unreadable or corrupt is marked as bad: it is reported with the affected tensors, and is not
+read again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from datasvc.repository.objects.objects import digest_of
 
 _Answer = TypeVar("_Answer")
 
-# After these errors the next place is tried. ConfigError: the place denies access (permissions, credentials).
+# After these errors the next place is tried. A place that denies access raises ConfigError.
 _PLACE_ERRORS = (NotFoundError, CorruptDataError, UnavailableError, ConfigError)
 
 
@@ -30,7 +31,7 @@ class FailoverSource:
         places: objects of the repositories, nearest first; at least one.
 
     Attributes:
-        bad: collects the bad copies.
+        bad: the bad copies, for the report of the restore.
         is_near: whether the first place is on this machine, see `NearSource`.
     """
 
@@ -39,6 +40,7 @@ class FailoverSource:
         self.bad = BadCopies()
         self._places = tuple(places)
         self.is_near = places[0].is_near
+        # Bad copies, which are not read again: the error by number of the place and digest.
         self._bad_places: dict[tuple[int, Digest], DatasvcError] = {}
 
     def location(self, digest: Digest) -> str:
@@ -64,7 +66,7 @@ class FailoverSource:
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[bytes | memoryview]:
         """Yield the range from every copy whose whole object matches the digest; other copies are marked as bad."""
-        failed: list[tuple[int, bytes]] = []
+        corrupt: list[tuple[int, bytes]] = []  # number of the place, and content of its copy
         for number, place in enumerate(self._places):
             if (number, digest) in self._bad_places:
                 continue
@@ -74,17 +76,18 @@ class FailoverSource:
                 self._mark_bad(number, digest, error)
                 continue
             if digest_of(content) != digest:
-                failed.append((number, content))
+                corrupt.append((number, content))
                 continue
-            self._mark_all_bad(digest, failed, content)
+            self._mark_corrupt(digest, corrupt, content)
             yield memoryview(content)[offset : offset + length]
-        # No good copy was found after these, so their wrong bytes are not determined.
-        self._mark_all_bad(digest, failed, None)
+        # No good copy follows these corrupt ones, so it is unknown which of their bytes are wrong.
+        self._mark_corrupt(digest, corrupt, None)
 
-    def _mark_all_bad(self, digest: Digest, failed: list[tuple[int, bytes]], intact: bytes | None) -> None:
-        # Copies are marked only after the search for a good one: a comparison with it shows their wrong bytes.
-        while failed:
-            number, content = failed.pop()
+    def _mark_corrupt(self, digest: Digest, corrupt: list[tuple[int, bytes]], intact: bytes | None) -> None:
+        """Mark corrupt copies as bad, and empty the list; `intact` is the content of a good copy, None if unknown."""
+        # `copies` calls this only when it has found a good copy: a comparison with it finds the wrong bytes.
+        while corrupt:
+            number, content = corrupt.pop()
             error = CorruptDataError(
                 f"{self._places[number].location(digest)} is corrupt: it does not match its digest"
             )
@@ -99,12 +102,12 @@ class FailoverSource:
         content: bytes | None = None,
         intact: bytes | None = None,
     ) -> None:
-        """Record a bad copy; it is not read again."""
+        """Record a bad copy; it is not read again. For `content` and `intact` see `BadCopies.add`."""
         self._bad_places[number, digest] = error
         self.bad.add(digest, self._places[number].location(digest), str(error), content=content, intact=intact)
 
     def _read_first(self, digest: Digest, read: Callable[[Objects], _Answer]) -> _Answer:
-        """Return the result of `read` at the first place where it succeeds."""
+        """Return the result of `read` at the first place where it succeeds; at failed places mark the copy as bad."""
         errors: list[DatasvcError] = []
         for number, place in enumerate(self._places):
             failure = self._bad_places.get((number, digest))
@@ -128,13 +131,15 @@ class _NullFile(io.BytesIO):
 def find_damage(
     objects: Objects, digest: Digest, size_bytes: int | None = None, progress: Progress = NO_PROGRESS
 ) -> DatasvcError | None:
-    """Read an object in bounded memory, and return the error that makes it a bad copy; None if it is good.
+    """Read an object in bounded memory, and return what is wrong with it as an error; None if it is good.
+
+    The verification and the repair of versions use this.
 
     Args:
         objects: objects of a repository.
         digest: digest of the object.
         size_bytes: size of the object according to a tensor table; None if unknown.
-        progress: counts the bytes of each part that was hashed.
+        progress: counts the bytes that were hashed, part by part.
 
     Returns:
         NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest, or its size is not
@@ -146,7 +151,7 @@ def find_damage(
             stored_bytes = _size(objects, digest)
             objects.fetch(digest, stored_bytes, _NullFile(), progress=progress)
         except CorruptDataError as error:
-            damage = error
+            damage = error  # try again: a transfer may have damaged the bytes
         except (NotFoundError, UnavailableError, ConfigError) as error:
             return error
         else:
@@ -158,10 +163,10 @@ def find_damage(
 
 
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
-    """Return one error for the errors of several places.
+    """Return one error for the errors of several places, with all their messages.
 
-    Its type is the first of CorruptDataError, UnavailableError and ConfigError that occurs, or else that of the first
-    error.
+    Its type is the first of CorruptDataError, UnavailableError and ConfigError that is among the errors. If none of
+    them is, it is the type of the first error.
     """
     kinds = (CorruptDataError, UnavailableError, ConfigError)
     first = next((error for kind in kinds for error in errors if type(error) is kind), None)
@@ -186,5 +191,5 @@ def _size(place: Objects, digest: Digest) -> int:
 
 
 def _tries(place: Objects, digest: Digest) -> int:
-    """Return the number of attempts: a second transfer may correct a bit error, a second local read does not."""
+    """Return the number of reads to try: a second transfer may be free of damage, a second local read is the same."""
     return 1 if place.local_path(digest) is not None else 2

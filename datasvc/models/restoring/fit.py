@@ -1,6 +1,7 @@
 """Compares the tensors of a checkpoint and a model by name, dtype and shape, to choose those that `load_into` loads.
 
-Several names may refer to one tensor of a model, as in weight tying. These are called tied names.
+Several names may refer to one tensor of a model, as in weight tying. These are called tied names. The functions here
+are pure: they take and return specifications, not tensors.
 """
 
 from __future__ import annotations
@@ -111,10 +112,10 @@ def plan_load(
     Args:
         expected: tensors of the model.
         found: tensors of the checkpoint, by names of the model.
-        tied: for each tied name but the first, the first name of the same tensor. The checkpoint needs only one of
-            them.
+        tied: maps each tied name, except the first name of a tensor, to this first name. The checkpoint needs only
+            one name of each tensor.
         cast: whether dtypes may differ.
-        are_equal: whether two tensors of the checkpoint have equal values; called for tied names.
+        are_equal: returns whether two tensors of the checkpoint have equal values; called for tied names.
     """
     first_names = dict(tied or {})
     mismatched = tuple(
@@ -122,38 +123,43 @@ def plan_load(
         for name, spec in expected.items()
         if name in found and (spec.shape != found[name].shape or not (cast or spec.dtype == found[name].dtype))
     )
-    bad = {mismatch.name for mismatch in mismatched}
     # Tied names refer to one tensor of the model, which cannot hold two different values.
-    mismatched += tuple(_untied(expected, found, first_names, bad, are_equal))
-    bad = {mismatch.name for mismatch in mismatched}
-    # The checkpoint needs only one name of a tied tensor: the other names share its memory, so they are loaded too.
-    usable = {first_names.get(name, name) for name in expected if name in found and name not in bad}
-    loaded = tuple(name for name in expected if name not in bad and first_names.get(name, name) in usable)
-    filled = set(loaded)
+    misfits = {mismatch.name for mismatch in mismatched}
+    mismatched += tuple(_find_untied(expected, found, first_names, misfits, are_equal))
+    misfits = {mismatch.name for mismatch in mismatched}
+    # First names of the tensors that are filled. The checkpoint needs only one name of each: tied names share memory,
+    # so they are loaded too.
+    filled = {first_names.get(name, name) for name in expected if name in found and name not in misfits}
+    loaded = tuple(name for name in expected if name not in misfits and first_names.get(name, name) in filled)
+    loaded_names = set(loaded)
     return LoadReport(
         loaded,
-        {name: spec for name, spec in expected.items() if name not in found and name not in filled},
+        {name: spec for name, spec in expected.items() if name not in found and name not in loaded_names},
         {name: spec for name, spec in found.items() if name not in expected},
         mismatched,
     )
 
 
-def _untied(
+def _find_untied(
     expected: Mapping[str, TensorSpec],
     found: Mapping[str, TensorSpec],
     first_names: Mapping[str, str],
-    bad: Container[str],
+    misfits: Container[str],
     are_equal: Callable[[str, str], bool],
 ) -> Iterator[Mismatch]:
-    """Yield each tied name whose value in the checkpoint differs from that of the first name of the same tensor."""
+    """Yield each tied name whose value differs from that of the first name of the same tensor in the checkpoint.
+
+    Names in `misfits` are left out, because they cannot be loaded anyway.
+    """
+    # By first name in the model: the first name of the same tensor that the checkpoint has.
     first_found: dict[str, str] = {}
     for name in expected:
-        if name in found and name not in bad:
+        if name in found and name not in misfits:
             other = first_found.setdefault(first_names.get(name, name), name)
             if other != name and not are_equal(other, name):
                 yield Mismatch(name, expected[name], found[name], other)
 
 
 def _printable(text: str) -> str:
-    """Escape text from a file: its control characters could control the terminal."""
+    """Escape text from a checkpoint, because its control characters could change the terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

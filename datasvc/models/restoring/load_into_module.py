@@ -1,4 +1,4 @@
-"""Loads tensors of a checkpoint into a torch module, with a report of the differences.
+"""Loads tensors of a checkpoint into a torch module, and reports the differences between them.
 
 All names, dtypes and shapes are compared before a tensor is changed. After an error the module has its old values.
 """
@@ -41,11 +41,11 @@ def load_into(
     """Fill a model's parameters and buffers from a checkpoint.
 
     Args:
-        model: a module on any device; its non-tensor extra state is not changed.
+        model: a module on any device. Its extra state that is not a tensor is not changed.
         checkpoint: result of `restore`, or a state tree of tensors.
         prefix: prefix of the model's tensors in the state; "" for a bare state dict.
-        strict: whether to raise on any difference, before anything is loaded; otherwise load what fits.
-        cast: whether dtypes may differ; values are converted.
+        strict: whether to raise ConfigError on any difference, before anything is loaded. If False, load what fits.
+        cast: whether dtypes may differ; values are then converted to the model's dtypes.
         rename: map from the checkpoint's names without prefix to the model's; see `name_filter.map_names`.
 
     Returns:
@@ -58,7 +58,7 @@ def load_into(
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
     names = names_below(tensors, prefix, rename)
-    old_names = {new: old for old, new in names.items()}
+    old_names = {new: old for old, new in names.items()}  # name in the checkpoint by name in the model
     title = "the state" if isinstance(checkpoint, Mapping) else str(checkpoint.version)
     specs = {new: spec_of(tensors[old]) for old, new in names.items()}
 
@@ -66,6 +66,7 @@ def load_into(
         return _are_equal(tensors[old_names[one]], tensors[old_names[other]])
 
     report = checked_plan(model, specs, title, strict=strict, cast=cast, are_equal=are_equal)
+    # A loaded name that the checkpoint does not have is tied to one that it has, so `fill` sets it too.
     fill(model, {name: tensors[old_names[name]] for name in report.loaded if name in old_names})
     return report
 
@@ -87,7 +88,7 @@ def load_version_into(
 ) -> LoadReport:
     """Fill a model's parameters and buffers from a version. Only the tensors that will be loaded are read.
 
-    All tensors are compared by the tensor table first. Values are read before this only to compare tied names.
+    All tensors are compared by the tensor table first. This comparison reads values only for tied names.
     For arguments, result and errors see `load_into` and `restore.restore`.
     """
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
@@ -99,17 +100,20 @@ def load_version_into(
     def are_equal(one: str, other: str) -> bool:
         if renamed[one].content == renamed[other].content:
             return True
-        # Imported tensors may have other chunk boundaries, and so differ in `content` while their bytes are equal.
+        # Imported tensors may have other chunk boundaries: then `content` differs although the bytes are equal.
         return _are_equal(*copies.load([renamed[one], renamed[other]]).values())
 
     plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
-    needed = [renamed[name] for name in plan.loaded if name in renamed]
+    needed = [renamed[name] for name in plan.loaded if name in renamed]  # the others are tied to these
     fill(model, copies.load(needed, progress=progress))
     return plan
 
 
 def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the mapped name of each tensor below `prefix`, by stored name. Raises ConfigError: there are none."""
+    """Return the model's name of each tensor below `prefix`, by stored name.
+
+    For `rename` see `name_filter.map_names`. Raises ConfigError: no tensor is below `prefix`.
+    """
     all_names = list(names)
     stem = prefix.rstrip(".")
     prefix_length = len(f"{stem}.") if stem else 0
@@ -154,15 +158,15 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     current = model.state_dict(keep_vars=True)
-    # torch converts tensors of an old format version, which it reads from `_metadata`. The tensors fit this model, so
-    # pass the versions of the model.
+    # A state dict has the format version of each module in `_metadata`, and torch converts tensors of old versions.
+    # These tensors fit the model, so pass the versions of the model itself: torch then converts nothing.
     state = OrderedDict(tensors)
-    state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch's place
+    state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch reads it there
     # Check all casts before the first tensor is changed.
     for name, tensor in tensors.items():
         if name in current:
             cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite
-    # Copy the old values to the CPU, so that a model on a GPU needs no further memory there.
+    # Copy the old values to the CPU, so that no further GPU memory is needed.
     old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
         model.load_state_dict(state, strict=False)
@@ -170,14 +174,14 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         with torch.no_grad():
             for name, value in old.items():
                 current[name].copy_(value)
-        # Torch and hooks raise these types. Other exceptions, such as an interrupt, keep their type.
+        # torch and hooks of the model raise these types. Other exceptions, such as an interrupt, keep their type.
         if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):
             raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
         raise
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bytes; NaN equals NaN of the same bits."""
+    """Return whether two tensors have the same dtype, shape and bytes; a NaN equals a NaN of the same bits."""
     import torch
 
     if spec_of(one) != spec_of(other):
@@ -192,7 +196,10 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 
 
 def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return the tensors of a model, and for each name that shares memory with an earlier name, that name."""
+    """Return the tensors of a model by name, and its tied names as the argument `tied` of `plan_load`.
+
+    Raises ConfigError: a tensor has no shape or no memory yet.
+    """
     import torch
     from torch.nn.parameter import is_lazy
 
@@ -201,7 +208,7 @@ def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, 
     first_names: dict[tuple[Any, ...], str] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
-            continue  # extra state
+            continue  # extra state of a module
         if is_lazy(value):
             raise ConfigError(
                 f"{type(model).__name__}: {name} has no shape yet; run one batch through the model first"
@@ -212,7 +219,7 @@ def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, 
             )
         expected[name] = spec_of(value)
         if not value.numel():
-            continue
+            continue  # empty tensors have no memory that shows whether they are tied
         # Tied names have the same elements of the same memory.
         memory = (value.device, value.data_ptr(), tuple(value.shape), value.stride())
         if first_names.setdefault(memory, name) != name:

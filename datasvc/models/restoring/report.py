@@ -64,6 +64,7 @@ class BadCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # By digest and location: the reason, and the offsets of the wrong bytes, None if they are unknown.
         self._bad: dict[tuple[Digest, str], tuple[str, Integers | None]] = {}
 
     def add(
@@ -77,16 +78,16 @@ class BadCopies:
     ) -> None:
         """Record that the copy of an object at `location` is bad, for `reason`.
 
-        To find the affected tensors, `content`, the bytes of this copy, is compared with `intact`, those of a good
-        copy. If one of them is None, all tensors with bytes in the object count as affected.
+        `content` has the bytes of this copy, and `intact` those of a good copy. Their comparison finds the affected
+        tensors. If one of them is None, all tensors with bytes in the object count as affected.
         """
         wrong = None if content is None or intact is None else _differing(content, intact)
         with self._lock:
-            # The first reason counts: several readers may find the same copy bad.
+            # Several readers may find the same copy bad. Keep the first reason.
             self._bad.setdefault((digest, location), (reason, wrong))
 
     def listed(self, records: Iterable[TensorRecord] = ()) -> tuple[BadCopy, ...]:
-        """Return the bad copies, each once, with the names of the affected tensors of `records`."""
+        """Return the bad copies, each once, with the names of those tensors in `records` that are affected."""
         with self._lock:
             copies = dict(self._bad)
         if not copies:
@@ -105,7 +106,7 @@ class BadCopies:
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
-    """Return names for a message: the first few, and the number of further ones."""
+    """Return names for a message: the first `most`, and the number of further ones."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -119,7 +120,8 @@ def _differing(content: Content, intact: Content) -> Integers | None:
 
 def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
     """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
-    # A link has a wrong byte if more of the sorted wrong offsets are below its end than below its start.
+    # `searchsorted` counts the wrong offsets below a limit. A link has a wrong byte if more of them are below its end
+    # than below its start.
     names = (
         name
         for name, link in links

@@ -1,4 +1,7 @@
-"""Restores whole checkpoints or some of their tensors: from the node's cache, its peers, or repositories."""
+"""Restores whole checkpoints, or some of their tensors, from the node's cache, its peers, or repositories.
+
+`CheckpointManager.restore` and `repo.models.restore` call `restore`.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +86,12 @@ def restore(
     began = time.monotonic()
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
-    # Find errors of patterns and of the state before reading the tensors, which are by far the largest part.
+    # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
     is_part = bool(only or exclude or rename)
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
-    skeleton = (
-        None if is_part else decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    )
+    skeleton = None
+    if not is_part:
+        skeleton = decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     progress.begin(sum(record.nbytes for record in records))
     tensors = copies.load(records, progress=progress)
     state = tensors if is_part else unflatten(skeleton, tensors)
@@ -98,6 +101,7 @@ def restore(
 def _select(
     records: Sequence[TensorRecord], only: Collection[str], exclude: Collection[str], rename: Mapping[str, str] | None
 ) -> list[TensorRecord]:
+    """Return the records of the tensors to restore, under their new names."""
     by_name = {record.name: record for record in records}
     mapped = map_names(select_names(list(by_name), only, exclude), rename)
     return [replace(by_name[old], name=new) for old, new in mapped.items()]

@@ -1,4 +1,7 @@
-"""Reads a stored version without its tensors: the entry, with its signature checked, and the tensor table."""
+"""Reads a stored version without its tensors: the entry, with its signature checked, and the tensor table.
+
+Every restore begins with `read_version`, so that trusted keys are always enforced.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def read_version(
     read: Callable[[Digest, int], bytes] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> StoredVersion:
-    """Return the version that `ref` resolves to. Every restore uses this, so that trusted keys are always enforced.
+    """Return the version that `ref` resolves to, without the bytes of its tensors.
 
     `read` returns a verified object of at most the given size in bytes; default: `Objects.read` of the repository.
     For the other arguments see `restore.restore`.
