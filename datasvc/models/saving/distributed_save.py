@@ -1,8 +1,9 @@
 """The steps of a save by all ranks: each rank stores its part, rank 0 commits, and all ranks get the same outcome.
 
 `writer.VersionWriter` calls the steps in the order `agree_on_tensors`, `store_part`, `gather_parts`, `join_parts`,
-`share_outcome`. The checkpoint is rank 0's state, never a mix of several: another rank stores chunks of a tensor only
-if it holds the same bytes as rank 0. Each rank also stores the state that it alone has, such as its random state.
+`share_outcome`. The part of a rank is the chunks that it stores. The shared state is that of rank 0, never a mix of
+several ranks: another rank stores chunks of a shared tensor only if the tensor has the same bytes on all ranks. Each
+rank also stores the state that it alone has, such as its random state.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A fingerprint and its negative must fit into int64, because `_find_differing` exchanges both.
+# A fingerprint is the first bits of a digest. `_find_differing` exchanges it and its negative as int64.
 _FINGERPRINT_BITS: Final = 62
 
 
 @dataclass(frozen=True)
 class RankWrites:
-    """Message of a rank to rank 0 about the part of the save that it has stored.
+    """Message of a rank to rank 0 that describes the part which the rank has stored.
 
     Attributes:
         chunks: stored chunks with the names of their tensors.
@@ -72,21 +73,22 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
     """Check that all ranks are ready to store the same step; return the tensors that rank 0 stores alone.
 
     Every rank calls this before it stores anything. Rank 0 stores a shared tensor alone if its bytes differ between
-    ranks. The shared tensors of `state` must have the same names, dtypes and shapes on all ranks. If this rank cannot
-    store the state, `error` is the reason.
+    ranks. The shared tensors of `state` must have the same names, dtypes and shapes on all ranks;
+    `CheckpointManager.save` has checked this. If this rank cannot store the state, `error` is the reason.
 
     Raises:
         ConfigError: the ranks are at different steps.
-        DatasvcError: a rank has an error.
+        DatasvcError: a rank cannot store its state.
         UnavailableError: a rank is lost.
     """
     fingerprints: Mapping[str, int] = {}
     try:
         if channel.size > 1 and error is None:
-            # Sorted, because the collective compares fingerprints by position.
+            # Sort by name, because the collective compares fingerprints by position. With one rank, nothing differs.
             fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(state.tensors.items())}
     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
         error = failure
+    # A rank with an error also sends its message: otherwise the other ranks would wait for it.
     answers = channel.exchange([describe_error(error), step])
     raise_on_all_ranks([answer[0] for answer in answers], error)
     if len({answer[1] for answer in answers}) > 1:
@@ -95,9 +97,14 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
 
 
 def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception | None) -> list[RankWrites]:
-    """Return the parts that all ranks have stored, on rank 0; [] elsewhere. Every rank calls this after `store_part`.
+    """Return the parts that all ranks have stored, in the order of ranks, on rank 0; return [] on other ranks.
 
-    If this rank could not store its part, `part` is None and `error` is the reason. Raises as `agree_on_tensors`.
+    Every rank calls this after `store_part`. If this rank could not store its part, `part` is None and `error` is the
+    reason.
+
+    Raises:
+        DatasvcError: a rank could not store its part.
+        UnavailableError: a rank is lost.
     """
     # Commit only if every rank has stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
@@ -122,10 +129,10 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
         answers = channel.exchange(outcome)
     except UnavailableError as lost:
         if version is not None:
-            # The version is committed: a rank that was lost afterwards does not change that.
+            # This is rank 0, and the version is committed: the loss of another rank afterwards does not change it.
             return version
         if channel.rank == 0:
-            # Only this rank commits, so its own error is the outcome.
+            # Nothing was committed, because only this rank commits. Raise the error of its commit.
             assert error is not None
             raise error from lost
         raise UnknownOutcomeError(
@@ -145,14 +152,16 @@ def _find_differing(channel: RankChannel, fingerprints: Mapping[str, int]) -> fr
 
     if channel.size == 1:
         return frozenset()
-    # One collective gives the maximum and the minimum, -max(-x): they are equal if all ranks have the same x.
+    # One collective gives the maximum and the minimum, -max(-x). Both are equal if all ranks have the same x.
     values = torch.tensor(list(fingerprints.values()), dtype=torch.int64)
-    largest = channel.all_reduce_max(torch.cat([values, -values]))
-    is_different = largest[: len(values)] != -largest[len(values) :]
+    reduced = channel.all_reduce_max(torch.cat([values, -values]))
+    largest, smallest = reduced[: len(values)], -reduced[len(values) :]
+    is_different = largest != smallest
     return frozenset(name for name, differs in zip(fingerprints, is_different.tolist(), strict=True) if differs)
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
+    """Return the first `_FINGERPRINT_BITS` bits of the digest of a tensor's bytes."""
     return int(digest_of(bytes_of(tensor).data), 16) >> (256 - _FINGERPRINT_BITS)
 
 
@@ -175,6 +184,7 @@ def store_part(
             "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
         )
     shared, rank_tensors = _describe(state.tensors), _describe(state.rank_tensors)
+    # Each rank computes the same plan from the same arguments, and stores its own part.
     assigned = partition_writes(shared, channel.size, rank0_only=rank0_only)[channel.rank]
     blocks = [TensorBlock(name, box[0], state.tensors[name][slices(box)]) for name, box in assigned]
     blocks += whole_blocks(state.rank_tensors)
@@ -188,9 +198,10 @@ def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Shape
 
 
 def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
-    """Return the state that all ranks together have stored; rank 0 calls this before the commit.
+    """Return the whole stored state from the parts of all ranks; rank 0 calls this before the commit.
 
-    Raises ConfigError: two tensors have the same name.
+    `state` is rank 0's state, and `parts` is the result of `gather_parts`. Raises ConfigError: two tensors have the
+    same name.
     """
     described = _describe(state.tensors)
     for rank_writes in parts:

@@ -1,6 +1,7 @@
 """Flattens the state that one rank saves into named tensors and a JSON skeleton, and checks that both can be stored.
 
-The check runs before the state is copied, so that `save` itself raises the error, not the background write.
+`CheckpointManager.save` calls `flatten_state` before it copies the tensors. Thus the call itself raises an error of
+the state, and not the background write.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ RANK_STATE: Final = "rank_state"
 
 @dataclass(frozen=True)
 class FlatState:
-    """A flattened state of one rank.
+    """The flattened state of one rank: the state that all ranks share, and the state that only this rank has.
 
     Attributes:
         skeleton: skeleton of the state that all ranks share, see `state_tree`.
         tensors: tensors of the shared state, by name.
         rank_skeleton: skeleton of the state that only this rank has; None: this rank has no state of its own.
-        rank_tensors: tensors of this rank's state by name; the names are unique to this rank.
+        rank_tensors: tensors of this rank's own state, by name; no other rank has tensors of these names.
     """
 
     skeleton: Mapping[str, Any]
@@ -47,7 +48,7 @@ class FlatState:
         return [f"{name} {dtype_name(tensor)}{list(tensor.shape)}" for name, tensor in sorted(self.tensors.items())]
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the same state with other tensors under the same names."""
+        """Return the same state with other tensors under the same names; `tensors` has all of them."""
         return replace(
             self,
             tensors={name: tensors[name] for name in self.tensors},
@@ -56,14 +57,17 @@ class FlatState:
 
 
 def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None, rank: int) -> FlatState:
-    """Flatten a state and the state of this rank alone. Raises ConfigError: one of their values cannot be stored."""
+    """Flatten the shared `state` and `rank_state`, the state of this rank alone.
+
+    Raises ConfigError: a value or a name of a tensor cannot be stored.
+    """
     if RANK_STATE in state:
         raise ConfigError(
             f"the state has the reserved key {RANK_STATE!r}: pass the state of each rank as rank_state="
         )
     skeleton, tensors = flatten(state)
-    # `join_parts` adds the states of the ranks to the skeleton under a string key. A dict with other keys is encoded
-    # as `$dict`, which cannot have string keys.
+    # `join_parts` adds the key `RANK_STATE` to the skeleton. A dict with a key that is not a string, or that begins
+    # with "$", is encoded as a list under the single key "$dict", so no key can be added to it.
     if rank_state is not None and "$dict" in skeleton:
         raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
     rank_skeleton: Any = None
@@ -81,12 +85,13 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
 
 
 def describe_mismatch(signatures: Sequence[Sequence[str]]) -> str:
-    """Describe the first difference between the ranks' tensor signatures; at least two of them must differ."""
+    """Return a message about the first rank whose tensor signature differs from that of rank 0; one must differ."""
     first = set(signatures[0])
     for rank, signature in enumerate(signatures):
         missing, extra = sorted(first - set(signature)), sorted(set(signature) - first)
         if missing or extra:
-            expected, found = (tensors[0] if tensors else "nothing" for tensors in (missing, extra))
+            expected = missing[0] if missing else "nothing"
+            found = extra[0] if extra else "nothing"
             return (
                 f"rank {rank} saves other tensors than rank 0: rank 0 has {expected!r} where rank {rank} has "
                 f"{found!r}; pass the state of each rank as rank_state=, and save sharded tensors with "

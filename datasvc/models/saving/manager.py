@@ -1,7 +1,8 @@
 """`CheckpointManager`: saves and restores the checkpoints of one model during a run.
 
-The calling thread copies the state to host memory. The thread of a `SaveQueue` writes the copy while the training
-continues. All ranks save together, and get the same version or the same error.
+A training loop calls `should_save` after each step, and `save` if it returns True. The calling thread copies the
+state to host memory. The thread of a `SaveQueue`, the save thread, writes the copy while the training continues. All
+ranks save together, and get the same version or the same error.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _NO_DEFAULT: Final[Any] = object()
 # One buffer is written to the store while the training fills the other.
 _NUM_BUFFERS: Final = 2
 FAILURES: Final = ("raise", "log")
-TIMEOUT_S: Final = 600.0
+TIMEOUT_S: Final = 600.0  # default of `CheckpointManager(timeout_s=)`
 
 
 class CheckpointManager:
-    """Saves and restores the versions of one model. Made by `repo.models.manager(name)`.
+    """Saves and restores the versions of one model. `repo.models.manager(name)` returns a manager.
 
     Use it as a context manager, or call `close`. In a job of several ranks, every rank makes a manager and calls the
     same methods in the same order, `close` included.
@@ -62,15 +63,15 @@ class CheckpointManager:
         name: name of the model; the first save creates the model.
         codec: "none", "planes" or "delta", see `store_tensors`.
         every: interval between saves, for `should_save`: a number of steps, or a duration such as "10min". None: as
-            often as `max_stall` allows; if `max_stall` is None too, no save is due.
+            often as `max_stall` allows; if `max_stall` is None too, `should_save` makes no save due.
         max_stall: largest share of the training time that saves may take, "3%" or 0.03; the next save is delayed
             until the earlier ones take no more than this share. None: no limit.
-        overlap: behaviour of a save while earlier saves are running: "queue" waits once two are running, "refuse"
-            raises BusyError.
+        overlap: behaviour of a save while earlier saves are queued or running: "queue" waits if there are two of
+            them, "refuse" raises BusyError if there is one.
         failures: treatment in `save` of an unreported error of an earlier save: "raise" raises it, "log" logs it and
             continues. After a stop signal `save` always logs it. `wait` and `close` always raise it.
         grace: time that the run has to end after SIGTERM or Ctrl-C, such as "30s". The signal then does not end the
-            process at once: `should_save` sets `stop_signal`. None: signal handlers are unchanged.
+            process at once: the next `should_save` sets `stop_signal`. None: signal handlers are unchanged.
         group: torch.distributed group of the ranks that save together; None: the default group. Without a default
             group, this process saves alone.
         timeout_s: seconds that a rank waits for an answer of the other ranks before it abandons a save.
@@ -121,7 +122,7 @@ class CheckpointManager:
         self._is_closed = False
         self._scheduler = SaveScheduler(self._policy)
         grace_s = None if grace is None else parse_duration(grace)
-        # Two channels: the calling thread and the save thread run collectives independently of each other.
+        # Open two channels, because the calling thread and the save thread run collectives at the same time.
         self._main_channel, self._save_channel = open_channels(group, timeout_s)
         try:
             check_same_store(self._main_channel, repository.storage)
@@ -130,13 +131,14 @@ class CheckpointManager:
             self._save_channel.close()
             raise
         if self._main_channel.rank == 0:
-            # Read the code now: the files may be edited before the first save is committed.
+            # Record the code revision now: the files may be edited before the first save is committed.
             capture_code()
         self._preemption = None if grace_s is None else Preemption(grace_s)
         self._writer = VersionWriter(repository, name, codec, self._save_channel)
         self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
-        self._copying: deque[SaveHandle] = deque()  # saves with device copies that are not yet counted in the cost
+        # Saves whose device copies are not yet counted in the cost, oldest first.
+        self._copying: deque[SaveHandle] = deque()
         self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
 
@@ -178,20 +180,21 @@ class CheckpointManager:
         self._count_device_copies()
         is_saving = self._queue.is_busy
         self._scheduler.end_step(is_saving=is_saving)
-        # All ranks use the next check that rank 0 has computed, so all of them skip the same exchanges.
+        # Rank 0 has computed `_next_check` for all ranks, so all of them skip the same exchanges.
         if self._main_channel.size > 1 and step < self._next_check:
             return False
         decision = self._scheduler.decide(step, is_saving=is_saving)
         received = None if self._preemption is None else self._preemption.received
         answers: list[Any] = [[step, decision.is_due, decision.next_step, received]]
-        # Without a clock and signals, all ranks make the same decision from the step number, without a message.
+        # Without a clock and signals, the decision depends only on the step number, so the ranks need no exchange.
         if self._policy.needs_clock or self._preemption is not None:
             answers = self._main_channel.exchange(answers[0])
         steps = [answer[0] for answer in answers]
         if len(set(steps)) > 1:
             raise ConfigError(f"the ranks called should_save() after different steps; by rank: {steps}")
-        # Clocks differ between ranks: the decision of rank 0 counts for all.
+        # Clocks differ between ranks, so all ranks use the decision of rank 0.
         _, is_due, self._next_check, _ = answers[0]
+        # A signal that one rank has received stops all ranks.
         signals = [answer[3] for answer in answers if answer[3] is not None]
         self.stop_signal = signals[0] if signals else None
         return bool(is_due or signals)
@@ -214,11 +217,12 @@ class CheckpointManager:
         Later changes of the state do not affect the saved version.
 
         Args:
-            state: state that all ranks share, a tree as for `models.save`. Rank 0's values are saved, also where
-                tensors differ between the ranks.
+            state: state that all ranks share, a tree as for `models.save`. Rank 0's values are saved, even if a
+                tensor differs between the ranks.
             step: number of optimizer steps that produced this state.
             rank_state: state of this rank alone, such as its random state; restored as `state["rank_state"][rank]`.
-            data: data consumed so far. For this argument and those below, rank 0's values are stored.
+            data: data consumed so far. For `data`, `config`, `metrics`, `parent` and `message`, the values of rank 0
+                are stored.
             config: effective configuration of the run, JSON values.
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
@@ -240,7 +244,8 @@ class CheckpointManager:
             raise ConfigError(f"model {self.name!r} is closed; open it again to save")
         began_s = time.perf_counter()
         error: Exception | None = None
-        metadata, flat_state, reported = None, None, list[int]()
+        metadata, flat_state = None, None
+        reported: list[int] = []  # numbers of the earlier saves whose errors this call reports
         try:
             step = check_step(step)
             self._queue.check(step)
@@ -250,7 +255,7 @@ class CheckpointManager:
                 parent = None if parent is None else exact_version(self._repository, parent)
                 metadata = copy.deepcopy(VersionMetadata(step, data, config, metrics, parent, message=message))
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
-        except Exception as failure:  # noqa: BLE001 - raised on all ranks
+        except Exception as failure:  # noqa: BLE001 - `_agree` raises it, on all ranks
             error = failure
         self._agree(step, flat_state, reported, error)
         assert metadata is not None
@@ -261,9 +266,9 @@ class CheckpointManager:
             if wait:
                 handle.result()
         finally:
-            # Measure the whole call: it may have waited for a save, or run the save in the calling thread.
+            # If this save is done, the call has waited for it, or has run it in this thread. Then the time of the
+            # call, which is recorded below, includes the device copies: do not count them twice.
             if self._copying and self._copying[-1].done():
-                # The stall that is recorded below includes these copies: do not count them twice.
                 self._copying.clear()
             self._scheduler.record_stall(time.perf_counter() - began_s)
         return handle
@@ -301,9 +306,10 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Any:
-        """Return a checkpoint with every byte verified, the same on every rank; the next save has it as its parent.
+        """Return a checkpoint with every byte verified, the same on every rank; it is the parent of the next save.
 
-        Waits for running saves first, so that their parent is the version from before the restore.
+        Every rank calls this. It waits for running saves first, so that their parent is the version from before the
+        restore.
 
         Args:
             ref: a version or tag of any model; None: the newest version of this model.
@@ -319,13 +325,13 @@ class CheckpointManager:
         version, checkpoint = None, None
         try:
             if self._main_channel.rank == 0:
-                # One rank resolves the reference for all: a tag may be moved between two look-ups.
+                # Rank 0 resolves the reference for all ranks, because a tag may be moved between two look-ups.
                 name = parse_reference(ref or self.name, "model").name
                 if default is _NO_DEFAULT or self._repository.newest("models", name) is not None:
                     version = str(self._repository.resolve("models", ref or self.name))
         except Exception as failure:
             if self._main_channel.size == 1:
-                raise
+                raise  # with its original type and traceback
             error = failure
         answers = self._main_channel.exchange([describe_error(error), version])
         raise_on_all_ranks([answer[0] for answer in answers], error)
@@ -391,15 +397,19 @@ class CheckpointManager:
                 signal.raise_signal(received)
 
     def _agree(self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None) -> None:
-        """Check that all ranks save the same step and tensors. Raises as `save`."""
+        """Check that no rank has an error, and that all ranks save the same step and tensors. Raises as `save`.
+
+        `reported` has the numbers of the earlier saves whose errors this rank reports in this call.
+        """
         if self._main_channel.size == 1:
             if error is not None:
                 raise error
             return
-        # Send a digest of the tensor signature, because the signature is long. It is sent only if the digests differ.
+        # Send a digest of the tensor signature, because the signature is long. Send the latter if the digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
-        # A rank with an error exchanges too, because the others would otherwise wait for it.
+        # A rank with an error also sends its message: otherwise the other ranks would wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
+        # A save fails on all ranks, so the others need not report an error that one rank reports.
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
         raise_on_all_ranks([answer[0] for answer in answers], error)
         if len({answer[1] for answer in answers}) > 1:
@@ -409,20 +419,22 @@ class CheckpointManager:
             raise ConfigError(describe_mismatch(self._main_channel.exchange(flat_state.signature)))
 
     def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
-        """Copy the state and queue the write; an interrupted save is queued too, and fails in the save thread."""
+        """Copy the state and queue the write. If the copy fails or is interrupted, queue a save that fails."""
         handle = SaveHandle(metadata.step)
         buffer, next_buffer = self._buffers
         copies: HostCopies | Exception
         try:
-            # After this wait, fewer saves are running than there are buffers, so no save uses this buffer.
+            # After this wait, fewer saves are queued or running than there are buffers. The buffers are used in turn,
+            # so no save uses this one.
             self._queue.wait_for_slot()
             self._buffers.rotate()
             try:
                 copies = buffer.copy(flat_state.all_tensors)
-            except Exception as failure:  # noqa: BLE001 - raised in the background, on all ranks
+            except Exception as failure:  # noqa: BLE001 - the save thread raises it, on all ranks
                 copies = failure
         except BaseException as failure:
-            # The other ranks have queued this save and would wait for it, so it must fail in the background on all.
+            # For example Ctrl-C. The other ranks queue this save and would wait for this rank, so `finally` queues a
+            # save that fails on all ranks. On this rank, the exception that is raised here reports the failure.
             copies = DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}")
             handle.mark_reported()
             raise
@@ -433,11 +445,16 @@ class CheckpointManager:
         return handle
 
     def _count_device_copies(self) -> None:
+        """Count the device copies that have ended since the last call in the cost of saving."""
         while self._copying and (self._copying[0].device_s is not None or self._copying[0].done()):
             self._scheduler.record_device_copy(self._copying.popleft().device_s or 0.0)
 
     def _take_failure(self) -> tuple[list[int], DatasvcError | None]:
-        """Return the numbers of earlier saves whose errors this call reports, and the error to raise, if any."""
+        """Report the errors of earlier saves: log each, or return the first, to be raised by the caller.
+
+        Returns:
+            The numbers of the saves whose errors are reported, and the error to raise; None: there is none to raise.
+        """
         reported = []
         while (failure := self._queue.take_unreported_failure()) is not None:
             number, error = failure
