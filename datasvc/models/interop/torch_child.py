@@ -36,7 +36,7 @@ from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
 from datasvc.sizes import format_size
 
-# The parent parses this JSON, which takes memory of up to 25 times its size. The limit is enough for about 200,000
+# The parent parses this JSON, which takes up to 25 times its size in memory. The limit is enough for about 200,000
 # tensors.
 _MAX_METADATA_BYTES: Final = 32 << 20
 # Processor time of one read: `_MIN_CPU_S`, and one second more for each `_MIN_BYTES_PER_CPU_S` bytes of the extent.
@@ -65,7 +65,7 @@ class _PickleServer:
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
         self._max_nodes = max_nodes
-        # Add `memory_bytes` to the memory that is mapped now, because torch for GPUs maps many GB at its import.
+        # Add `memory_bytes` to the memory that is mapped now, because torch for GPUs maps many GB.
         self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._extent: Extent | None = None
         self._tensors: dict[str, torch.Tensor] = {}

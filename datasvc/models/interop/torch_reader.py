@@ -33,8 +33,8 @@ _CHILD: Final = "datasvc.models.interop.torch_child"
 _ERRORS: Final[dict[str, type[Exception]]] = {
     "ConfigError": ConfigError, "CorruptDataError": CorruptDataError, "OSError": OSError
 }  # fmt: skip
-# Several tensors of a file may share one storage, but each is stored alone. All tensors together may have at most
-# this multiple of the bytes of the file.
+# Several tensors of a file may share one storage, but an import stores the values of each. All tensors together may
+# have at most this multiple of the bytes of the file.
 _MAX_SHARED_FACTOR: Final = 16
 MAX_REPEATED_BYTES: Final = 1 << 20
 """A tensor of up to this size may be larger than its storage, as an expanded tensor is."""

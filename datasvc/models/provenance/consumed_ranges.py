@@ -175,8 +175,8 @@ def _new_segments(
     new = spans[num_same:]
     starts = [span.start for span in new]
     if new and num_same < len(earlier) and new[0].start == earlier[num_same].start:
-        # It is the same span, now longer: only the added part is new. If the run was reset to a position within the
-        # span, it is now shorter, and nothing of it is new.
+        # The first new span is an earlier span that is longer now: only the added part is new. If the run was reset
+        # to a position within this span, it is shorter now, and nothing of it is new.
         starts[0] = min(earlier[num_same].stop, new[0].stop)
     # A span ends at the step at which the next one starts, the last span at the version's step.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]

@@ -165,12 +165,11 @@ class _ConsumerSearch:
                 source: KeyPlaces.join([places[lookup] for lookup in split_lookups])
                 for source, split_lookups in enumerate(lookups[order])
             }
-            for source, place in by_source.items():
-                if place.num_lost:
-                    self._add_gap(
-                        order,
-                        f"it read {order.names[source]}, of which {place.num_lost} shards are not in this repository",
-                    )
+            for source, in_split in by_source.items():
+                if in_split.num_lost:
+                    name = order.names[source]
+                    gap = f"it read {name}, of which {in_split.num_lost} shards are not in this repository"
+                    self._add_gap(order, gap)
             by_order[order] = KeyPositions(order, tables, by_source)
         return by_order
 

@@ -49,7 +49,7 @@ class SampleQuery:
             with `deletion` only the shards of the deletion.
         split: name of the splits in which the keys match; None means all splits.
         tables: shard tables of the version `data`, if it is in this repository; then the keys match only in these.
-        deletion: the keys match in the shards of this deletion too; None without a deletion.
+        deletion: the keys match in the shards of this deletion, in addition to `data`; None: only in `data`.
     """
 
     keys: tuple[str, ...]

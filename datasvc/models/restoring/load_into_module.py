@@ -161,7 +161,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     # A state dict has the format version of each module in `_metadata`, and torch converts tensors of old versions.
     # These tensors fit the model, so pass the versions of the model itself: torch then converts nothing.
     state = OrderedDict(tensors)
-    state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch reads it there
+    state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch reads it
     # Check all casts before the first tensor is changed.
     for name, tensor in tensors.items():
         if name in current:
