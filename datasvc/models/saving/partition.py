@@ -14,7 +14,7 @@ from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10
-"""Smaller chunks are packed, several into one object. Rank 0 stores all of them, so that there are few packs."""
+"""Chunks below this size are packed, several into one object. Rank 0 stores all of them: then there are few packs."""
 
 
 def partition_writes(
@@ -28,11 +28,12 @@ def partition_writes(
         rank0_only: tensors that rank 0 alone stores, because their bytes differ between ranks.
 
     Returns:
-        For each rank the chunks that it stores: tensor name and box. Every chunk is in exactly one list. Equal
-        arguments give equal results, so the ranks need not exchange the plan.
+        For each rank the chunks that it stores, each as the tensor's name and the chunk's box (start and shape).
+        Every chunk is in exactly one list. Equal arguments give equal results, so each rank computes the same plan
+        without messages.
     """
     assigned: list[list[tuple[str, Box]]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
+    rank0_bytes = 0
     large = []
     # Sorted by name: the ranks may have flattened the same state in different orders.
     for name, (dtype, shape) in sorted(tensors.items()):
@@ -40,14 +41,15 @@ def partition_writes(
             nbytes = math.prod(box[1]) * ITEM_BYTES[dtype]
             if nbytes < SMALL_BYTES or name in rank0_only:
                 assigned[0].append((name, box))
-                load[0] += nbytes
+                rank0_bytes += nbytes
             else:
                 large.append((nbytes, name, box))
-    heap = [(load_bytes, rank) for rank, load_bytes in enumerate(load)]
-    heapq.heapify(heap)
+    # Heap of (assigned bytes, rank). Rank 0 already has the chunks that it stores alone.
+    loads = [(rank0_bytes if rank == 0 else 0, rank) for rank in range(num_ranks)]
+    heapq.heapify(loads)
     # Assign the largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
     for nbytes, name, box in sorted(large, key=lambda chunk: -chunk[0]):
-        load_bytes, rank = heapq.heappop(heap)
+        load_bytes, rank = heapq.heappop(loads)
         assigned[rank].append((name, box))
-        heapq.heappush(heap, (load_bytes + nbytes, rank))
+        heapq.heappush(loads, (load_bytes + nbytes, rank))
     return assigned

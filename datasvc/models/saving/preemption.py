@@ -1,8 +1,9 @@
 """Preemption: after SIGTERM from a scheduler, or Ctrl-C, a run saves once more and ends within a grace period.
 
-The handler only records the signal. The run polls it (`CheckpointManager.should_save`), saves and leaves its loop. If
-the run takes longer than the grace period, a thread ends the process with the signal's status, even if the run is
-blocked. A save that is not committed by then leaves nothing visible.
+`CheckpointManager` opens a `Preemption` if its argument `grace` is set. The signal handler only records the signal.
+The run polls `CheckpointManager.should_save`, saves and leaves its loop. If the run takes longer than the grace
+period, a thread ends the process with the exit status 128 + signal number, even if the run is blocked. A save that is
+not committed by then is never visible.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 # A terminal and a launcher may both deliver the same Ctrl-C, so a second one within this time does not count.
 _SAME_CTRL_C_S: Final = 2.0
 
-_open: list[Preemption] = []
-"""Open instances, oldest first."""
+_open_instances: list[Preemption] = []
+"""Instances that are not closed, oldest first."""
 
 
 class Preemption:
     """Records SIGTERM and Ctrl-C instead of ending the process at once. `close` restores the previous handlers.
 
-    A second Ctrl-C, more than two seconds after the first signal, raises KeyboardInterrupt as usual. If several
-    instances are open, each of them records the signal. In a forked child, the previous handlers are restored.
+    A Ctrl-C more than two seconds after the first signal raises KeyboardInterrupt as usual. If several instances are
+    open, each of them records the signal. In a forked child, the previous handlers are restored.
 
     Args:
         grace_s: seconds from the first signal until a process that still runs is ended.
@@ -48,12 +49,12 @@ class Preemption:
             )
         self.received: int | None = None
         self._grace_s = grace_s
-        self._received_s = 0.0
+        self._received_s = 0.0  # time of the first signal, by `time.monotonic`
         self._pid, self._is_closed = os.getpid(), False
+        self._grace_began, self._grace_cancelled = threading.Event(), threading.Event()
         # Start the thread now: a signal handler must not start one, because it may interrupt the start of another.
-        self._is_signalled, self._is_released = threading.Event(), threading.Event()
         threading.Thread(target=self._enforce_grace, name="datasvc-grace", daemon=True).start()
-        _open.append(self)
+        _open_instances.append(self)
         self._previous: dict[int, Any] = {}
         for number in SIGNALS:
             self._previous[number] = signal.getsignal(number)
@@ -70,48 +71,53 @@ class Preemption:
         """Restore the previous handlers; a signal that was received before no longer ends the process."""
         if self._is_closed:
             return
-        self._is_released.set()
-        self._is_signalled.set()
-        self._release()
+        # End the thread. In this order: it waits for `_grace_began`, and must then find the other event set.
+        self._grace_cancelled.set()
+        self._grace_began.set()
+        self._restore_handlers()
 
-    def _release(self) -> None:
+    def _restore_handlers(self) -> None:
+        """Mark this instance as closed and restore the previous handlers."""
         self._is_closed = True
-        _open.remove(self)
-        # Python sets handlers in the main thread only; the handler of a closed instance passes signals on.
+        _open_instances.remove(self)
+        # Python sets handlers in the main thread only. Elsewhere this handler stays installed, and passes signals on.
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
             handler = self._previous_handler(number)
-            # Keep a handler that was installed after ours. None means a handler that was not set from Python.
+            # Keep a handler that was installed after ours. None: the previous handler was not set from Python, and
+            # `signal.signal` cannot set it again.
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)
 
     def _previous_handler(self, number: int) -> Any:
-        """Return the handler that was installed before this instance; handlers of closed instances are skipped."""
+        """Return the handler that was installed before this instance, without handlers of closed instances."""
         handler = self._previous.get(number)
-        while (owner := _owner(handler)) is not None and owner._is_closed:  # noqa: SLF001
+        while (owner := _instance_of(handler)) is not None and owner._is_closed:  # noqa: SLF001
             handler = owner._previous.get(number)  # noqa: SLF001
         return handler
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous_handler(number)
         if self._is_closed or self._pid != os.getpid():
-            # This instance was closed, but later code reinstalled its handler; or this is a child just forked.
+            # The handler of a closed instance is still installed, or other code has installed it again; or this
+            # process was just forked.
             _call_handler(previous, number, frame)
             return
-        if _owner(previous) is not None:
+        # An older open instance records the signal too. Other handlers are not called: they could end the run.
+        if _instance_of(previous) is not None:
             previous(number, frame)
         now_s = time.monotonic()
         if self.received is None:
             self.received, self._received_s = number, now_s
-            self._is_signalled.set()
+            self._grace_began.set()
         elif number == signal.SIGINT and now_s - self._received_s > _SAME_CTRL_C_S:
             signal.default_int_handler(number, frame)
 
     def _enforce_grace(self) -> None:
         """End a process that exceeds the grace period; its main thread may be blocked and never run a handler."""
-        self._is_signalled.wait()
-        if self._is_released.wait(self._grace_s) or self.received is None:
+        self._grace_began.wait()
+        if self._grace_cancelled.wait(self._grace_s) or self.received is None:
             return
         name = signal.Signals(self.received).name
         sys.stderr.write(
@@ -122,14 +128,14 @@ class Preemption:
         os._exit(128 + self.received)
 
 
-def _owner(handler: Any) -> Preemption | None:
-    """Return the instance that this handler is a method of, None for any other handler."""
-    owner = getattr(handler, "__self__", None)
-    return owner if isinstance(owner, Preemption) else None
+def _instance_of(handler: Any) -> Preemption | None:
+    """Return the instance whose `_on_signal` this handler is, None for any other handler."""
+    instance = getattr(handler, "__self__", None)
+    return instance if isinstance(instance, Preemption) else None
 
 
 def _call_handler(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Do what `handler`, a value from `signal.getsignal`, does with a signal."""
+    """Do with a signal what `handler` does, a value from `signal.getsignal`: a function, SIG_DFL, SIG_IGN or None."""
     if callable(handler):
         handler(number, frame)
     elif handler == signal.SIG_DFL:
@@ -137,10 +143,10 @@ def _call_handler(handler: Any, number: int, frame: FrameType | None) -> None:
         signal.raise_signal(number)
 
 
-def _release_all() -> None:
+def _restore_all_handlers() -> None:
     """Restore signal handling in a forked child: nothing there polls signals or enforces the grace period."""
-    for preemption in reversed(list(_open)):
-        preemption._release()  # noqa: SLF001
+    for preemption in reversed(list(_open_instances)):
+        preemption._restore_handlers()  # noqa: SLF001
 
 
-os.register_at_fork(after_in_child=_release_all)
+os.register_at_fork(after_in_child=_restore_all_handlers)

@@ -1,4 +1,4 @@
-"""Queue of background saves: one thread runs them in the order of submission.
+"""Queue of background saves, for `CheckpointManager`: one thread runs them in the order of submission.
 
 The error of a failed save is reported once: by `SaveHandle.result`, by the next `wait` or `take_unreported_failure`,
 or in the log at exit, whichever comes first. The process does not exit before its saves have ended.
@@ -38,11 +38,11 @@ class SaveQueue:
         self._limit = limit
         self._overlap = overlap
         self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._under_way: deque[SaveTask] = deque()
-        self._failed: deque[SaveHandle] = deque()
+        self._changed = threading.Condition()  # notified when a save has ended
+        self._under_way: deque[SaveTask] = deque()  # queued or running, oldest first
+        self._failed: deque[SaveHandle] = deque()  # failed saves that `take_unreported_failure` has not taken
         self._num_submitted = 0
-        self._is_running = False
+        self._has_thread = False
 
     @property
     def is_busy(self) -> bool:
@@ -53,7 +53,7 @@ class SaveQueue:
         """Check that a save of `step` may be submitted now.
 
         Raises:
-            BusyError: an earlier save is running, and `overlap` is "refuse".
+            BusyError: an earlier save is queued or running, and `overlap` is "refuse".
             ConfigError: this process was forked from the one that made the queue.
         """
         check_process(self._pid)
@@ -65,7 +65,7 @@ class SaveQueue:
             )
 
     def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:
-        """Return number and error of the first unreported failure, and mark it as reported; None if there is none."""
+        """Return the first unreported failure, as the save's number and error, and mark it as reported; else None."""
         while self._failed:
             handle = self._failed.popleft()
             error = handle.take_unreported_error()
@@ -74,8 +74,14 @@ class SaveQueue:
         return None
 
     def mark_reported(self, numbers: Collection[int]) -> None:
-        """Mark saves whose failure another rank has reported; they may not have ended on this rank yet."""
-        for handle in [*(task.handle for task in list(self._under_way)), *list(self._failed)]:
+        """Mark saves whose failure another rank has reported; they may not have ended on this rank yet.
+
+        `numbers` are the numbers of the saves, see `SaveHandle`.
+        """
+        # Copy `_under_way` first: the save thread appends a failed save to `_failed` before it removes it from
+        # `_under_way`.
+        handles = [task.handle for task in list(self._under_way)]
+        for handle in [*handles, *list(self._failed)]:
             if handle.number in numbers:
                 handle.mark_reported()
 
@@ -87,12 +93,13 @@ class SaveQueue:
     def submit(self, task: SaveTask) -> None:
         """Queue a save behind those that were submitted before."""
         with self._changed:
-            task.handle.number, self._num_submitted = self._num_submitted, self._num_submitted + 1
+            task.handle.number = self._num_submitted
+            self._num_submitted += 1
             self._under_way.append(task)
             _unfinished.add(self)
-            if self._is_running:
+            if self._has_thread:
                 return
-            self._is_running = True
+            self._has_thread = True
         try:
             # A daemon thread: the interpreter does not join it at exit. `_finish_all` waits for the saves instead.
             threading.Thread(target=self._run, name="datasvc-save", daemon=True).start()
@@ -113,15 +120,18 @@ class SaveQueue:
             raise UnavailableError(f"the save of step {steps} has not ended within {timeout:g} s, and continues")
         failure = self.take_unreported_failure()
         if failure is not None:
-            raise failure[1]
+            _, error = failure
+            raise error
 
     def finish_at_exit(self) -> None:
         """Wait for all saves, then log the failures that were not reported."""
         if self._pid != os.getpid():
+            # The saves of a forked process belong to its parent.
             return
         self.finish()
         while (failure := self.take_unreported_failure()) is not None:
-            logger.error("%s", failure[1])
+            _, error = failure
+            logger.error("%s", error)
 
     def finish(self, timeout: float | None = None) -> bool:
         """Wait for all saves without reporting failures; return whether they ended within `timeout` seconds.
@@ -133,10 +143,11 @@ class SaveQueue:
             return self._changed.wait_for(lambda: not self._under_way, timeout)
 
     def _run(self) -> None:
+        """Run saves, oldest first, until none is left."""
         while True:
             with self._changed:
                 if not self._under_way:
-                    self._is_running = False
+                    self._has_thread = False
                     if not self._failed:
                         _unfinished.discard(self)
                     return
@@ -151,8 +162,8 @@ class SaveQueue:
             del task
             with self._changed:
                 handle.settle(version, failure)
-                # Append after `settle`, so that a listed failure has its error, and before `popleft`, so that
-                # `mark_reported` finds it.
+                # Append after `settle`, so that every handle in `_failed` has its error, and before `popleft`, so
+                # that `mark_reported` always finds the handle in `_under_way` or `_failed`.
                 if failure is not None:
                     self._failed.append(handle)
                 self._under_way.popleft()
@@ -160,7 +171,7 @@ class SaveQueue:
 
 
 _unfinished: set[SaveQueue] = set()
-"""Queues with running saves or unreported failures; the references keep them alive until exit."""
+"""Queues that have saves or failures to report; the references keep them alive until exit."""
 
 
 def _finish_all() -> None:

@@ -1,7 +1,8 @@
 """Exchanges small JSON messages between the ranks of a save, over gloo groups that only the saves use.
 
-The messages cannot be mixed up with other collectives, and work on the host whatever the back end of the default
-group is. If a rank dies or does not answer within the timeout, all other ranks raise an error and do not hang.
+Separate groups keep the messages apart from the collectives of the training. gloo works on the host, whatever back
+end the default group has. If a rank dies or does not answer within the timeout, all other ranks raise an error and do
+not hang.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from datasvc.errors import DatasvcError, UnavailableError
 if TYPE_CHECKING:
     import torch
 
-_SLOT_BYTES: Final = 1024
+_SLOT_BYTES: Final = 1024  # bytes that each rank sends in the first collective of an exchange: length and content
 _LENGTH_BYTES: Final = 8
 
 
 class RankChannel:
-    """Communication between the ranks of a group. This class serves one rank alone, `GroupChannel` several ranks.
+    """Communication between the ranks of a group. This class is for a single rank, `GroupChannel` for several.
 
     All ranks call the same methods in the same order, from one thread at a time.
 
@@ -68,13 +69,12 @@ class GroupChannel(RankChannel):
         self.size = dist.get_world_size(group)
 
     def exchange(self, message: Any) -> list[Any]:
-        """See `RankChannel`."""
+        """Return the JSON messages of all ranks, in rank order, by one collective, or two if a message is long."""
         # A slot holds the length and the beginning of a message. If a message does not fit into its slot, a second
         # collective sends all messages in full.
         raw = json.dumps(message).encode()
-        slots = self._all_gather(
-            len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES], _SLOT_BYTES
-        )
+        own_slot = len(raw).to_bytes(_LENGTH_BYTES, "little") + raw[: _SLOT_BYTES - _LENGTH_BYTES]
+        slots = self._all_gather(own_slot, _SLOT_BYTES)
         lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
         contents = [slot[_LENGTH_BYTES:] for slot in slots]
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
@@ -82,7 +82,7 @@ class GroupChannel(RankChannel):
         return [json.loads(content[:length]) for content, length in zip(contents, lengths, strict=True)]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """See `RankChannel`."""
+        """Return the messages of all ranks on rank 0, [] elsewhere; they are padded to equal length in between."""
         import torch
         import torch.distributed as dist
 
@@ -95,7 +95,7 @@ class GroupChannel(RankChannel):
         return [tensor.numpy().tobytes()[:length] for tensor, length in zip(received, lengths, strict=True)]
 
     def all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
-        """See `RankChannel`."""
+        """Return the element-wise maximum, int64[n], over the ranks, as a new tensor."""
         import torch.distributed as dist
 
         largest = numbers.clone()
@@ -103,7 +103,7 @@ class GroupChannel(RankChannel):
         return largest
 
     def close(self) -> None:
-        """See `RankChannel`."""
+        """Close the connections to the other ranks. Later messages raise UnavailableError."""
         import torch.distributed as dist
 
         # The connections are closed when the last reference to the group is deleted.
@@ -114,6 +114,7 @@ class GroupChannel(RankChannel):
                 dist.destroy_process_group(group)
 
     def _all_gather(self, raw: bytes, width: int) -> list[bytes]:
+        """Return `raw` of every rank, in rank order, each padded with zeros to `width` bytes."""
         import torch
         import torch.distributed as dist
 
@@ -130,7 +131,7 @@ class GroupChannel(RankChannel):
         try:
             collective(self._group)
         except (RuntimeError, ValueError) as error:
-            # A late message of another rank would be read as the answer to the next collective: close the channel.
+            # Close the channel: a message that arrives late would be taken for an answer to the next collective.
             self.close()
             raise UnavailableError(
                 f"rank {self.rank} lost the connection to another of {self.size} ranks, which died or did not answer "
@@ -141,7 +142,7 @@ class GroupChannel(RankChannel):
 def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
     """Return two channels between the ranks of `group`: for the calling thread and for the save thread.
 
-    Every rank of the group calls this. All ranks make their groups in the same order.
+    Every rank of the group calls this, in the same order relative to other calls that make groups.
 
     Args:
         group: torch.distributed group; None: the default group, or a single rank if there is none.
@@ -154,10 +155,10 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return RankChannel(), RankChannel()
-    # With local synchronization, ranks outside of the group need not take part.
-    group_settings: dict[str, Any] = (
-        {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True} if group else {}
-    )
+    group_settings: dict[str, Any] = {}
+    if group:
+        # With local synchronization, ranks outside of the group need not take part.
+        group_settings = {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True}
     timeout = dt.timedelta(seconds=timeout_s)
     try:
         main, background = (dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(2))
@@ -178,27 +179,31 @@ def raise_on_all_ranks(
 
     Args:
         errors_by_rank: result of `describe_error` of each rank, the same on all ranks.
-        own_error: error of this rank, the cause of the raised one.
+        own_error: error of this rank, if any; the raised error has it as its cause.
 
     Raises:
-        DatasvcError: a rank failed. The type is that of the rank's error, if that is a subclass of DatasvcError.
+        DatasvcError: a rank failed. If the rank's error is one of `datasvc.errors`, the raised error has its class.
     """
     failed = [(rank, error) for rank, error in enumerate(errors_by_rank) if error is not None]
     if not failed:
         return
     rank, error = failed[0]
     if len(errors_by_rank) == 1 and isinstance(own_error, DatasvcError):
+        # The message of a single rank needs no rank number.
         raise own_error
-    # Look up our own error classes only: a message from another rank must not make this rank create any other class.
-    kind = getattr(errors, error["type"], None)
-    is_ours = isinstance(kind, type) and issubclass(kind, DatasvcError)
-    message = error["message"] if is_ours else f"{error['type']}: {error['message']}"
+    error_class: type[DatasvcError] = DatasvcError
+    message = f"{error['type']}: {error['message']}"
+    # Use our own error classes only: a message from another rank must not make this rank create any other class.
+    named_class = getattr(errors, error["type"], None)
+    if isinstance(named_class, type) and issubclass(named_class, DatasvcError):
+        error_class, message = named_class, error["message"]
     others = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
     prefix = "" if len(errors_by_rank) == 1 else f"rank {rank}: "
-    raise (kind if is_ours and kind is not None else DatasvcError)(f"{prefix}{message}{others}") from own_error
+    raise error_class(f"{prefix}{message}{others}") from own_error
 
 
 def _padded(raw: bytes, width: int) -> torch.Tensor:
+    """Return `raw` padded with zeros, as uint8[width]; at least one byte, because torch accepts no empty buffer."""
     import torch
 
     return torch.frombuffer(bytearray(raw.ljust(max(width, 1), b"\0")), dtype=torch.uint8)

@@ -67,8 +67,9 @@ def save(
     merged = [exact_version(repository, ref) for ref in merged]
     metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
-    # The result is not used: a state that is too large must raise before tensors are stored, not at the commit.
+    # Only for its errors: a state that is too large must raise before tensors are stored, not at the commit.
     encode_state(skeleton)
+    # The base is the version to which chunks are stored as differences.
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, progress=progress)
     return commit(repository, name, replace(stored, skeleton=skeleton), metadata)

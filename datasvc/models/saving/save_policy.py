@@ -1,9 +1,9 @@
 """Save policy: decides when the next save is due, for `CheckpointManager.should_save`.
 
-The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). It is the time for which the save stops the
-training, plus the time by which steps are slower while the save is written. `max_stall` is the largest share of the
-training time that this cost may take: no save is due until enough training time has passed. This module does no I/O,
-and the clock is an argument.
+The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). It is the stall, the time for which the
+save stops the training, plus the time by which steps are slower while the save is written. `max_stall` is the largest
+share of the training time that this cost may take: no save is due until enough training time has passed. This module
+does no I/O, and the clock is an argument.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Final, NamedTuple
 from datasvc.errors import ConfigError
 
 CHECK_EVERY_S: Final = 1.0
-"""Approximate seconds between two checks of clock and signals, which are collectives in a job of several ranks."""
-# An undisturbed step runs without a save. The usual step time is the median of the latest `_MEASURED_STEPS` of them.
-# With `max_stall` alone, the next save is due after at least `_MIN_MEASURED_STEPS` of them.
+"""Approximate seconds between two checks of clock and signals; in a job of several ranks a check is a collective."""
+# A step is disturbed if a save is running during it, else undisturbed. The usual step time is the median of the
+# latest `_MEASURED_STEPS` undisturbed steps. With `max_stall` alone, the next save is due after at least
+# `_MIN_MEASURED_STEPS` of them.
 _MEASURED_STEPS: Final = 64
 _MIN_MEASURED_STEPS: Final = 8
 # The slowest of these latest steps determines the number of steps to the next check.
@@ -70,7 +71,7 @@ class SaveCost:
 
     Attributes:
         stall_s: seconds for which the training was stopped.
-        slowed_s: seconds by which steps during a write were slower than other steps.
+        slowed_s: seconds by which disturbed steps were slower than the usual step time.
         training_s: training time in seconds, including both.
     """
 
@@ -83,10 +84,10 @@ class SaveCost:
         """Share of the training time that saving took; 0 before any training time."""
         return (self.stall_s + self.slowed_s) / self.training_s if self.training_s else 0.0
 
-    def __sub__(self, before: SaveCost) -> SaveCost:
-        """Return the cost since `before`."""
+    def __sub__(self, earlier: SaveCost) -> SaveCost:
+        """Return the cost since `earlier`, a former value of the same cost."""
         return SaveCost(
-            self.stall_s - before.stall_s, self.slowed_s - before.slowed_s, self.training_s - before.training_s
+            self.stall_s - earlier.stall_s, self.slowed_s - earlier.slowed_s, self.training_s - earlier.training_s
         )
 
 
@@ -141,14 +142,16 @@ class SaveScheduler:
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
         self._policy = policy
         self._now = now
-        self._last_end = self._last_save = now()
-        self._last_check: int | None = None
-        self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)
-        self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)
+        self._last_end = self._last_save = now()  # times of the last end of a step or stall, and of the last stall
+        self._last_check: int | None = None  # step of the last call of `decide`
+        self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)  # seconds of the latest undisturbed steps
+        self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)  # seconds of the latest steps
         self._was_saving = False
-        self._num_undisturbed = 0  # steps since the last save, without those during its write
-        self._slowed_s = self._copied_s = 0.0
+        # Of the last save, counted from its stall: undisturbed steps, seconds by which the disturbed steps were
+        # slower in total, and seconds of its device copies.
+        self._num_undisturbed, self._slowed_s, self._copied_s = 0, 0.0, 0.0
         self.overhead_s = 0.0
+        # Seconds of cost that a second of training offsets. Without `max_stall`, no decision depends on it.
         self._offset_share = 1.0 if policy.max_stall is None else policy.max_stall
         self.cost = SaveCost()
 
@@ -159,15 +162,18 @@ class SaveScheduler:
         self._latest.append(step_s)
         self._add_cost(training_s=step_s)
         # The step may have been slowed by a write that was running at its start or at its end.
-        is_disturbed, self._was_saving = is_saving or self._was_saving, is_saving
+        is_disturbed = is_saving or self._was_saving
+        self._was_saving = is_saving
         if not is_disturbed:
             self._undisturbed.append(step_s)
             self._num_undisturbed += 1
         elif self._undisturbed:
             usual_s = statistics.median(self._undisturbed)
-            is_break = step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S)
-            # In a break, only the device copies that were measured count as caused by the save.
-            self._record_slowdown(min(step_s - usual_s, self._unmeasured_copying_s) if is_break else step_s - usual_s)
+            slower_s = step_s - usual_s
+            if step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S):
+                # The save has not caused the break, except for the device copies that were measured.
+                slower_s = min(slower_s, self._uncounted_copying_s)
+            self._record_slowdown(slower_s)
         self.overhead_s = max(0.0, self.overhead_s - self._offset_share * step_s)
 
     def record_stall(self, stall_s: float) -> None:
@@ -182,18 +188,18 @@ class SaveScheduler:
     def record_device_copy(self, spent_s: float) -> None:
         """Record that a save occupied a device for `spent_s` seconds, within past or later steps.
 
-        The same seconds are not counted again as a slower step.
+        Seconds that are counted already as slower steps are not counted again.
         """
-        before_s, self._copied_s = self._disturbed_s, self._copied_s + spent_s
-        self.overhead_s += self._disturbed_s - before_s
+        disturbed_before_s = self._disturbed_s
+        self._copied_s += spent_s
+        self.overhead_s += self._disturbed_s - disturbed_before_s
 
     def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again."""
         last_check = step - 1 if self._last_check is None else self._last_check
         self._last_check = step
-        return SaveDecision(
-            self._is_due(last_check, step, is_saving=is_saving), step + self._steps_to_next_check(last_check, step)
-        )
+        is_due = self._is_due(last_check, step, is_saving=is_saving)
+        return SaveDecision(is_due, step + self._steps_to_next_check(last_check, step))
 
     @property
     def _disturbed_s(self) -> float:
@@ -203,13 +209,14 @@ class SaveScheduler:
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
-    def _unmeasured_copying_s(self) -> float:
-        """Seconds of device copies that are not yet part of slower steps."""
+    def _uncounted_copying_s(self) -> float:
+        """Seconds of device copies that are not yet counted as slower steps."""
         return max(0.0, self._copied_s - max(0.0, self._slowed_s))
 
-    def _record_slowdown(self, by_s: float) -> None:
+    def _record_slowdown(self, slower_s: float) -> None:
+        """Record a disturbed step that took `slower_s` more seconds than usual; negative: it was faster."""
         slowed_before_s, disturbed_before_s = max(0.0, self._slowed_s), self._disturbed_s
-        self._slowed_s += by_s
+        self._slowed_s += slower_s
         self._add_cost(slowed_s=max(0.0, self._slowed_s) - slowed_before_s)
         self.overhead_s += self._disturbed_s - disturbed_before_s
 
@@ -234,7 +241,10 @@ class SaveScheduler:
         longest_s = max(self._latest, default=0.0)
         if not longest_s:
             return 1
-        # A signal is noticed only at a check: one slow step shortens the interval at once, fast steps only double it.
-        steps = min(max(1, math.floor(CHECK_EVERY_S / longest_s)), 2 * max(1, step - last_check))
+        # A signal is noticed only at a check, so checks must not become rare by mistake: one slow step shortens the
+        # interval at once, but after fast steps it at most doubles.
+        steps = max(1, math.floor(CHECK_EVERY_S / longest_s))
+        steps = min(steps, 2 * max(1, step - last_check))
         every = self._policy.every_steps
+        # Check at the next multiple of `every_steps` too.
         return steps if every is None else min(steps, every - step % every)

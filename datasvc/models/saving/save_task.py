@@ -17,13 +17,13 @@ from datasvc.repository import Resolved
 
 
 class SaveHandle:
-    """A background save.
+    """Outcome and timings of a background save; `CheckpointManager.save` returns it before the save has ended.
 
     Attributes:
         step: number of optimizer steps of the state.
         number: position among the saves of its queue, from 0; -1 before submission.
         stall_s: seconds for which the call stopped the training until the save was queued; a wait for the commit does
-            not count. Once `done`, `device_s` is included.
+            not count. When `device_s` is measured, it is added.
         device_s: seconds for which the busiest device copied the state; None: the copies have not ended, or failed.
     """
 
@@ -32,7 +32,7 @@ class SaveHandle:
         self.number = -1
         self.stall_s = 0.0
         self.device_s: float | None = None
-        self._ended = threading.Event()
+        self._ended = threading.Event()  # set after the outcome
         self._version: Resolved | None = None
         self._error: BaseException | None = None
         self._is_reported = False
@@ -77,7 +77,7 @@ class SaveHandle:
         return self._version
 
     def settle(self, version: Resolved | None, error: BaseException | None) -> None:
-        """Set the outcome; called by the queue."""
+        """Set the outcome: the committed version, or the error; called by the queue."""
         self._version, self._error = version, error
         self._ended.set()
 
@@ -92,9 +92,9 @@ class SaveHandle:
             return None
         self.mark_reported()
         kind = type(error) if isinstance(error, DatasvcError) else DatasvcError
-        described = kind(f"the save of step {self.step} failed: {error}")
-        described.__cause__ = error
-        return described
+        with_step = kind(f"the save of step {self.step} failed: {error}")
+        with_step.__cause__ = error
+        return with_step
 
     def __repr__(self) -> str:
         state = "under way" if not self.done() else str(self._version or f"failed: {self._error}")
@@ -108,12 +108,12 @@ class SaveTask:
     Attributes:
         handle: receives the version or the error, and the timings.
         metadata: metadata of the version.
-        state: state to save; its tensors are the originals, which the training changes.
+        state: state to save. Its tensors are the originals, which the training changes: `copies` replace them.
         copies: copies of the tensors in `buffer`, or the error that prevented them. A save with an error is queued
             too, because the other ranks have queued it; it then fails on all ranks.
-        buffer: buffer of this save.
-        next_buffer: buffer of the save after this one.
-        began_s: time of the call, by `time.perf_counter`.
+        buffer: host memory of `copies`.
+        next_buffer: buffer that the next save fills.
+        began_s: time at which `save` was called, by `time.perf_counter`.
     """
 
     handle: SaveHandle

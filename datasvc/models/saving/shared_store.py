@@ -1,8 +1,10 @@
 """Checks that all ranks of a save use the same store: a path such as `./repo` may be another folder on each node.
 
-One rank writes a marker, a small file with a random name and random content, and other ranks read it. The name is
-new, so no cache of a file system or client can have the file. The marker is removed after the check. A marker that a
-killed process leaves is a temporary file, which `gc` removes.
+A rank writes a marker, a small file with a random name and random content, and another rank reads it. The name is
+new, so no cache of a file system or client can have the file. For a `CheckpointManager`, rank 0 writes and all ranks
+read (`check_same_store`). For a torch DCP save, all ranks but the coordinator write, and the coordinator reads
+(`check_markers`). Markers are removed after the check. A marker that a killed process leaves is a temporary file,
+which `gc` removes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _REQUESTS_AT_ONCE: Final = 16
 
 
 class Marker(NamedTuple):
-    """A file that a rank wrote into the repository for this check: its path below the root, and its content."""
+    """A file that a rank wrote into the repository for the check: its path below the root, and its content."""
 
     path: str
     content: str
@@ -71,13 +73,16 @@ def check_same_store(channel: RankChannel, storage: Storage) -> None:
             is_visible = can_read_marker(storage, Marker(*rank0_marker))
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
+        # Exchange before the `with` block ends: rank 0 must not remove the marker before all ranks have read it.
         answers = channel.exchange([describe_error(error), is_visible])
     raise_on_all_ranks([answer[0] for answer in answers], error)
     _check_all_visible({rank: answer[1] for rank, answer in enumerate(answers)}, channel.size, rank0_url)
 
 
 def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
-    """Check and remove the markers of the other ranks, after the coordinator of a save has collected all markers.
+    """Check that this rank can read the markers of the other ranks, and remove those that it can read.
+
+    The coordinator of a save calls this after it has collected all markers.
 
     Args:
         storage: storage of this rank, the coordinator.
@@ -88,19 +93,20 @@ def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
         UnavailableError: the store did not answer.
     """
     written = {rank: marker for rank, marker in enumerate(markers) if marker is not None}
-    visible = map_in_threads(partial(can_read_marker, storage), written.values(), _REQUESTS_AT_ONCE)
-    rank_visible = dict(zip(written, visible, strict=True))
-    paths = [written[rank].path for rank, is_visible in rank_visible.items() if is_visible]
+    results = map_in_threads(partial(can_read_marker, storage), written.values(), _REQUESTS_AT_ONCE)
+    is_visible = dict(zip(written, results, strict=True))
+    # A marker that is not visible lies in another store, where `gc` removes it.
+    paths = [marker.path for rank, marker in written.items() if is_visible[rank]]
     map_in_threads(storage.remove_temporary, paths, _REQUESTS_AT_ONCE)
-    _check_all_visible(rank_visible, len(markers), redact_url(storage.url))
+    _check_all_visible(is_visible, len(markers), redact_url(storage.url))
 
 
 def _check_all_visible(is_visible: Mapping[int, bool], num_ranks: int, url: str) -> None:
-    """Raise ConfigError if the marker of a rank is not visible: the rank does not store to `url`, as rank 0 does."""
-    ranks = {rank for rank, is_seen in is_visible.items() if not is_seen}
-    if ranks:
+    """Raise ConfigError if `is_visible` is False for a rank: that rank does not store to `url`, as rank 0 does."""
+    elsewhere = {rank for rank, is_same_store in is_visible.items() if not is_same_store}
+    if elsewhere:
         raise ConfigError(
-            f"rank {describe_numbers(ranks)} (of {num_ranks}) does not store to the same place as rank 0, {url}, "
+            f"rank {describe_numbers(elsewhere)} (of {num_ranks}) does not store to the same place as rank 0, {url}, "
             "even if the path has the same name there. The checkpoint would be spread over several places and could "
             "not be restored; nothing was stored. Give all ranks one repository: a folder that all nodes mount, or "
             "an object store such as s3://bucket/prefix"

@@ -1,7 +1,9 @@
 """Host buffers: reusable host memory that holds a copy of a state while the training changes the original.
 
-A buffer allocates its memory once, not for each save, so that a save costs one pass over the bytes. A manager has
-only two buffers, which bounds its memory. Changes of the originals after `copy` do not affect the copies.
+A buffer keeps its memory between saves, so that a save only copies bytes. It allocates new memory only for a larger
+state, or for the first tensor on a CUDA device. A `CheckpointManager` has two buffers, which bounds its memory: one
+is written to the store while the next save fills the other. Changes of the originals after `copy` do not affect the
+copies.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT: Final = 64
+_ALIGNMENT: Final = 64  # bytes; a multiple of every element size, as `Tensor.view(dtype)` requires of an offset
 _PAGE: Final = mmap.PAGESIZE
 _MADV_WIPEONFORK: Final = 18  # linux/mman.h; Python does not name it
 
@@ -52,7 +54,7 @@ class HostCopies:
 
 
 class HostBuffer:
-    """Host memory for one state at a time; it grows to the size of the largest state. Safe for threads."""
+    """Host memory for one state at a time; grows to the size of the largest state. Safe for threads."""
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
@@ -64,7 +66,7 @@ class HostBuffer:
 
     @property
     def capacity_bytes(self) -> int:
-        """Size of the memory."""
+        """Size of the memory; 0 before the first copy and after `release`."""
         return 0 if self._memory is None else self._memory.numel()
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> HostCopies:
@@ -80,19 +82,20 @@ class HostBuffer:
 
         offsets, nbytes = plan_offsets(tensors)
         copies: dict[str, torch.Tensor] = {}
-        by_offset: dict[int, torch.Tensor] = {}
+        copy_by_offset: dict[int, torch.Tensor] = {}
         start_events: dict[torch.device, Any] = {}
         with self._lock, torch.no_grad():
             first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
             self._grow(nbytes, pinned_for=first_cuda)
             for name, tensor in tensors.items():
                 offset = offsets[name]
+                # A tensor without elements takes no bytes: the tensor after it has the same offset.
                 if not tensor.numel():
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     continue
-                if offset not in by_offset:
-                    by_offset[offset] = self._fill(offset, tensor.detach(), start_events)
-                copies[name] = by_offset[offset]
+                if offset not in copy_by_offset:
+                    copy_by_offset[offset] = self._fill(offset, tensor.detach(), start_events)
+                copies[name] = copy_by_offset[offset]
         events = tuple((device, event, _record_event(device)) for device, event in start_events.items())
         return HostCopies(copies, nbytes, events)
 
@@ -117,6 +120,7 @@ class HostBuffer:
             self._memory, self._is_pinned, self._pinned_for = None, False, None
 
     def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
+        """Replace the memory unless it has `nbytes` bytes and, if a CUDA device is given, was allocated for one."""
         # Memory is pinned only when it is allocated. So the first tensor on a CUDA device always needs new memory.
         if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
             return
@@ -125,12 +129,15 @@ class HostBuffer:
         self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
 
     def _fill(self, offset: int, tensor: torch.Tensor, start_events: dict[torch.device, Any]) -> torch.Tensor:
-        """Copy a tensor into the memory; add the start event of the first copy from a device to `start_events`."""
+        """Copy a tensor into the memory at `offset` and return the copy.
+
+        Before the first copy from a device, add an event to `start_events`.
+        """
         import torch
 
         assert self._memory is not None
-        target = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
-        copied = target.view(tensor.dtype).view(tensor.shape)
+        target_bytes = self._memory[offset : offset + tensor.numel() * tensor.element_size()]
+        copied = target_bytes.view(tensor.dtype).view(tensor.shape)
         if tensor.is_cuda:
             if tensor.device not in start_events:
                 start_events[tensor.device] = _record_event(tensor.device)
@@ -156,13 +163,14 @@ def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], i
         memory = (tensor.device, tensor.data_ptr(), *layout)
         if memory not in offset_by_memory:
             offset_by_memory[memory] = end
+            # Round up to a multiple of the alignment.
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         offsets[name] = offset_by_memory[memory]
     return offsets, end
 
 
 def _map_memory(nbytes: int) -> torch.Tensor:
-    """Return anonymous memory that is zero in forked children. Raises ConfigError: there is not enough memory."""
+    """Return anonymous memory, uint8[at least nbytes]. Raises ConfigError: there is not enough memory."""
     import torch
 
     try:
@@ -172,8 +180,8 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
-    # Wipe the memory in forked children, such as workers of a loader: otherwise they share its pages, and the kernel
-    # copies each page that the next save writes.
+    # Huge pages mean fewer page faults. Forked children, such as workers of a loader, get zeros instead of the
+    # memory: otherwise they share its pages, and the kernel copies each page that the next save writes.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)

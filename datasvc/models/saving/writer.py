@@ -1,7 +1,7 @@
 """Background part of a save: waits for the device copies, stores the tensors and commits the version.
 
-`CheckpointManager` runs it in the save thread. All ranks run the same steps, and each step ends with an exchange of
-messages, so that an error on one rank is raised on all of them.
+A `CheckpointManager` runs `VersionWriter.write` in its save thread. All ranks run the same steps, and each step ends
+with an exchange of messages, so that an error on one rank is raised on all of them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ class VersionWriter:
         self._name = name
         self._codec: Codec = codec
         self._channel = channel
-        self._records: tuple[str, Sequence[TensorRecord]] = ("", ())  # version that this rank committed last
-        # Copies that the last save wrote. A later save may overwrite them, so `store_chunks` checks their digests.
+        # Reference and records of the version that this rank committed last; ("", ()): none. Only rank 0 commits.
+        self._committed: tuple[str, Sequence[TensorRecord]] = ("", ())
+        # Tensors of the last save, in its host buffer. A later save may overwrite them while they are used here, so
+        # `store_chunks` checks their digests.
         self._base_tensors: Mapping[str, torch.Tensor] = {}
         self._is_base_usable = True  # False after a save that failed
         self.newest: Resolved | None = None
@@ -63,9 +65,11 @@ class VersionWriter:
             UnavailableError: a rank was lost before the commit; nothing was committed.
             UnknownOutcomeError: rank 0 was lost during the commit.
         """
-        channel, state, part, version = self._channel, task.state, None, None
+        channel, state = self._channel, task.state
+        part, version = None, None
         # `_is_base_usable` becomes True again only after success, so that every kind of failure leaves it False.
-        is_base_usable, self._is_base_usable = self._is_base_usable, False
+        is_base_usable = self._is_base_usable
+        self._is_base_usable = False
         # An error on this rank is sent to the others before it is raised: otherwise they would wait for this rank.
         error: Exception | None = None
         try:
@@ -100,22 +104,25 @@ class VersionWriter:
         return version
 
     def release_copies(self) -> None:
-        """Drop the references to the copies of the last save, so that their memory can be freed."""
+        """Delete the references to the copies of the last save, so that their memory can be freed."""
         self._base_tensors = {}
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
-        # Determine the parent only now: when `save` was called, an earlier save may not have been committed yet.
+        """Return the parent of the version: that of the metadata, else the newest version."""
+        # Determine the newest only now: when `save` was called, an earlier save may not have been committed yet.
         return metadata.parent or (None if self.newest is None else str(self.newest))
 
     def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:
         """Return the records of the base of this save, () if there is none."""
         parent = self._parent(metadata)
-        # The cached records are valid while their version exists: after its removal, their objects may be deleted.
-        if parent is not None and self._records[0] == parent:
+        committed, records = self._committed
+        if parent is not None and committed == parent:
+            # Use the cached records only if their version still exists: after its removal, `gc` may delete their
+            # objects.
             with suppress(NotFoundError):
                 self._repository.resolve("models", parent)
-                return self._records[1]
-        self._records = ("", ())
+                return records
+        self._committed = ("", ())
         return base_records(self._repository, self._name, parent)
 
     def _commit(self, stored: StoredState, task: SaveTask) -> Resolved:
@@ -127,13 +134,13 @@ class VersionWriter:
             replace(task.metadata, parent=self._parent(task.metadata)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
-        # The next save stores differences to this version. It then need not read the tensor table.
-        self._records = (str(version), stored.records)
+        # The next save stores differences to this version, and need not read its tensor table.
+        self._committed = (str(version), stored.records)
         return version
 
 
 def _finish_copies(task: SaveTask) -> FlatState:
-    """Wait for the device copies; return the copied state. If copying failed, raises its error."""
+    """Wait for the device copies and return the copied state. If the copying failed, raise its error."""
     if isinstance(task.copies, Exception):
         raise task.copies
     # Allocate the other buffer in the background: the next save then stalls the training for less time.
