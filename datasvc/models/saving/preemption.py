@@ -71,7 +71,7 @@ class Preemption:
         """Restore the previous handlers; a signal that was received before no longer ends the process."""
         if self._is_closed:
             return
-        # End the thread. In this order: it waits for `_grace_began`, and must then find the other event set.
+        # End the thread. In this order: it waits for `_grace_began`, and must then find `_grace_cancelled` set.
         self._grace_cancelled.set()
         self._grace_began.set()
         self._restore_handlers()

@@ -215,6 +215,7 @@ class SaveScheduler:
 
     def _record_slowdown(self, slower_s: float) -> None:
         """Record a disturbed step that took `slower_s` more seconds than usual; negative: it was faster."""
+        # `cost` counts slower steps only. `overhead_s` counts device copies too, so both differences are needed.
         slowed_before_s, disturbed_before_s = max(0.0, self._slowed_s), self._disturbed_s
         self._slowed_s += slower_s
         self._add_cost(slowed_s=max(0.0, self._slowed_s) - slowed_before_s)

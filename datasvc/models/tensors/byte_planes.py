@@ -22,7 +22,7 @@ _SIGNED: Final = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _UNSIGNED: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 128 << 10
 """Words per block: few enough for the caches, many enough that threads rarely compete for the interpreter lock."""
-_WIDEST_BY_ARITHMETIC: Final = 4  # wider words are copied byte by byte
+_WIDEST_BY_ARITHMETIC: Final = 4  # bytes of a word; wider words are copied byte by byte
 
 
 def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -> Bytes:
@@ -49,6 +49,7 @@ def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -
             planes[:, span] = block.view(np.uint8).reshape(-1, word).T
             continue
         for number, plane in enumerate(planes):
+            # The assignment to uint8 keeps the lowest byte. Plane 0 needs no shift.
             plane[span] = block >> (8 * number) if number else block
     return planes
 
@@ -64,7 +65,8 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
     word = len(planes)
     words = out.view(_UNSIGNED[word])
     longest = min(words.size, _BLOCK_WORDS)
-    # Scratch memory by word size: for words of this size, and for words of half the size that are joined to them.
+    # `_join_block` joins two words of half the size to one word. Scratch memory by word size: for the low halves,
+    # widened to this size, and for the halves before they are widened.
     memory = {
         size: (np.empty(longest, _UNSIGNED[size]), np.empty(longest, _UNSIGNED[size // 2]))
         for size in (2, 4)
@@ -87,7 +89,7 @@ def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
 
 
 def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple[_Words, _Words]]) -> _Words:
-    """Set each word to its bytes from the planes; return `out`. `memory` is scratch memory, see `join`."""
+    """Set each word of `out` to its bytes from the planes; return `out`. `memory` is scratch memory, see `join`."""
     word = len(planes)
     if word == 1:
         out[:] = planes[0]
@@ -97,8 +99,7 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
             bytes_of_words[:, number] = plane
     else:
         half = word // 2
-        low, narrow = memory[word]
-        low, narrow = low[: out.size], narrow[: out.size]
+        low, narrow = (scratch[: out.size] for scratch in memory[word])
         out[:] = planes[1] if half == 1 else _join_block(planes[half:], narrow, memory)
         # Widen first, then multiply: a shift takes twice as long, and so does an operation on words of two sizes.
         np.multiply(out, 1 << 8 * half, out=out)
@@ -108,19 +109,19 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
 
 
 def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:
-    """Return the differences of words; the sign of an integer difference moves to the lowest bit."""
+    """Return the differences of words; the sign of an integer moves to the lowest bit (zigzag encoding)."""
     if encoding == "xor":
         return np.bitwise_xor(block, base)
     word = block.itemsize
     difference = np.subtract(block, base).view(_SIGNED[word])
-    sign = difference >> (8 * word - 1)
+    sign = difference >> (8 * word - 1)  # 0 or -1
     difference <<= 1
     difference ^= sign
     return difference.view(block.dtype)
 
 
 def _unfold(differences: _Words, signs: _Words) -> None:
-    """Restore the signs of differences, in place; `signs` is scratch memory."""
+    """Move the signs of differences back from the lowest bit, in place; `signs` is scratch memory."""
     np.bitwise_and(differences, 1, out=signs)
     np.negative(signs, out=signs)
     differences >>= 1

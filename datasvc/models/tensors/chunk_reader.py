@@ -54,7 +54,7 @@ class ChunkSource(Protocol):
 
 @runtime_checkable
 class NearSource(ChunkSource, Protocol):
-    """A source that may read from this machine's disks."""
+    """A source that may read from this machine's disks; `is_near` tells whether it does."""
 
     @property
     def is_near(self) -> bool:
@@ -66,12 +66,15 @@ class NearSource(ChunkSource, Protocol):
 
 @dataclass
 class _SharedRange:
-    """A range of an object that contains several links; its content is in memory from the first use to the last."""
+    """A range of an object that contains one or several links, and is read in one request.
+
+    `content` is in memory from the first read of a link to the last; `num_left` is the number of reads to come.
+    """
 
     object: Digest
     offset: int
     stop: int
-    num_users: int = 0
+    num_left: int = 0
     content: memoryview | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -107,7 +110,7 @@ class ChunkReader:
         except NotFoundError as error:
             raise NotFoundError(f"tensor {name!r} is missing: {error}") from error
         except CorruptDataError:
-            # The other copies are tried below, as they are for bytes that do not match the digest.
+            # Try the other copies, as for bytes that do not match the digest.
             pass
         else:
             if digest_of(out.data) == chunk.digest:
@@ -115,8 +118,9 @@ class ChunkReader:
         self._fill_from_other_copies(name, chunk, out)
 
     def _fill(self, chunk: Chunk, out: Bytes) -> None:
-        (first, *more), near = chunk.chain, self._near
-        if not more and first.encoding == "raw" and first.is_whole_object:
+        first, *differences = chunk.chain
+        near = self._near
+        if not differences and first.encoding == "raw" and first.is_whole_object:
             self._fill_raw(first, out)
         elif near is not None:
             stored: bytes | memoryview
@@ -146,22 +150,23 @@ class ChunkReader:
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
     def _read_link(self, link: ChainLink) -> bytes | memoryview:
-        span = self._shared_ranges.get((link.object, link.offset, link.length))
-        if span is None:
+        shared = self._shared_ranges.get((link.object, link.offset, link.length))
+        if shared is None:
             return self._source.read_range(link.object, link.offset, link.length)
-        with span.lock:
+        with shared.lock:
             # The first link reads the range, and the last one frees it, so that only few ranges are in memory.
-            if span.content is None:
-                length = span.stop - span.offset
-                span.content = memoryview(self._source.read_range(span.object, span.offset, length))
-            content = span.content
-            span.num_users -= 1
-            if span.num_users <= 0:
-                span.content = None
-        return content[link.offset - span.offset :][: link.length]
+            if shared.content is None:
+                length = shared.stop - shared.offset
+                shared.content = memoryview(self._source.read_range(shared.object, shared.offset, length))
+            content = shared.content
+            shared.num_left -= 1
+            if shared.num_left <= 0:
+                shared.content = None
+        return content[link.offset - shared.offset :][: link.length]
 
     def _fill_from_other_copies(self, name: str, chunk: Chunk, out: Bytes) -> None:
         for links in self._good_copies(name, chunk):
+            # If these links do not decode, try the next copies.
             with suppress(CorruptDataError), self._decoders.borrow() as decoder:
                 decoder.decode(links, out)
                 if digest_of(out.data) == chunk.digest:
@@ -172,7 +177,10 @@ class ChunkReader:
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the links of a chunk, first from the first good copy of each link, then from the second, etc."""
+        """Yield the links of a chunk as pairs of encoding and bytes: of the first good copies, then the second, etc.
+
+        A link that has fewer copies than another link is yielded again with its last copy.
+        """
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
         for link, copy in zip(chunk.chain, copies, strict=True):
@@ -185,36 +193,41 @@ class ChunkReader:
             contents.append(content)
         while True:
             yield [(link.encoding, content) for link, content in zip(chunk.chain, contents, strict=True)]
-            further = [next(copy, None) for copy in copies]
-            if all(content is None for content in further):
+            next_contents = [next(copy, None) for copy in copies]
+            if all(content is None for content in next_contents):
                 return
-            contents = [old if new is None else new for old, new in zip(contents, further, strict=True)]
+            contents = [old if new is None else new for old, new in zip(contents, next_contents, strict=True)]
 
 
 def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return the range to read for each link that is only part of its object; keys: object, offset, length."""
+    """Return the range to read for each link that is only a part of its object and of at most `_MAX_BYTES_AT_ONCE`.
+
+    The keys are object, offset and length of the link. Links that are near each other share one range.
+    """
+    # Several chunks may have the same link, such as equal chunks of two tensors.
     num_links: dict[tuple[Digest, int, int], int] = {}
     for chunk in chunks:
         for link in chunk.chain:
             if not link.is_whole_object and link.length <= _MAX_BYTES_AT_ONCE:
                 key = (link.object, link.offset, link.length)
                 num_links[key] = num_links.get(key, 0) + 1
-    spans: dict[tuple[Digest, int, int], _SharedRange] = {}
-    span: _SharedRange | None = None
+    shared_ranges: dict[tuple[Digest, int, int], _SharedRange] = {}
+    shared: _SharedRange | None = None
     for key in sorted(num_links):
         digest, offset, length = key
         stop = offset + length
+        # Begin a new range at another object, after a large gap, and where the range would become too long.
         if (
-            span is None
-            or span.object != digest
-            or offset > span.stop + _GAP_BYTES
-            or stop > span.offset + _MAX_BYTES_AT_ONCE
+            shared is None
+            or shared.object != digest
+            or offset > shared.stop + _GAP_BYTES
+            or stop > shared.offset + _MAX_BYTES_AT_ONCE
         ):
-            span = _SharedRange(digest, offset, stop)
-        span.stop = max(span.stop, stop)
-        span.num_users += num_links[key]
-        spans[key] = span
-    return spans
+            shared = _SharedRange(digest, offset, stop)
+        shared.stop = max(shared.stop, stop)
+        shared.num_left += num_links[key]
+        shared_ranges[key] = shared
+    return shared_ranges
 
 
 def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
@@ -225,11 +238,13 @@ def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
 def check_reaches(source: ChunkSource, name: str, chunk: Chunk) -> None:
     """Raise CorruptDataError if a large raw chunk extends beyond its object. For other errors see `read_range`.
 
-    Call this before allocating memory of the size that a table claims. Encoded chunks have a limit and need no check.
+    Call this before allocating memory of the size that a table claims. Chunks of at most `MAX_ENCODED_CHUNK_BYTES`,
+    which include all encoded ones, cannot claim much memory and need no check.
     """
     for link in chunk.chain:
         if link.length > MAX_ENCODED_CHUNK_BYTES:
             try:
+                # The last byte exists only if the object has all bytes.
                 source.read_range(link.object, link.offset + link.length - 1, 1)
             except NotFoundError as error:
                 raise NotFoundError(f"tensor {name!r} is missing: {error}") from error

@@ -1,6 +1,6 @@
-"""Writes the chunks of a save, for `write`: each in its smallest encoding, unless its bytes are stored already.
+"""Writes the chunks of a save, for `write`: each in its smallest encoding, unless an equal chunk is stored already.
 
-The bytes may be stored already in the base (the version to which a save stores differences), as a raw object, or as
+An equal chunk may be stored in the base (the version to which a save stores differences), as a raw object, or as
 an encoded chunk in the deduplication index. Encoded chunks of `OWN_OBJECT_BYTES` or more become objects of their own.
 The smaller chunks of a save are packed into few objects.
 """
@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.tensors import codec as chunk_codec
@@ -34,18 +34,17 @@ Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
 MAX_CHAIN_LENGTH: Final = 8
-"""Largest number of links of a chunk; a chunk that would need more is stored in full."""
+"""Largest number of links of a chunk; a chunk that would need more is stored without the base."""
 
-# Largest cost of restoring a chunk. The unit is the time to read its raw bytes: reading costs the share of the bytes
-# that is stored, and each encoded link costs half a unit more. For weights the limit allows a full chunk and one
-# difference; with more differences a restore took four times as long as one of raw bytes.
+# Largest cost of restoring a chunk. The unit is the time to read its raw bytes. Reading a link costs its stored
+# bytes, as a share of the raw bytes, and each encoded link costs half a unit more. For weights the limit allows a
+# full chunk and one difference; with more differences a restore took four times as long as one of raw bytes.
 _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
 # A difference makes the chain longer for every reader: it must save at least this share of the chunk.
 _MIN_SAVED_BY_DIFFERENCE: Final = 0.1
-_PACK_BYTES: Final = 8 << 20
+_PACK_BYTES: Final = 8 << 20  # largest size of an object that contains several small chunks
 _POINTERS_AT_ONCE: Final = 8
-
 
 BlockKey = tuple[str, Shape, Shape, str]
 """Name, start, shape and dtype of a block."""
@@ -69,6 +68,14 @@ class TensorBlock:
     def key(self) -> BlockKey:
         """Key of the block: a block can be stored as a difference to a base block with an equal key."""
         return self.name, self.start, tuple(self.tensor.shape), dtype_name(self.tensor)
+
+
+class _Encoded(NamedTuple):
+    """Encoded bytes of a chunk, before they have a place in an object."""
+
+    base_chain: tuple[ChainLink, ...]  # chain of the base chunk, if the bytes are a difference to it; else ()
+    encoding: str
+    stored: bytes | memoryview
 
 
 class ChunkWriter:
@@ -101,15 +108,18 @@ class ChunkWriter:
         self._base_chunks: dict[BlockKey, Chunk] = {
             (record.name, chunk.start, chunk.shape, record.dtype): chunk for record in base for chunk in record.chunks
         }
+        # Chains of the base chunks by digest, for a chunk that is equal to one at any place of any tensor.
         self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
         self._decoders, self._progress = Decoders(), progress
-        self._lock = threading.Lock()
-        self._seen: set[Digest] = set()  # chunks that a thread stores or has stored
-        self._chains: dict[Digest, tuple[ChainLink, ...]] = {}  # by chunk
-        self._indexed: set[Digest] = set()  # chunks that get a pointer
-        self._stored: set[Digest] = set()  # objects of this save
-        # Chunks that `finish` packs: for each the result of `_encode`.
-        self._small: dict[Digest, tuple[tuple[ChainLink, ...], str, bytes]] = {}
+        self._lock = threading.Lock()  # guards `_seen`, `_stored` and the attributes
+        # Digests of chunks: those that a thread stores or has stored, and those that get a pointer in the index.
+        self._seen: set[Digest] = set()
+        self._indexed: set[Digest] = set()
+        # By the digest of the chunk: its chain, or its encoded bytes until `finish` packs them. They need no lock,
+        # because one thread alone stores a chunk.
+        self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
+        self._small: dict[Digest, _Encoded] = {}
+        self._stored: set[Digest] = set()  # digests of objects that this save stores or has stored
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
 
@@ -125,21 +135,24 @@ class ChunkWriter:
             is_new = digest not in self._seen
             self._seen.add(digest)
         if is_new:
-            chain = self._find(digest, content.size)
+            chain = self._find_stored(digest, content.size)
             if chain is not None:
                 self._chains[digest] = chain
             else:
-                self._write(digest, *self._encode(block, dtype, content))
+                self._write(digest, self._encode(block, dtype, content))
         self._progress.advance(content.size)
         return digest
 
     def finish(self, order: Sequence[Digest]) -> Mapping[Digest, tuple[ChainLink, ...]]:
-        """Store the small chunks, packed in `order`, and finish the batch; return the chains of all chunks."""
+        """Store the small chunks, packed in `order`, and finish the batch; return the chains of all chunks.
+
+        `order` has the results of `store`; a digest may occur several times.
+        """
         packs: list[list[Digest]] = []
-        size = _PACK_BYTES
+        size = _PACK_BYTES  # as if there were a full pack, so that the first chunk begins one
         for digest in dict.fromkeys(order):
             if digest in self._small:
-                length = len(self._small[digest][2])
+                length = len(self._small[digest].stored)
                 if size + length > _PACK_BYTES:
                     packs.append([])
                     size = 0
@@ -153,7 +166,7 @@ class ChunkWriter:
         run_in_threads(lambda digest, chain: write_pointer(self._objects, digest, chain), indexed, _POINTERS_AT_ONCE)
         return self._chains
 
-    def _find(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
+    def _find_stored(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
         """Return the chain of an equal chunk that the base or any model has stored, None if it is not stored."""
         chain = self._base_chains.get(digest)
         if chain is not None and self._is_reusable(chain):
@@ -161,38 +174,37 @@ class ChunkWriter:
         # Smaller chunks are packed: they have neither an object of their own nor a pointer.
         if size < OWN_OBJECT_BYTES:
             return None
+        # A raw chunk is an object that has the digest of the chunk.
         if self._objects.reuse(ObjectInfo(digest, size)):
             self._batch.reuse(digest)
             return (ChainLink(digest, size, 0, size, "raw"),)
         return find_chain(self._objects, digest, size)
 
-    def _encode(
-        self, block: TensorBlock, dtype: str, content: Bytes
-    ) -> tuple[tuple[ChainLink, ...], str, bytes | memoryview]:
-        """Return the smallest encoding of a block: the chain before it, the encoding, and the encoded bytes."""
+    def _encode(self, block: TensorBlock, dtype: str, content: Bytes) -> _Encoded:
+        """Encode a block, whose bytes are `content`, as a difference to the base, as planes or raw."""
         if self._codec == "none":
-            return (), "raw", content.data
+            return _Encoded((), "raw", content.data)
         word = chunk_codec.word_bytes(dtype)
         base = self._base_of(block, dtype, content.size) if self._codec == "delta" and self._base_chunks else None
         trials = chunk_codec.try_encodings(content, word, base[1] if base else None)
         if base:
             chunk, base_content = base
             encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
-            # A difference must be smaller than the planes by a margin, and must keep the chain cheap to restore.
-            max_share = min(
-                min(trials["planes"].share, 1) - _MIN_SAVED_BY_DIFFERENCE,
-                _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST,
-            )
+            # A difference must be smaller than the planes, or the raw bytes, by a margin, and must keep the chain
+            # cheap to restore.
+            max_worthwhile = min(trials["planes"].share, 1) - _MIN_SAVED_BY_DIFFERENCE
+            max_restorable = _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST
+            max_share = min(max_worthwhile, max_restorable)
             if trials[encoding].share <= max_share:
                 stored = trials[encoding].stored or chunk_codec.encode(content, word, encoding, base_content)
                 # The share was estimated from a sample: check it for the whole block.
                 if len(stored) <= max_share * content.size:
-                    return chunk.chain, encoding, stored
+                    return _Encoded(chunk.chain, encoding, stored)
         if chunk_codec.is_worthwhile(trials["planes"].share):
             stored = trials["planes"].stored or chunk_codec.encode(content, word, "planes")
             if chunk_codec.is_worthwhile(len(stored) / content.size):
-                return (), "planes", stored
-        return (), "raw", content.data
+                return _Encoded((), "planes", stored)
+        return _Encoded((), "raw", content.data)
 
     def _base_of(self, block: TensorBlock, dtype: str, size: int) -> tuple[Chunk, Bytes] | None:
         """Return the base chunk of a block and its bytes; None if a difference to it cannot be stored."""
@@ -201,18 +213,18 @@ class ChunkWriter:
         if chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
             return None
         if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
-            # Too costly for a reader, however small the difference is.
+            # The chain would be too costly for a reader, however small the difference is.
             return None
         base_block = self._base_tensors.get(key)
         if base_block is not None and self._is_reusable(chunk.chain):
-            # Copy before hashing: during a background save the training may overwrite the buffer.
+            # Copy before hashing: during a background save, the next save may overwrite the buffer.
             content = bytes_of(base_block.tensor).copy()
             if digest_of(content.data) == chunk.digest:
                 return chunk, content
         try:
             base_chunk = load_chunk(self._objects, dtype, chunk, name=block.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
-            # Damage of the base must not spread: this chunk is stored in full.
+            # Damage of the base must not spread: this chunk is stored without it.
             return None
         return chunk, bytes_of(base_chunk)
 
@@ -222,9 +234,11 @@ class ChunkWriter:
         # when the save begins, and `gc` keeps its objects for longer than a save takes.
         return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)
 
-    def _write(self, digest: Digest, chain: tuple[ChainLink, ...], encoding: str, stored: bytes | memoryview) -> None:
+    def _write(self, digest: Digest, encoded: _Encoded) -> None:
+        """Write a chunk as an object of its own, or keep it for a pack if it is small."""
+        chain, encoding, stored = encoded
         if len(stored) < OWN_OBJECT_BYTES:
-            self._small[digest] = (chain, encoding, bytes(stored))
+            self._small[digest] = _Encoded(chain, encoding, bytes(stored))
             return
         info = ObjectInfo(digest if encoding == "raw" else digest_of(stored), len(stored))
         self._put(info, stored)
@@ -233,7 +247,7 @@ class ChunkWriter:
             self._indexed.add(digest)
 
     def _write_pack(self, digests: Sequence[Digest]) -> None:
-        content = b"".join([self._small[digest][2] for digest in digests])
+        content = b"".join([self._small[digest].stored for digest in digests])
         info = ObjectInfo(digest_of(content), len(content))
         self._put(info, content)
         offset = 0
@@ -243,6 +257,7 @@ class ChunkWriter:
             offset += len(stored)
 
     def _put(self, info: ObjectInfo, content: bytes | memoryview) -> None:
+        """Store an object, unless it is stored already or another thread stores it."""
         with self._lock:
             # Different chunks may have the same encoded bytes.
             if info.digest in self._stored:

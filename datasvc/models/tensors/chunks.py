@@ -32,11 +32,12 @@ def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
         return [((0,) * len(shape), shape)]
     row_bytes = math.prod(shape[1:]) * item_bytes
     if row_bytes > chunk_bytes:
+        # Split each row along the next dimensions.
         inner = plan_chunks(shape[1:], item_bytes, chunk_bytes=chunk_bytes)
         return [((row, *start), (1, *size)) for row in range(shape[0]) for start, size in inner]
-    rows = max(1, chunk_bytes // row_bytes)
+    num_rows = max(1, chunk_bytes // row_bytes)
     zeros = (0,) * (len(shape) - 1)
-    return [((row, *zeros), (min(rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], rows)]
+    return [((row, *zeros), (min(num_rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], num_rows)]
 
 
 def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
@@ -54,41 +55,46 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
 def is_inside(box: Box, shape: Shape) -> bool:
     """Return whether a box is a block of a tensor of `shape`; it may be empty."""
     start, size = box
-    return len(start) == len(size) == len(shape) and all(
-        s >= 0 and n >= 0 and s + n <= length for s, n, length in zip(start, size, shape, strict=True)
-    )
+    if not len(start) == len(size) == len(shape):
+        return False
+    dimensions = zip(start, size, shape, strict=True)
+    return all(first >= 0 and num >= 0 and first + num <= length for first, num, length in dimensions)
 
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the block that two boxes of one tensor share, None if they share no element."""
     start = tuple(map(max, a[0], b[0]))
-    stop = tuple(min(s + n, t + m) for s, n, t, m in zip(*a, *b, strict=True))
+    stop = tuple(min(a_start + a_num, b_start + b_num) for a_start, a_num, b_start, b_num in zip(*a, *b, strict=True))
     size = tuple(end - begin for begin, end in zip(start, stop, strict=True))
-    return (start, size) if all(n > 0 for n in size) else None
+    return (start, size) if all(num > 0 for num in size) else None
 
 
 def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
     """Return a box as an index into an array whose first element is at `origin` of the tensor, by default at 0."""
-    begin = origin or (0,) * len(box[0])
-    return tuple(slice(s - o, s - o + n) for s, n, o in zip(*box, begin, strict=True))
+    offsets = origin or (0,) * len(box[0])
+    return tuple(
+        slice(start - offset, start - offset + num) for start, num, offset in zip(*box, offsets, strict=True)
+    )
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
     """Return whether two boxes overlap, by a sweep along the dimension with most distinct starts."""
     starts = np.array([start for start, _ in boxes], np.int64)
     stops = starts + np.array([size for _, size in boxes], np.int64)
-    along = max(range(starts.shape[1]), key=lambda dimension: len(np.unique(starts[:, dimension])))
-    order = np.argsort(starts[:, along], kind="stable")
+    swept = max(range(starts.shape[1]), key=lambda dimension: len(np.unique(starts[:, dimension])))
+    order = np.argsort(starts[:, swept], kind="stable")
     starts, stops = starts[order], stops[order]
-    # Only boxes that start later in this order, but before the end of a box, can overlap it.
-    ends = np.searchsorted(starts[:, along], stops[:, along], side="left")
+    # Compare each box only with the boxes [first, end): they are after it in this order, and start before its stop.
+    ends = np.searchsorted(starts[:, swept], stops[:, swept], side="left")
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
-        return True  # it is not known whether they overlap, but the caller then rejects them
+        # It is not known whether boxes overlap. The caller rejects the boxes, as the limit demands.
+        return True
     # One vectorised comparison per box: with a hundred thousand boxes a loop over pairs would take minutes.
-    for box, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
+    for index, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:
-            apart = (starts[first:end] >= stops[box]) | (stops[first:end] <= starts[box])
+            # Two boxes are disjoint if they are apart in at least one dimension.
+            apart = (starts[first:end] >= stops[index]) | (stops[first:end] <= starts[index])
             if not apart.any(axis=1).all():
                 return True
     return False

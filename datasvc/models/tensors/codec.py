@@ -1,6 +1,6 @@
 """Chunk codec: the bytes of numbers are grouped into planes by significance, and each plane is compressed by zstd.
 
-It is lossless for any bits. Trained weights have similar exponents and noise in their low bits. Between two
+The codec is lossless for any bits. Trained weights have similar exponents and noise in their low bits. Between two
 checkpoints, even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to an
 earlier version of the chunk, compress better than the interleaved bytes (as in LightRW, ZipNN and Delta-DNN). There
 are two kinds of difference: XOR, and the difference of the bits as integers. The sign of an integer difference is
@@ -31,21 +31,24 @@ __all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "is_worthwhile", "try_
 # Planes compress by the frequency of bytes, not by repeats: for those of a ResNet-50, levels 2 and 3 gave 1 % more
 # bytes than level 1. Searching for few and long repeats gives 0.7 % fewer bytes, and decodes faster.
 _ZSTD: Final = zstandard.ZstdCompressionParameters(compression_level=1, min_match=7, hash_log=8, window_log=19)
+# `try_encodings` encodes a sample of this size, from this number of places in the content.
 _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
+# `_compress` first compresses a sample of this size, from the middle of a plane.
 _PLANE_SAMPLE_BYTES: Final = 32 << 10
-# Content is stored raw if encoding does not make it smaller than this share, because raw bytes need no decoding.
+# Content, or a plane of it, is stored raw if its encoded share of the raw bytes is not smaller than this, because raw
+# bytes need no decoding.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
 # Key in `ChainDecoder._memory` of the memory for stored bytes; the key for a plane is the number of the plane.
 _STORED: Final = -1
 
-_of_thread = threading.local()
+_thread_state = threading.local()
 
 
 def word_bytes(dtype: str) -> int:
-    """Return the size of the numbers that elements of a dtype consist of; a complex element is two numbers."""
+    """Return the bytes per number of a dtype; an element is one number, a complex element two."""
     item_bytes = ITEM_BYTES[dtype]
     return item_bytes // 2 if dtype.startswith("complex") else item_bytes
 
@@ -80,18 +83,17 @@ class EncodingTrial(NamedTuple):
 def try_encodings(content: Bytes, word: int, base: Bytes | None = None) -> dict[str, EncodingTrial]:
     """Encode a sample of `content`, or all of it if it is small, in each encoding; with `base` as differences too."""
     is_whole = content.size <= 2 * _SAMPLE_BYTES
-    sample, before = content, base
+    sample, base_sample = content, base
     if not is_whole:
-        run = _SAMPLE_BYTES // _SAMPLE_RUNS
-        # Runs of whole words, spread over the content.
-        starts = [
-            (content.size - run) * number // (_SAMPLE_RUNS - 1) // word * word for number in range(_SAMPLE_RUNS)
-        ]
-        sample = np.concatenate([content[start : start + run] for start in starts])
-        before = None if base is None else np.concatenate([base[start : start + run] for start in starts])
+        # Runs of whole words, spread evenly from the beginning of the content to its end.
+        run_bytes = _SAMPLE_BYTES // _SAMPLE_RUNS
+        last_start = content.size - run_bytes
+        starts = [last_start * number // (_SAMPLE_RUNS - 1) // word * word for number in range(_SAMPLE_RUNS)]
+        sample = np.concatenate([content[start : start + run_bytes] for start in starts])
+        base_sample = None if base is None else np.concatenate([base[start : start + run_bytes] for start in starts])
     trials = {}
-    for encoding in ("planes",) if before is None else ("planes", "xor", "difference"):
-        stored = encode(sample, word, encoding, before)
+    for encoding in ("planes",) if base_sample is None else ("planes", "xor", "difference"):
+        stored = encode(sample, word, encoding, base_sample)
         trials[encoding] = EncodingTrial(len(stored) / sample.size, stored if is_whole else None)
     return trials
 
@@ -112,10 +114,10 @@ def _compress(plane: Bytes, compressor: zstandard.ZstdCompressor) -> bytes:
 
 
 def _thread_compressor() -> zstandard.ZstdCompressor:
-    """Return the compressor of this thread: a compressor is not safe for several threads."""
-    compressor: zstandard.ZstdCompressor | None = getattr(_of_thread, "compressor", None)
+    """Return a compressor for this thread alone: a compressor is not safe for several threads."""
+    compressor: zstandard.ZstdCompressor | None = getattr(_thread_state, "compressor", None)
     if compressor is None:
-        compressor = _of_thread.compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
+        compressor = _thread_state.compressor = zstandard.ZstdCompressor(compression_params=_ZSTD)
     return compressor
 
 
@@ -123,12 +125,15 @@ class ChainDecoder:
     """Decodes chains; reuses its memory between calls. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # Only truncated frames need a window. These are damaged and may claim a window of any size: limit the size.
+        # A complete frame needs no window, see `_decode_plane`. A truncated frame needs one: it is damaged, and may
+        # claim a window of any size, so limit the size.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
-        """Decode links into `out`: a standalone link replaces its content, a difference is applied to it.
+        """Decode links, pairs of encoding and stored bytes, into `out`.
+
+        A standalone link replaces the content of `out`, a difference is applied to it.
 
         Every link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding
         needs about four times the memory of `out`, whatever sizes the links claim.
@@ -160,18 +165,21 @@ class ChainDecoder:
         for number, length in enumerate(lengths):
             plane = stored[offset : offset + length]
             # A plane of its full size is stored raw.
-            is_raw = length == size // word
-            planes.append(np.frombuffer(plane, np.uint8) if is_raw else self._plane(number, plane, size // word))
+            if length == size // word:
+                planes.append(np.frombuffer(plane, np.uint8))
+            else:
+                planes.append(self._decode_plane(number, plane, size // word))
             offset += length
         return planes
 
-    def _plane(self, number: int, stored: memoryview, size: int) -> Bytes:
+    def _decode_plane(self, number: int, stored: memoryview, size: int) -> Bytes:
         plane = self._memory_for(number, size)
         try:
             # zstd decodes a frame at once if the memory fits it exactly; otherwise it uses a window.
             if zstandard.frame_content_size(stored) != size:
                 raise CorruptDataError(f"a plane does not have {size} bytes")
             reader = self._zstd.stream_reader(stored, read_across_frames=True)
+            # Nothing may follow the frame.
             is_whole = reader.readinto(plane.data) == size and not reader.read(1)
         except zstandard.ZstdError as error:
             raise CorruptDataError(f"zstd cannot decode a plane: {error}") from error
@@ -180,6 +188,7 @@ class ChainDecoder:
         return plane
 
     def _memory_for(self, number: int, size: int) -> Bytes:
+        """Return reused memory for the plane `number`, or for `_STORED`."""
         memory = self._memory.get(number)
         if memory is None or memory.size < size:
             memory = self._memory[number] = np.empty(size, np.uint8)
@@ -195,12 +204,12 @@ class Decoders:
 
     def __init__(self, max_decoders: int | None = None) -> None:
         self._idle: deque[ChainDecoder] = deque()
-        self._free = threading.BoundedSemaphore(max_decoders or count_processors())
+        self._permits = threading.BoundedSemaphore(max_decoders or count_processors())
 
     @contextmanager
     def borrow(self) -> Iterator[ChainDecoder]:
-        """Wait for a free decoder and borrow it. The one used last comes first: its memory is in the CPU caches."""
-        with self._free:
+        """Wait for a free decoder and borrow it: the one used last, because its memory is in the CPU caches."""
+        with self._permits:
             try:
                 decoder = self._idle.pop()
             except IndexError:

@@ -1,14 +1,14 @@
 """Deduplication index, for `chunk_writer`: finds an encoded chunk by the digest of its raw bytes.
 
 A raw chunk is an object named by its own digest, so equal bytes are found without an index. Encoded bytes have
-another digest: without an index, another model would store them again. A pointer is a small file
-`tensors/3f/DIGEST.json` with the chain of the chunk (see `tensor_table`). No read depends on a pointer: if it is lost
-or damaged, a second copy is stored. Every object that it names is checked before a table names it again.
+another digest: without an index, another model would store them again. The index has a pointer for each encoded chunk
+that is not packed: a small file `tensors/3f/DIGEST.json`, named by the digest of the raw bytes, with the chain of the
+chunk (see `tensor_table`). No restore needs a pointer: if a pointer is lost or damaged, a later save stores a second
+copy. The objects in a pointer are checked before a tensor table names them again.
 
 Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
-chain with an object older than a day is not reused. If another model has the bytes of a chunk that was stored as a
-difference, the chunk is then stored again, in full. Raw chunks and planes take no more space, because storing them
-again gives the same object.
+chain with an object older than a day is not reused. A later save of an equal chunk then stores it again. This takes
+more space only if the first save stored the chunk as a difference: raw bytes and planes give the same object again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.repository.logs.log import MAX_ENTRY_BYTES, decode_entry, encode_en
 
 POINTERS: Final = "tensors"
 POINTER_FORMAT: Final = 1
-_PATH = re.compile(r"tensors/([0-9a-f]{2})/(\1[0-9a-f]{62})\.json")
+_PATH: Final = re.compile(r"tensors/([0-9a-f]{2})/(\1[0-9a-f]{62})\.json")
 
 
 def pointer_path(digest: Digest) -> str:
@@ -46,18 +46,23 @@ def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]
 
 
 def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return a chain that decodes to this digest and has all its objects; else None. Raises UnavailableError."""
+    """Return the chain of a stored chunk with this digest, None if there is none. Raises UnavailableError.
+
+    All objects of the chain exist, and `gc` keeps them at least as long as new ones (see `Objects.reuse`).
+    """
     path = pointer_path(digest)
     try:
         pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))
         chunk = Chunk.from_json({"start": (), "shape": (), "digest": pointer["digest"], "chain": pointer["chain"]})
     except (NotFoundError, CorruptDataError, ConfigError, KeyError):
         return None
-    try:
-        wrong = chunk.digest != digest or fault_of_chain(chunk.chain, chunk_bytes)
-    # A pointer is not trusted: a value of another type counts as no pointer.
-    except TypeError:
+    if chunk.digest != digest:
         return None
-    if wrong or not all(objects.reuse(link.info) for link in chunk.chain):
+    try:
+        fault = fault_of_chain(chunk.chain, chunk_bytes)
+    except TypeError:
+        # A pointer is not trusted, and a value in it has another type: it counts as no pointer.
+        return None
+    if fault or not all(objects.reuse(link.info) for link in chunk.chain):
         return None
     return chunk.chain

@@ -1,4 +1,8 @@
-"""Storable dtypes: converts tensors to their bytes in row-major order, `uint8[size]`, and back; and checked casts."""
+"""Storable dtypes: which tensors can be stored, and conversions between tensors and their bytes.
+
+The bytes of a tensor are its elements in row-major order, as `uint8[size]`. Saves and restores use this module, and
+restores and exports cast with `cast`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,18 @@ from datasvc.models.tensors.tensor_table import ITEM_BYTES
 if TYPE_CHECKING:
     import torch
 
+# Words per block of `count_nonfinite`. The number is even, so that both words of a complex number are in one block.
 _BLOCK_WORDS: Final = 64 << 10
 
 
 def _magnitude(word: type[np.unsignedinteger[Any]], least: int) -> tuple[type[np.unsignedinteger[Any]], Any, Any]:
-    """Return a value of `_MAGNITUDES`; `least`: the smallest magnitude that is not finite."""
+    """Return a value of `_MAGNITUDES`: the word type, a mask for all bits but the sign, and `least` as a word."""
     return word, word(np.iinfo(word).max >> 1), word(least)
 
 
-# Per dtype: the word type, the bits without the sign, and the smallest magnitude that is not finite. In IEEE 754 that
-# is an exponent of ones; float8_e4m3fn has no infinities and one NaN.
+# Per dtype: the word type, a mask for all bits but the sign, and the smallest magnitude that is not finite, where the
+# magnitude is the word without its sign. In IEEE 754 this is an exponent of ones; float8_e4m3fn has no infinities and
+# one NaN. Elements of other dtypes are always finite.
 _MAGNITUDES: Final = {
     "float64": _magnitude(np.uint64, 0x7FF0 << 48),
     "float32": _magnitude(np.uint32, 0x7F80 << 16),
@@ -45,13 +51,14 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     """Raise ConfigError, with the name, if a tensor is not dense or its dtype is unknown. Does not read the data."""
     import torch
 
+    # A DTensor has this attribute, so its class need not be imported.
     if hasattr(tensor, "placements"):
         raise ConfigError(
             f"tensor {name!r} is a DTensor: each rank holds only a part of it. Save it with "
             "torch.distributed.checkpoint and datasvc.models.dcp, or save its full_tensor()"
         )
-    is_unsupported = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested
-    if is_unsupported or dtype_name(tensor) not in ITEM_BYTES:
+    is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+    if not is_dense or dtype_name(tensor) not in ITEM_BYTES:
         layout = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
         kind = f"{layout}, {dtype_name(tensor)}"
         raise ConfigError(f"tensor {name!r} ({kind}) cannot be stored; make it a dense tensor with data first")
@@ -66,7 +73,7 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def tensor_of(content: Bytes, dtype: str, shape: Shape) -> torch.Tensor:
-    """Return a tensor that shares the memory of `content`."""
+    """Return a tensor of `dtype` and `shape` that shares the memory of `content`."""
     import torch
 
     return torch.from_numpy(content).view(getattr(torch, dtype)).reshape(shape)
@@ -85,14 +92,18 @@ def count_nonfinite(content: Bytes, dtype: str) -> int:
     count = 0
     for start in range(0, words.size, _BLOCK_WORDS):
         magnitudes = np.bitwise_and(words[start : start + _BLOCK_WORDS], mask)
+        # For a block without such elements, the usual case, this is all.
         if magnitudes.max() >= least:
-            parts = (magnitudes >= least).reshape(-1, 2 if dtype.startswith("complex") else 1)
-            count += int(np.count_nonzero(parts.any(axis=1)))
+            # A complex element counts once, even if both of its words are not finite.
+            is_nonfinite = (magnitudes >= least).reshape(-1, 2 if dtype.startswith("complex") else 1)
+            count += int(np.count_nonzero(is_nonfinite.any(axis=1)))
     return count
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor converted to `dtype`; the tensor itself if it has this dtype.
+
+    Only conversions between floating-point dtypes are checked.
 
     Raises:
         ConfigError: finite numbers would become infinite; the message names the tensor and says how many.

@@ -1,4 +1,8 @@
-"""Selects tensors by name patterns, and renames them by name maps, for partial restores, imports and exports."""
+"""Selects tensors by name patterns, and renames them by name maps, for partial restores, imports and exports.
+
+A name is the dotted path of a tensor in the state tree, and a segment is a part between dots. A name map is a list of
+rules that are applied in order, each to all names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _SHOWN_NAMES = 3
 
 @dataclass(frozen=True)
 class NameRule:
-    r"""One step of a name map.
+    r"""One rule of a name map.
 
     Attributes:
         old: a name, or a prefix of whole segments: "model.head" matches "model.head" and "model.head.weight", not
@@ -50,7 +54,7 @@ class NameRule:
         return self.old.removeprefix(REGEX_PREFIX)
 
     def matches(self, name: str) -> bool:
-        """Return whether the rule applies to `name`."""
+        """Return whether `old` matches `name`."""
         if self.is_regex:
             return re.search(self._expression, name) is not None
         return is_below(name, self.old)
@@ -62,6 +66,7 @@ class NameRule:
         if self.is_regex:
             return re.sub(self._expression, self.new, name)
         remainder = name.removeprefix(self.old.rstrip(".")).removeprefix(".")
+        # Either part may be empty: `new` if the rule removes the prefix, `remainder` if `old` is the whole name.
         return ".".join(part for part in (self.new.rstrip("."), remainder) if part)
 
 
@@ -82,7 +87,10 @@ def parse_name_map(texts: Iterable[str]) -> dict[str, str]:
 
 
 def is_below(name: str, prefix: str) -> bool:
-    """Return whether `name` is `prefix`, or begins with it and a dot. Every name is below ""."""
+    """Return whether `name` is `prefix`, or begins with it and a dot. Every name is below "".
+
+    A dot at the end of `prefix` is ignored.
+    """
     stem = prefix.rstrip(".")
     return not stem or name == stem or name.startswith(f"{stem}.")
 
@@ -99,6 +107,7 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
     Raises:
         ConfigError: a pattern matches no name (the message has similar names), or no name is left.
     """
+    # A single pattern may be a string, which is a collection of its characters.
     only, exclude = ((patterns,) if isinstance(patterns, str) else patterns for patterns in (only, exclude))
     for pattern in (*only, *exclude):
         if not any(_matches(name, pattern) for name in names):
@@ -109,6 +118,7 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
         if (not only or any(_matches(name, pattern) for pattern in only))
         and not any(_matches(name, pattern) for pattern in exclude)
     ]
+    # Without `exclude` at least one name is chosen, because each pattern of `only` matches one.
     if not chosen and names and exclude:
         raise ConfigError(f"nothing is left of {len(names)} tensors without {', '.join(map(repr, exclude))}")
     return chosen
@@ -117,8 +127,8 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
 def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
     """Return the new name of every name, by old name.
 
-    Each item of `rename` is a rule: its key is `NameRule.old`, its value `NameRule.new`. The rules are applied in
-    order, each to the results of the one before.
+    `rename` is a name map: each item is a rule, with `NameRule.old` as key and `NameRule.new` as value. The rules are
+    applied in order, each to the results of the one before.
 
     Raises:
         ConfigError: a rule matches no name, a new name is empty, or two new names are equal.
@@ -134,13 +144,16 @@ def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[st
 
 
 def _check_distinct(mapped: Mapping[str, str]) -> None:
-    taken: dict[str, str] = {}
+    """Raise ConfigError if a new name is empty, or two new names are equal."""
+    old_names: dict[str, str] = {}
     for old, new in mapped.items():
         if not new:
             raise ConfigError(f"the name map leaves an empty name for {old!r}; map it to a name")
-        if new in taken:
-            raise ConfigError(f"the name map makes {taken[new]!r} and {old!r} both {new!r}; names must stay distinct")
-        taken[new] = old
+        if new in old_names:
+            raise ConfigError(
+                f"the name map makes {old_names[new]!r} and {old!r} both {new!r}; names must stay distinct"
+            )
+        old_names[new] = old
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -153,6 +166,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
+    """Return the end of an error message: the names that are most similar to a pattern, or else the first names."""
     if not names:
         return "there are no tensors"
     near = difflib.get_close_matches(pattern.removeprefix(REGEX_PREFIX), names, n=_SHOWN_NAMES, cutoff=0.3)

@@ -27,8 +27,9 @@ __all__ = ["ChunkSource", "load_chunk", "load_tensors", "load_window", "plan_rea
 
 # Remote stores need many parallel requests. Local reads are fast: one thread more than there are processors reads
 # while the others decode; further threads would only compete for caches and the interpreter lock.
-_THREADS: Final = max(16, min(32, count_processors()))
+_REMOTE_THREADS: Final = max(16, min(32, count_processors()))
 _NEAR_THREADS: Final = min(32, count_processors() + 1)
+# `load_tensors` sorts larger tensors by size, and keeps the order of the others.
 _SMALL_BYTES: Final = 1 << 20
 
 
@@ -39,7 +40,7 @@ class ChunkRead:
     Attributes:
         record: record of the stored tensor.
         chunk: chunk of the stored tensor.
-        targets: pairs of a view to fill and the box of the stored tensor that it receives.
+        targets: pairs of a view to fill, and the box of the stored tensor whose elements it receives.
     """
 
     record: TensorRecord
@@ -135,7 +136,7 @@ def load_window(source: ChunkSource, record: TensorRecord, start: Sequence[int],
 
 
 def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list[ChunkRead]:
-    """Return the distinct chunks that overlap blocks of tensors, with the views of the targets to fill.
+    """Plan the reads that fill blocks of tensors: each chunk that overlaps a block is read once.
 
     Args:
         blocks: triples (record of the tensor, box of the block, target tensor with the shape of the block).
@@ -155,7 +156,8 @@ def read_chunks(source: ChunkSource, reads: Sequence[ChunkRead], progress: Progr
     reader = ChunkReader(source, [read.chunk for read in reads])
 
     def read_one(read: ChunkRead, size_bytes: int) -> None:
-        record, chunk, target = read.record, read.chunk, read.direct_target
+        record, chunk = read.record, read.chunk
+        target = read.direct_target
         if target is not None:
             # Read directly into the target, without a buffer and a copy.
             reader.read(record.name, chunk, bytes_of(target))
@@ -174,10 +176,11 @@ def read_chunks(source: ChunkSource, reads: Sequence[ChunkRead], progress: Progr
         run_in_threads(read_one, arguments, _NEAR_THREADS, sizes=sizes)
     else:
         # Pass no sizes: small reads from a remote store wait for an answer, so several must not share a thread.
-        run_in_threads(read_one, arguments, _THREADS)
+        run_in_threads(read_one, arguments, _REMOTE_THREADS)
 
 
 def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:
+    """Return a tensor on the CPU with undefined elements. Raises ConfigError: there is not enough memory."""
     import torch
 
     try:

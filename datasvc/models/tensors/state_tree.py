@@ -1,8 +1,9 @@
 """Converts a state tree, nested dicts, lists and tuples with tensors as leaves, to JSON and named tensors, and back.
 
-It does not use pickle, so reading a state runs no code. A value that JSON cannot represent is a dict with one mark as
-its key: `{"$tensor": NAME}`, `{"$tuple": [...]}`, `{"$float": "nan"}`, `{"$bytes": HEX}`, and `{"$dict": [[KEY,
-VALUE], ...]}` for a dict with a key that is not a string or begins with `$`.
+The JSON tree is the skeleton: it has the name of each tensor in place of the tensor. No pickle is used, so reading a
+state runs no code. A value that JSON cannot represent becomes a dict with a single key, its mark: `{"$tensor":
+NAME}`, `{"$tuple": [...]}`, `{"$float": "nan"}` or `{"$bytes": HEX}`. `{"$dict": [[KEY, VALUE], ...]}` stands for a
+dict in which some key is not a string, or begins with `$`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ STATE_FORMAT: Final = 1
 # Limit of a reader: enough for the names of two million tensors, or for the random states of 36,000 ranks. Larger
 # values should be tensors: JSON values take about twenty times as much memory.
 MAX_STATE_BYTES: Final = 256 << 20
-_MAX_DEPTH = 100
-_MAX_PATH = 1 << 16
+_MAX_DEPTH: Final = 100
+# Characters of a path, in trees from an untrusted file. Every path repeats the keys above it, so a few long keys
+# could take much memory.
+_MAX_PATH_CHARS: Final = 1 << 16
 
 
 class _TensorCollector(dict[str, "torch.Tensor"]):
-    """Collects the tensors of a tree; `nodes_left` is the number of further values that the tree may have."""
+    """Tensors of a tree by name. `nodes_left`: how many more values the tree may have; infinite: no limit."""
 
     nodes_left: float = math.inf
 
@@ -39,12 +42,12 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
 
     Args:
         state: state tree.
-        max_nodes: largest number of values; a value that occurs in several places counts each time. Set it for trees
-            from an untrusted file, which may contain one list very often.
+        max_nodes: largest number of values; a value that occurs in several places counts each time. None: no limit.
+            Set it for a tree from an untrusted file, which may refer to one list many times.
 
     Raises:
         ConfigError: a leaf can be stored neither as JSON nor as a tensor, and the message names it; or the tree is
-            nested too deep or has too many values.
+            nested too deep, or has too many values or too long paths for an untrusted file.
     """
     tensors = _TensorCollector()
     if max_nodes is not None:
@@ -90,9 +93,10 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
-    # Count each occurrence: an untrusted file may refer to one list very often.
+    # Count each occurrence: an untrusted file may refer to one list many times.
     tensors.nodes_left -= 1
-    if tensors.nodes_left < 0 or (tensors.nodes_left < math.inf and len(path) > _MAX_PATH):
+    is_untrusted = tensors.nodes_left < math.inf
+    if tensors.nodes_left < 0 or (is_untrusted and len(path) > _MAX_PATH_CHARS):
         raise ConfigError(f"the state has too many values or too long names, at {path[:60]}...")
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
@@ -146,17 +150,18 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> A
     if not marks:
         return {key: _unflatten(item, tensors, deeper) for key, item in value.items()}
     try:
-        ((mark, marked),) = value.items()
+        # Raises ValueError if the dict has other keys too.
+        ((mark, content),) = value.items()
         if mark == "$tensor":
-            return tensors[marked]
+            return tensors[content]
         if mark == "$tuple":
-            return tuple(_unflatten(item, tensors, deeper) for item in marked)
+            return tuple(_unflatten(item, tensors, deeper) for item in content)
         if mark == "$dict":
-            return {key: _unflatten(item, tensors, deeper) for key, item in marked}
+            return {key: _unflatten(item, tensors, deeper) for key, item in content}
         if mark == "$float":
-            return float(marked)
+            return float(content)
         if mark == "$bytes":
-            return bytes.fromhex(marked)
+            return bytes.fromhex(content)
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptDataError(f"the value of {marks[0]} in the state is damaged: {error!r}") from error
     raise CorruptDataError(f"the state uses the unknown mark {mark!r}; it may need a later release of datasvc")
@@ -166,6 +171,8 @@ def _from_numpy(value: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     import torch
 
     try:
+        # torch accepts neither other byte orders nor negative strides. `ascontiguousarray` makes a scalar an array of
+        # one element, so restore the shape.
         native = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=False))
         return torch.from_numpy(native.reshape(value.shape))
     except TypeError as error:

@@ -24,13 +24,14 @@ from datasvc.repository.objects.objects import digest_of, parse_digest
 TENSOR_TABLE_FORMAT: Final = 2
 # Limits for a table that is read. Encoded chunks have a limit so that a few stored bytes cannot claim all memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
+# Links of a chunk. A save writes fewer: `chunk_writer.MAX_CHAIN_LENGTH`.
 MAX_CHAIN: Final = 64
 # Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
 # partitioned over 64 ranks. Decoded records take some ten times as much memory.
 MAX_TABLE_BYTES: Final = 2048 << 20
 MAX_TENSORS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 64
-_MAX_BYTES: Final = 1 << 60
+_MAX_TENSOR_BYTES: Final = 1 << 60
 _ROWS_AT_ONCE: Final = 256
 
 # Encodings of the first link of a chain, and of the links after it.
@@ -45,12 +46,11 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 """Bytes per element of every dtype that can be stored, by torch's name of the dtype."""
 
 _METADATA_KEY = b"datasvc.tensors.format"
-_MAGIC = b"ARROW1\0\0"
-_FIRST_MESSAGE = len(_MAGIC)
-# Field numbers of Arrow's Message.fbs.
-_RECORD_BATCH = 3
-_HEADER_TYPE, _HEADER = 1, 2
-_COMPRESSION = 3
+_MAGIC = b"ARROW1\0\0"  # an Arrow file is these bytes, an Arrow stream and a footer
+# Numbers in Arrow's Message.fbs.
+_RECORD_BATCH = 3  # header type
+_HEADER_TYPE, _HEADER = 1, 2  # fields of a message
+_COMPRESSION = 3  # field of a record batch
 _UINT32 = struct.Struct("<I")
 
 
@@ -83,7 +83,7 @@ _COLUMNS = pa.schema(
     _required(("name", pa.string()), ("dtype", pa.string()), ("shape", _list(pa.int64())), ("pieces", _list(_CHUNK))),
     metadata={_METADATA_KEY: str(TENSOR_TABLE_FORMAT).encode()},
 )
-# Columns of format 1.
+# Columns of format 1, in which every tensor is one range of one object.
 _COLUMNS_1 = pa.schema(
     [
         *_required(("name", pa.string()), ("dtype", pa.string())),
@@ -267,7 +267,7 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
             _check_record(record, location)
             records.append(record)
     except (pa.ArrowException, OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        # ConfigError is a ValueError too, but its message is complete already.
+        # A ConfigError is a ValueError, so it is caught here too. Its message is complete already.
         if isinstance(error, ConfigError):
             raise
         raise CorruptDataError(f"{location} is not a valid tensor table: {error!r}") from error
@@ -276,19 +276,19 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
 
 def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     """Return the rows and the format of a table; no rows if the format is a later one."""
-    messages = pa.py_buffer(content)[_FIRST_MESSAGE:]
-    if bytes(content[:_FIRST_MESSAGE]) != _MAGIC:
+    if bytes(content[: len(_MAGIC)]) != _MAGIC:
         raise ValueError("the file does not begin with Arrow's magic bytes")
     # Read the stream inside of the Arrow file, not its footer: the footer could refer to bytes not checked here.
-    reader = pa.ipc.open_stream(messages)
+    stream = pa.py_buffer(content)[len(_MAGIC) :]
+    reader = pa.ipc.open_stream(stream)
     table_format = int((reader.schema.metadata or {})[_METADATA_KEY])
-    if table_format not in {1, 2}:
-        if table_format < 1:
-            raise ValueError(f"format {table_format}; expected 1 or 2")
+    if table_format < 1:
+        raise ValueError(f"format {table_format}; expected 1 or 2")
+    if table_format > TENSOR_TABLE_FORMAT:
         return pa.table({}), table_format
     if not reader.schema.equals(_COLUMNS_1 if table_format == 1 else _COLUMNS):
         raise ValueError(f"unexpected columns {reader.schema}")
-    if _has_compressed_batch(messages):
+    if _has_compressed_batch(stream):
         raise ValueError("its buffers are compressed, which datasvc never writes")
     rows = reader.read_all()
     if rows.num_rows > MAX_TENSORS:
@@ -298,6 +298,7 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
 
 
 def _row(record: TensorRecord) -> dict[str, Any]:
+    """Return a row of a table; a table has digests as bytes, and calls the chunks `pieces`."""
     return {
         "name": record.name,
         "dtype": record.dtype,
@@ -315,7 +316,7 @@ def _row(record: TensorRecord) -> dict[str, Any]:
 
 
 def _records(table: pa.Table) -> Iterator[TensorRecord]:
-    """Yield the records of a table of format 2."""
+    """Yield the records of a table of format 2, see `_row`."""
     # Convert small batches: as Python values, rows take ten times as much memory as in the table.
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         for row in batch.to_pylist():
@@ -353,16 +354,19 @@ def _check_record(record: TensorRecord, location: str) -> None:
             f"{location}: tensor {record.name!r} of shape {shape}: its chunks leave out elements or hold some twice"
         )
     # Leave out sizes of 0, so that the other sizes of a tensor without elements are limited too.
-    if math.prod(filter(None, shape)) * ITEM_BYTES[record.dtype] > _MAX_BYTES:
+    if math.prod(filter(None, shape)) * ITEM_BYTES[record.dtype] > _MAX_TENSOR_BYTES:
         raise CorruptDataError(f"{location}: tensor {record.name!r} of shape {shape} is larger than any memory")
     for chunk in record.chunks:
-        wrong = fault_of_chain(chunk.chain, record.chunk_bytes(chunk))
-        if wrong:
-            raise CorruptDataError(f"{location}: tensor {record.name!r}, its chunk at {chunk.start}: {wrong}")
+        fault = fault_of_chain(chunk.chain, record.chunk_bytes(chunk))
+        if fault:
+            raise CorruptDataError(f"{location}: tensor {record.name!r}, its chunk at {chunk.start}: {fault}")
 
 
 def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
-    """Return a description of the first invalid value in the chain of a chunk, None if the chain is valid."""
+    """Return a description of the first invalid value in the chain of a chunk, None if the chain is valid.
+
+    `chunk_bytes` is the size of the chunk in memory.
+    """
     if not 1 <= len(chain) <= MAX_CHAIN:
         return f"its chain has {len(chain)} links"
     is_raw = len(chain) == 1 and chain[0].encoding == "raw"
@@ -379,7 +383,10 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
             return (
                 f"bytes {link.offset} to {link.offset + link.length} exceed its object of {link.object_bytes} bytes"
             )
-        if link.length != chunk_bytes if link.encoding == "raw" else not 0 < link.length <= chunk_bytes:
+        is_length_valid = 0 < link.length <= chunk_bytes
+        if link.encoding == "raw":
+            is_length_valid = link.length == chunk_bytes
+        if not is_length_valid:
             return f"{link.length} bytes are not a valid length for encoding {link.encoding!r}"
     return None
 
@@ -387,8 +394,8 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
 def _has_compressed_batch(stream: pa.Buffer) -> bool:
     """Return whether a record batch of an Arrow IPC stream is compressed. Raises ArrowException, OSError, ValueError.
 
-    A reader would decompress it to the size that the batch claims, which may exhaust memory. pyarrow does not say
-    whether a batch is compressed, so this function reads the field from the flatbuffers of each message.
+    pyarrow decompresses such a batch to the size that the batch claims, which may exhaust memory. It has no function
+    that tells whether a batch is compressed, so this function reads the field from the flatbuffer of each message.
     """
     messages = pa.ipc.MessageReader.open_stream(stream)
     try:
@@ -403,15 +410,21 @@ def _has_compressed_batch(stream: pa.Buffer) -> bool:
 def _is_compressed_batch(message: bytes) -> bool:
     """Return whether a message is a record batch whose header has the field `compression`."""
     (root,) = _UINT32.unpack_from(message)
-    kind, header = _field_offset(message, root, _HEADER_TYPE), _field_offset(message, root, _HEADER)
-    if kind is None or header is None or message[kind] != _RECORD_BATCH:
+    header_type = _field_offset(message, root, _HEADER_TYPE)
+    header = _field_offset(message, root, _HEADER)
+    if header_type is None or header is None or message[header_type] != _RECORD_BATCH:
         return False
-    (table,) = _UINT32.unpack_from(message, header)
-    return _field_offset(message, header + table, _COMPRESSION) is not None
+    # The field holds the distance from itself to the table of the header.
+    (distance,) = _UINT32.unpack_from(message, header)
+    return _field_offset(message, header + distance, _COMPRESSION) is not None
 
 
 def _field_offset(message: bytes, table: int, index: int) -> int | None:
-    """Return the offset of a field of a flatbuffers table, None if the field is absent."""
+    """Return the offset of a field in `message`, None if the field is absent; `table` is the offset of its table.
+
+    A flatbuffers table begins with the distance back to its vtable. The vtable has its own size and the size of the
+    table, and then the offset of each field in the table, all in two bytes.
+    """
     vtable = table - struct.unpack_from("<i", message, table)[0]
     if vtable < 0:
         raise ValueError("a flatbuffers table is outside of its message")

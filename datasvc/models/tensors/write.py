@@ -1,4 +1,7 @@
-"""Writes tensors in threads: splits them into chunks, stores each distinct chunk once, in its smallest encoding."""
+"""Writes tensors in threads: splits them into chunks, stores each distinct chunk once, in its smallest encoding.
+
+`store_tensors` stores whole tensors. `store_chunks` stores blocks of tensors, such as those that one rank holds.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = ["CODECS", "Codec", "StoredState", "TensorBlock", "store_chunks", "sto
 # are written to the page cache and synced by other threads. For a remote store, some threads upload while others
 # encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
-_THREADS: Final = max(8, min(16, count_processors()))
+_REMOTE_THREADS: Final = max(8, min(16, count_processors()))
 
 
 @dataclass(frozen=True)
@@ -139,17 +142,19 @@ def store_chunks(
             sizes = [part.tensor.nbytes for part in parts]
             digests = run_in_threads(writer.store, arguments, _NEAR_THREADS, sizes=sizes)
         else:
-            digests = run_in_threads(writer.store, arguments, _THREADS)
+            # Pass no sizes: calls that wait for a remote store must not run in one thread, one after the other.
+            digests = run_in_threads(writer.store, arguments, _REMOTE_THREADS)
         chains = writer.finish(digests)
     chunks = [
         (part.name, Chunk(part.start, tuple(part.tensor.shape), digest, chains[digest]))
         for part, digest in zip(parts, digests, strict=True)
     ]
-    return StoredChunks(chunks, writer.new_bytes, {name: n for name, n in sorted(writer.num_nonfinite.items()) if n})
+    num_nonfinite = {name: count for name, count in sorted(writer.num_nonfinite.items()) if count}
+    return StoredChunks(chunks, writer.new_bytes, num_nonfinite)
 
 
 def whole_blocks(tensors: Mapping[str, torch.Tensor]) -> list[TensorBlock]:
-    """Return one block for each tensor; the block has all elements of its tensor."""
+    """Return one block for each tensor, with all its elements."""
     return [TensorBlock(name, (0,) * tensor.dim(), tensor) for name, tensor in tensors.items()]
 
 

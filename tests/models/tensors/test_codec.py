@@ -196,7 +196,7 @@ def test_no_more_threads_decode_at_once_than_there_are_decoders_and_those_are_us
         with decoders.borrow() as second:
             third = threading.Thread(target=borrow)
             third.start()
-            assert not decoders._free.acquire(blocking=False)  # nor does the third get one, now or later
+            assert not decoders._permits.acquire(blocking=False)  # nor does the third get one, now or later
             assert not used
         third.join()
     borrow()
