@@ -71,7 +71,8 @@ def use_manager(folder: Path) -> None:
         manager.wait()
         assert manager.newest_step() == 4
         found = manager.restore(default=None)
-        assert found is not None and found.entry["step"] == 4
+        assert found is not None
+        assert found.entry["step"] == 4
         assert set(manager.restore("net@1", only=["model"]).state) == {"model.weight", "model.bias"}
         assert str(manager.version) == "net@1"
         assert (manager.name, manager.stop_signal, manager.cost.stall_s > 0) == ("net", None, True)

@@ -57,8 +57,9 @@ class SaveQueue:
             ConfigError: this process was forked from the one that made the queue.
         """
         check_process(self._pid)
-        if self._overlap == "refuse" and self.is_busy:
-            running_step = self._under_way[0].handle.step
+        under_way = list(self._under_way)  # a save may end at any time
+        if self._overlap == "refuse" and under_way:
+            running_step = under_way[0].handle.step
             raise BusyError(
                 f"step {step} is not saved: the save of step {running_step} is still running; save less often, or "
                 "use overlap=queue"

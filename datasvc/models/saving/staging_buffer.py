@@ -86,7 +86,8 @@ class HostBuffer:
         start_events: dict[torch.device, Any] = {}
         with self._lock, torch.no_grad():
             first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-            self._grow(nbytes, pinned_for=first_cuda)
+            if nbytes:
+                self._grow(nbytes, pinned_for=first_cuda)
             for name, tensor in tensors.items():
                 offset = offsets[name]
                 # A tensor without elements takes no bytes: the tensor after it has the same offset.

@@ -99,7 +99,8 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
             bytes_of_words[:, number] = plane
     else:
         half = word // 2
-        low, narrow = (scratch[: out.size] for scratch in memory[word])
+        low, narrow = memory[word]
+        low, narrow = low[: out.size], narrow[: out.size]
         out[:] = planes[1] if half == 1 else _join_block(planes[half:], narrow, memory)
         # Widen first, then multiply: a shift takes twice as long, and so does an operation on words of two sizes.
         np.multiply(out, 1 << 8 * half, out=out)

@@ -110,6 +110,14 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_not_asked_for_aga
     assert asked == [(8192, device)] * 2
 
 
+def test_tensors_without_elements_need_no_memory():
+    class OnCuda(torch.Tensor):
+        device, is_cuda = torch.device("cuda", 0), True
+
+    copied = HostBuffer().copy({"none": torch.empty(0, 3).as_subclass(OnCuda)})
+    assert copied.tensors["none"].shape == (0, 3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_cuda_tensor_is_copied_as_it_was_when_asked_though_nobody_waited():
