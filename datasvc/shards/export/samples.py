@@ -1,4 +1,8 @@
-"""Units of an export, which are the shards that one worker writes at a time, and the samples in them."""
+"""Units of an export, and the samples in them.
+
+A unit is a group of shards that one worker writes at a time. Every export format reads its samples through
+`ExportUnit`.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +52,15 @@ class ExportUnit:
             CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
         """
         schema = self.split.table.sample_schema
-        for number in self.shards:
-            shard = self.split.origin.open_shard(self.split.table.shard(number))
-            rows = _live_rows(self.split, number)
-            start = 0
+        for shard_number in self.shards:
+            shard = self.split.origin.open_shard(self.split.table.shard(shard_number))
+            live_rows = _live_rows(self.split, shard_number)
+            start = 0  # row of the shard at which the batch starts
             for batch in shard.batches:
-                remaining = batch if rows is None else _take(batch, rows, start)
+                live = batch if live_rows is None else _take(batch, live_rows, start)
                 start += batch.num_rows
-                if remaining.num_rows:
-                    yield _with_schema(remaining, schema)
+                if live.num_rows:
+                    yield _with_schema(live, schema)
 
     def samples(self) -> Iterator[dict[str, Any]]:
         """Yield the samples that are not deleted, in order; see `samples_of`."""
@@ -74,18 +78,21 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
         yield dict(zip(batch.schema.names, values, strict=True))
 
 
-def _live_rows(split: Split, number: int) -> Integers | None:
+def _live_rows(split: Split, shard: int) -> Integers | None:
     """Return the rows of a stored shard that are not deleted, `int64[samples]` ascending; None if none is deleted."""
     # None lets the caller use the batches of a shard without deletions as they are, without a copy.
-    if not split.table.deleted_per_shard[number]:
+    if not split.table.deleted_per_shard[shard]:
         return None
-    return np.sort(split.stored_rows(number, np.arange(split.table.samples_per_shard[number])))
+    return split.stored_rows(shard, np.arange(split.table.samples_per_shard[shard]))
 
 
-def _take(batch: pa.RecordBatch, rows: Integers, start: int) -> pa.RecordBatch:
-    """Return those of the shard's `rows` that are in `batch`, which starts at row `start` of the shard."""
-    first, last = np.searchsorted(rows, [start, start + batch.num_rows])
-    return batch.take(pa.array(rows[first:last] - start))
+def _take(batch: pa.RecordBatch, live_rows: Integers, start: int) -> pa.RecordBatch:
+    """Return the samples of `batch` that are not deleted.
+
+    `live_rows` has ascending rows of the shard; `batch` starts at row `start` of the shard.
+    """
+    first, stop = np.searchsorted(live_rows, [start, start + batch.num_rows])
+    return batch.take(pa.array(live_rows[first:stop] - start))
 
 
 def _with_schema(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -24,14 +24,15 @@ from datasvc.shards.sources.common.protobuf import bytes_field, packed_varints
 from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split
 
-_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3  # field numbers of Feature in TensorFlow's feature.proto
+# Field numbers of Feature in TensorFlow's feature.proto. Each is a message with the values of the list in field 1.
+_BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 _SUPPORTED_BY: Final = "parquet, webdataset, mds"
 
 _Encoder = Callable[[Sequence[Any]], bytes]
 
 
 class TfRecordExport(ExportFormat):
-    """`SPLIT-00000-of-00010.tfrecord`; see the module docstring."""
+    """Writes each unit as one file, `SPLIT-00000-of-00010.tfrecord`; see the module docstring."""
 
     name: ClassVar[str] = "tfrecord"
 
@@ -39,6 +40,7 @@ class TfRecordExport(ExportFormat):
         """Raise ConfigError for columns whose values a feature cannot hold exactly."""
         for column in given_columns(split.table.sample_schema):
             if _encoder(column.type) is None:
+                # WebDataset and MDS hold such a column only if its values fit into JSON.
                 raise refused_column(self.name, column, _SUPPORTED_BY if is_json(column.type) else "parquet")
 
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
@@ -73,7 +75,7 @@ def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
         if None in values:
             raise refused_null("tfrecord", f"{column.name}[]", sample[KEY], _SUPPORTED_BY)
         encode = _encoder(column.type)
-        assert encode is not None
+        assert encode is not None  # `TfRecordExport.check` refuses such a column
         try:
             feature = encode(values)
         except OverflowError as error:
@@ -83,11 +85,15 @@ def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
             ) from error
         # An entry of the map of features: field 1 is the name, field 2 the Feature.
         entries.append(bytes_field(1, bytes_field(1, column.name.encode()), bytes_field(2, feature)))
+    # Field 1 of Example is the message with the map.
     return bytes_field(1, *entries)
 
 
 def _encoder(data_type: pa.DataType) -> _Encoder | None:
-    """Return the function that encodes values of a type, or lists of it, as a Feature; None if there is none."""
+    """Return the function that encodes values of `data_type` as a Feature; None if a Feature cannot hold the type.
+
+    The function takes the values of one sample: the elements of a list, or a single value.
+    """
     inner = data_type.value_type if is_list(data_type) else data_type
     if is_blob(inner):
         return _bytes_feature
@@ -95,6 +101,7 @@ def _encoder(data_type: pa.DataType) -> _Encoder | None:
         return lambda values: _bytes_feature([text.encode() for text in values])
     if pa.types.is_integer(inner) or pa.types.is_boolean(inner):
         return _integers_feature
+    # float64 is refused, because a Feature would store it as float32.
     if pa.types.is_float32(inner) or pa.types.is_float16(inner):
         return _floats_feature
     return None
@@ -106,6 +113,7 @@ def _bytes_feature(values: Sequence[Any]) -> bytes:
 
 def _integers_feature(values: Sequence[int]) -> bytes:
     packed = packed_varints(np.array(values, np.int64))
+    # Protocol Buffers leaves out a list without values.
     return bytes_field(_INT64_LIST, bytes_field(1, packed) if packed else b"")
 
 

@@ -1,8 +1,8 @@
 """Export format of WebDataset: one tar per shard, in which the files of a sample are consecutive.
 
 WebDataset takes the part of a file name before the first dot as the key of the sample. Therefore the extension of an
-image is removed from the key, and other dots are percent-encoded. If the name differs from the key, the file
-`NAME.key.txt` holds the exact key. Each export of a version writes the same bytes.
+image is removed from the key, and other dots are percent-encoded. If the resulting name differs from the key, the
+file `NAME.key.txt` holds the exact key. Each export of a version writes the same bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from datasvc.shards.versions.dataset import Split
 
 _BLOCK_BYTES: Final = 512
 _RECORD_BYTES: Final = 20 * _BLOCK_BYTES
-# WebDataset reads extensions in lower case and splits them at dots.
+# WebDataset reads extensions in lower case and splits them at dots, so only a column with such a name can be a file.
 _EXTENSION: Final = re.compile(r"[a-z0-9_-]+")
 _DOT: Final = re.compile(r"\.")
-_SKIPPED: Final = re.compile(r"^_(?=_)")  # readers skip names like __meta__
+# The first of two underscores at the start of a name; it is encoded, because readers skip names like __meta__.
+_FIRST_OF_TWO_UNDERSCORES: Final = re.compile(r"^_(?=_)")
 
 
 class WebDatasetExport(ExportFormat):
-    """`SPLIT-000000.tar`; see the module docstring."""
+    """Writes each unit as one file, `SPLIT-000000.tar`; see the module docstring."""
 
     name: ClassVar[str] = "webdataset"
 
@@ -48,7 +49,7 @@ class WebDatasetExport(ExportFormat):
         with destination.writing(f"{safe_part(unit.split.name)}-{unit.number:06d}.tar") as file:
             tar = _TarWriter(file)
             for sample in unit.samples():
-                name = _member_name(sample[KEY], _image_kind(sample))
+                name = _member_name(sample[KEY], _image_extension(sample))
                 while name in used_names:  # "a.jpg" and "a" give the same name
                     name += "%"
                 used_names.add(name)
@@ -83,7 +84,7 @@ class _TarWriter:
 
 
 def _is_file(column: pa.Field) -> bool:
-    """Return whether a column is written as a separate file of the sample."""
+    """Return whether a column is written as a separate file of the sample; other columns share its JSON file."""
     if is_label(column):
         return True
     if not is_blob(column.type) and not is_text(column.type):
@@ -91,35 +92,36 @@ def _is_file(column: pa.Field) -> bool:
     return _EXTENSION.fullmatch(column.name) is not None
 
 
-def _image_kind(sample: dict[str, Any]) -> str | None:
+def _image_extension(sample: dict[str, Any]) -> str | None:
+    """Return the extension for the column `image`; None if it holds no image of a known format."""
     image = sample.get(IMAGE)
     # Blobs are views; a column `image` of another type may hold other values.
     return image_extension(image) if isinstance(image, memoryview) else None
 
 
 def _member_name(key: str, extension: str | None) -> str:
-    """Return the name of a sample's files up to the dot."""
+    """Return the name of a sample's files up to the dot; `extension` is that of its image."""
     folder, slash, base = safe_path(split_extension(key, extension)[0]).rpartition("/")
     path = f"{folder}{slash}{_DOT.sub(percent_encoded, base)}"
-    return _SKIPPED.sub(percent_encoded, path)
+    return _FIRST_OF_TWO_UNDERSCORES.sub(percent_encoded, path)
 
 
 def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iterator[tuple[str, Any]]:
     """Yield extension and content of each file of a sample; a null column gives no file."""
     num_members = 0
-    values = {}
+    json_values = {}
     for column in columns:
         value = sample[column.name]
         if not _is_file(column):
-            values[column.name] = value
+            if value is not None:
+                json_values[column.name] = value
         elif value is not None:
             yield _file_extension(column, value), _content(value)
             num_members += 1
-    present = {column: value for column, value in values.items() if value is not None}
-    if present:
-        yield "json", encode_json(present, sample[KEY])
+    if json_values:
+        yield "json", encode_json(json_values, sample[KEY])
     # A sample without any other file also gets this file, since it would be lost otherwise.
-    if name != sample[KEY] or not (num_members or present):
+    if name != sample[KEY] or not (num_members or json_values):
         yield "key.txt", sample[KEY].encode()
 
 
@@ -129,13 +131,14 @@ def _file_extension(column: pa.Field, value: Any) -> str:
         return "cls"
     if is_text(column.type):
         return f"{column.name}.txt"
-    kind = image_extension(value)
-    if column.name == IMAGE and kind is not None:
-        return kind
-    return f"{column.name}.{kind or 'bin'}"
+    extension = image_extension(value)
+    if column.name == IMAGE and extension is not None:
+        return extension
+    return f"{column.name}.{extension or 'bin'}"
 
 
 def _content(value: Any) -> Any:
+    """Return the bytes of a text, a label or a blob."""
     if isinstance(value, str):
         return value.encode()
     return str(value).encode() if isinstance(value, int) else value

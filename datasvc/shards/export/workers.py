@@ -21,7 +21,7 @@ from datasvc.shards.versions.dataset import Split, open_dataset
 def write_in_processes(
     units: Sequence[ExportUnit], export_format: ExportFormat, destination: Destination, workers: int
 ) -> Iterator[tuple[ExportUnit, WrittenFiles]]:
-    """Write units in worker processes; yield each unit with its result when it is written, in any order.
+    """Write units in worker processes; yield each written unit with its result, in any order.
 
     Raises:
         UnavailableError: a worker was killed.
@@ -60,5 +60,6 @@ def _write_unit(
 
 @lru_cache(maxsize=1)
 def _open_split(repository: str, version: str, split: str) -> Split:
-    """Return a split, cached so that a worker reads its table only once."""
+    """Return a split. It is cached, so that a worker reads its table once, and not for each unit."""
+    # One split is enough, because the units of a split follow each other.
     return open_dataset(Repository.open(repository), version)[split]

@@ -1,4 +1,4 @@
-"""Building one unit of an ingest: the work that a worker receives, the result it returns, and the storage of shards.
+"""Classes to build one unit of an ingest: the work that a worker receives, its result, and the storage of shards.
 
 `build_listed` and `build_streamed` use these classes. A unit is the work of one worker at a time, see `plan`. A full
 shard is synced or uploaded in the background while the next one is built. Once stored, it is recorded in the
@@ -132,7 +132,14 @@ class UnitResult:
 
 
 class ShardOutput:
-    """A shard being built, and the contents of its sample index: keys, sample digests and payload digests."""
+    """A shard that is being built.
+
+    Attributes:
+        writer: receives the samples.
+        keys, samples, payloads: contents of the sample index: keys, sample digests and payload digests. The builder
+            sets them before `store`.
+        image_kinds: number of images by format; the builder counts them, because `writer` does not read images.
+    """
 
     def __init__(self, repository: Repository, schema: pa.Schema) -> None:
         self._objects = repository.objects
@@ -169,7 +176,7 @@ class ShardFinisher:
         self._unit = unit.number
         self._repository = repository
         self._journal = repository.journal(work.name, work.fingerprint, work.attempt)
-        # A unit of a listed source is one shard, so the record of the unit is enough.
+        # Only a streamed unit has parts. A listed unit is one shard, so the record of the unit is enough.
         self._records_shards = bool(unit.parts)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="datasvc-store")
         self._pending: list[Future[BuiltShard]] = []
@@ -177,7 +184,7 @@ class ShardFinisher:
         self._stored: list[BuiltShard] = []
 
     def open(self) -> ShardOutput:
-        """Return a new, empty shard. Raise UnavailableError."""
+        """Return a new, empty shard, which is removed at the end unless `add` stores it. Raise UnavailableError."""
         output = ShardOutput(self._repository, self._schema)
         self._unfinished.append(output)
         return output
@@ -191,7 +198,7 @@ class ShardFinisher:
         self._pending.append(self._pool.submit(self._store, split, ordinal, output, statistics))
 
     def keep(self, shard: BuiltShard) -> None:
-        """Add a shard that an earlier, interrupted run stored."""
+        """Add a shard that an interrupted run stored; it is not stored again."""
         self._stored.append(shard)
 
     def finish(self, bad: Sequence[BadSample]) -> UnitResult:

@@ -34,7 +34,9 @@ _REPORT_BYTES: Final = 4 << 20  # progress is reported after this many bytes
 _STANDARD_COLUMNS: Final = frozenset({KEY, IMAGE, LABEL})
 
 Content = bytes | memoryview
+"""The bytes of a file."""
 AllocateBuffer = Callable[[int], memoryview]
+"""Returns a buffer of a size in bytes; the next call may return the same memory again."""
 
 
 def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, progress: Progress) -> UnitResult:
@@ -81,12 +83,9 @@ class _ImageAppender:
         self._decode = work.options.decode_check
         self._reencoding = work.options.reencoding if work.options.reencoding.is_enabled else None
         self._has_label = LABEL in work.source.schema.names
-        self._value_positions = {
-            name: position
-            for position, name in enumerate(
-                name for name in work.source.schema.names if name not in _STANDARD_COLUMNS
-            )
-        }
+        extra_columns = [name for name in work.source.schema.names if name not in _STANDARD_COLUMNS]
+        # Position of each extra column in `ImageFile.values`.
+        self._value_positions = {name: position for position, name in enumerate(extra_columns)}
         self._blob_sources = _blob_sources(work.schema, self._value_positions)
         self._files: list[ImageFile] = []
         self._headers: list[ImageHeader] = []
@@ -100,9 +99,11 @@ class _ImageAppender:
 
     def add(self, file: ImageFile, content: Content) -> None:
         """Append one image. Raise BadSampleError if it is damaged, or its file name is not UTF-8."""
+        # `printable` changes only a name that is not UTF-8.
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
         if self._reencoding is not None:
+            # None: the image stays unchanged.
             content = reencode(content, self._reencoding) or content
         header = read_header(content, decode=self._decode)
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
@@ -127,6 +128,7 @@ class _ImageAppender:
         self._output.image_kinds.update([header.kind for header in self._headers])
 
     def _end_batch(self) -> None:
+        """Write a record batch of the images that were appended since the last one."""
         start, self._num_written = self._num_written, len(self._files)
         headers = self._headers[start:]
         measured = {WIDTH: [header.width for header in headers], HEIGHT: [header.height for header in headers]}
@@ -142,17 +144,20 @@ class _ImageAppender:
         }
 
     def _blobs(self, file: ImageFile, content: Content) -> tuple[Content | None, ...]:
+        """Return the blobs of a file in the order of the columns: its image, and values that the source lists."""
         assert self._blob_sources is not None
         return tuple(content if position is None else file.values[position] for position in self._blob_sources)
 
 
 def _blob_sources(schema: pa.Schema, value_positions: Mapping[str, int]) -> tuple[int | None, ...] | None:
-    """Return the source of each blob column: a position in `ImageFile.values`, or None for the image.
+    """Return where each blob comes from, by column: a position in `ImageFile.values`, or None for the image itself.
 
-    Return None instead of a tuple if the image is the only blob column.
+    Return None instead of a tuple if the image is the only blob column, which is the usual case.
     """
     columns = [field.name for field in schema if is_blob(field.type)]
-    return None if columns == [IMAGE] else tuple(value_positions.get(name) for name in columns)
+    if columns == [IMAGE]:
+        return None
+    return tuple(value_positions.get(name) for name in columns)  # `IMAGE` has no position
 
 
 def _read_files(
@@ -179,6 +184,8 @@ def _read_files(
 
 
 def _wait_for_read(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content]:
+    """Return a remote file and its content. Raise SourceChangedError if its size differs from the listing."""
+    # A new listing at the end of the ingest finds files that changed without changing their size.
     content = future.result()
     if len(content) != file.size_bytes:
         raise _changed(file, f"it had {file.size_bytes} bytes and now has {len(content)}")
@@ -208,7 +215,7 @@ def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
         finally:
             os.close(descriptor)
     except OSError:
-        # Raised again inside the context manager, which translates it.
+        # `map_exceptions` translates the error that is raised again inside it.
         with map_exceptions("read", printable(file.path)):
             raise
     return target

@@ -1,10 +1,10 @@
 """Builds one ingest unit from a streamed source: reads its parts in turn; checks, permutes and writes the samples.
 
 A part is a piece of the source that is read from start to end, such as one tar. Up to `PARTS_AT_ONCE` parts are open.
-A few samples of each open part are taken in turn, so that parts sorted by class are mixed. With `keep_order` or
-`limit`, parts are read one after another. Samples are collected until a shard is full; then they are permuted (not
-with `keep_order`) and written. A worker's memory holds one shard, a second one for held-out samples, and one batch of
-each open part.
+A few samples are taken from each open part in turn, so that parts sorted by class are mixed. With `keep_order` or
+`limit`, parts are read one after another. Samples are collected until a shard is full. Then they are permuted, unless
+`keep_order` is set, and written. A worker's memory holds one shard, a second one for held-out samples, and one batch
+of each open part.
 """
 
 from __future__ import annotations
@@ -68,20 +68,24 @@ def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progre
     in_order = work.options.keep_order or work.options.limit is not None
     turn_bytes = None if in_order else work.options.shard_bytes // _TURNS_PER_SHARD
     limit = _SampleLimit(work.options.limit)
-    waiting = (_read_part(work, part, turn_bytes, limit, bad, progress) for part in unit.parts)
-    open_parts = deque(islice(waiting, 1 if in_order else PARTS_AT_ONCE))
+    unopened_parts = (_read_part(work, part, turn_bytes, limit, bad, progress) for part in unit.parts)
+    open_parts = deque(islice(unopened_parts, 1 if in_order else PARTS_AT_ONCE))
     while open_parts:
         part = open_parts.popleft()
         turn = next(part, None)
         if turn is None:
-            open_parts.extend(islice(waiting, 1))
+            open_parts.extend(islice(unopened_parts, 1))
         else:
             yield turn
             open_parts.append(part)
 
 
 class _SampleLimit:
-    """Limits the number of samples that are read, bad samples included. None means no limit."""
+    """Limits the number of samples that are read, bad samples included. None means no limit.
+
+    All parts of a unit share this object. With a limit, a unit has all parts of its split (`plan_units`), so the
+    limit applies to the split.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self._remaining = limit
@@ -123,7 +127,8 @@ def _read_part(
             if turn_bytes is not None:
                 start_bytes = int(batch.stops_bytes[start - 1]) if start else 0
                 turn_stop = int(np.searchsorted(batch.stops_bytes, start_bytes + turn_bytes))
-                # The sample that reaches `turn_bytes` is included, so that a turn is never empty.
+                # The sample that reaches `turn_bytes` is included, so that a turn is never empty. `turn_stop` may be
+                # below `start`, because `turn_bytes` is 0 for very small shards.
                 stop = min(batch.num_samples, max(start, turn_stop) + 1)
             yield batch, np.arange(start, stop)
             start = stop
@@ -148,7 +153,12 @@ def _hold_out(
 
 @dataclass(eq=False)
 class _ShardBuilder:
-    """Collects samples of one split until a shard is full, and writes the shard."""
+    """Collects samples of one split until a shard is full, and writes the shard.
+
+    Attributes:
+        unit: number of the unit.
+        earlier: shards that an interrupted run stored, which are not written again.
+    """
 
     work: IngestWork
     unit: int
@@ -180,6 +190,7 @@ class _ShardBuilder:
     def _flush(self) -> None:
         collected, self._collected, self._size_bytes = self._collected, [], 0
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        # The samples of an earlier shard were collected only to find where the next shard starts.
         if (self.split, ordinal) in self.earlier:
             self.finisher.keep(self.earlier[self.split, ordinal])
             return
@@ -195,13 +206,13 @@ class _ShardBuilder:
         output.payloads = ordered.pick_array([payloads for _, payloads in digests])
         output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
         self.finisher.add(self.split, ordinal, output)
-        # Without this, the allocator would keep this shard's memory while the next shard takes memory of its own.
+        # Otherwise the allocator would keep this shard's memory while the next shard takes memory of its own.
         del ordered, collected, digests
         pa.default_memory_pool().release_unused()
 
 
 class _OrderedSamples:
-    """Collected samples in a new order.
+    """Collected samples in the order in which a shard has them.
 
     Args:
         collected: batches, and the rows taken from each.
@@ -212,6 +223,7 @@ class _OrderedSamples:
         self._collected = collected
         self._order = order
         batch_numbers = np.repeat(np.arange(len(collected)), [len(rows) for _, rows in collected])
+        # Batch and row of each sample in the new order. Iterating over a `memoryview` gives Python ints one by one.
         self._batches = batch_numbers[order].data
         self._rows = np.concatenate([rows for _, rows in collected])[order].data
 

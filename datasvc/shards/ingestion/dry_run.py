@@ -1,4 +1,7 @@
-"""Dry run of an ingest: predict its result from the source's listing and the first 32 MiB of its samples."""
+"""Dry run of an ingest: predict its result from the source's listing and the first 32 MiB of its samples.
+
+`datasvc ingest --dry-run` uses it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,11 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """Measurements of the data that was read. Fields `complete_*` count only parts that were read to their end."""
+    """Measurements of the data that was read.
+
+    The fields `complete_*` count only parts of a streamed source that were read to their end: the number of source
+    bytes that were read from any other part is unknown.
+    """
 
     read_bytes: int = 0
     complete_source_bytes: int = 0
@@ -102,7 +109,7 @@ def dry_run_ingest(
     # Bytes per second of one process.
     rate = probe.read_bytes / max(time.perf_counter() - started, 1e-6)
     size_bytes = sum(unit.size_bytes for unit in units)
-    # Stored bytes per source byte; it is above 1 for a compressed source.
+    # Stored bytes per source byte, above 1 for a compressed source; 1 if no part was read to its end.
     ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
     return DryRun(
         opened.kind,
@@ -129,12 +136,14 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
         else:
             counts[unit.split] = None  # the source does not give it, and no part was read to its end
             continue
-        before = counts.get(unit.split, 0)
-        counts[unit.split] = None if before is None else before + count
+        previous_units = counts.get(unit.split, 0)
+        # One unit with an unknown number makes the number of the split unknown.
+        counts[unit.split] = None if previous_units is None else previous_units + count
     return {split: count if count is None or limit is None else min(count, limit) for split, count in counts.items()}
 
 
 def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
+    """Read and check the first files of a listed source; add bad samples to `bad`."""
     assert isinstance(source, ListedSource)
     probe = _SourceProbe()
     reader = FileReader(source.url)
@@ -153,6 +162,7 @@ def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
 
 
 def _read_parts(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:
+    """Read and check the first samples of a streamed source; add bad samples to `bad`."""
     assert isinstance(source, StreamedSource)
     probe = _SourceProbe()
     # Nothing is stored, so the fields that identify the repository and the journal are empty.

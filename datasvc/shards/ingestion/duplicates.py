@@ -1,8 +1,8 @@
-"""Search for samples of a split that repeat the key or the content of an earlier one; only sample indexes are read.
+"""Search for samples of a split that repeat the key or the content of an earlier sample.
 
-An ingest searches the tables of a new version before it commits them. Memory holds an 8-byte hash of each sample of a
-split, and the arrays needed to sort the hashes: about 26 bytes per sample at the peak. Only samples with equal hashes
-are compared by value.
+An ingest searches the tables of a new version before it commits them. Only sample indexes are read. Memory holds an
+8-byte hash of each sample of a split, and the arrays needed to sort the hashes: about 26 bytes per sample at the
+peak. Only samples with equal hashes are compared by value.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class SplitDuplicates:
         for split, table in tables.items():
             key_duplicates = find_duplicates(objects, table, "key") if by_key else []
             # A sample that repeats a key is reported as bad already, so it is not reported twice.
-            rows = {(sample.shard, sample.row) for sample in key_duplicates}
-            payload_duplicates = find_duplicates(objects, table, "payload", without=rows)
+            reported = {(sample.shard, sample.row) for sample in key_duplicates}
+            payload_duplicates = find_duplicates(objects, table, "payload", without=reported)
             if key_duplicates:
                 same_key[split] = key_duplicates
             if payload_duplicates:
@@ -85,7 +85,7 @@ class SplitDuplicates:
 def drop_duplicates(
     objects: Objects, tables: Mapping[str, ShardTable], dropped: Sequence[Mapping[str, Sequence[DuplicateSample]]]
 ) -> dict[str, ShardTable]:
-    """Return the tables with the given samples deleted."""
+    """Return the tables, in which the samples of all mappings in `dropped` (samples by split) are deleted."""
     result = {}
     for split, table in tables.items():
         samples = [sample for duplicates in dropped for sample in duplicates.get(split, ())]
@@ -114,7 +114,7 @@ def find_duplicates(
         values = take_keys(index.table.column(by), np.arange(index.num_samples))
         hashes[start : start + index.num_samples] = hash_values(values)
         start += index.num_samples
-    positions = _colliding(hashes)
+    positions = _repeated_positions(hashes)
     del hashes  # frees 8 bytes per sample before the candidates are compared
     stops = np.cumsum(table.stored_per_shard)
     shards = np.searchsorted(stops, positions, side="right")
@@ -129,8 +129,8 @@ def _compare(
     """Return the duplicates among the candidates, which are in table order and are compared by value."""
     first: dict[str | bytes, str] = {}
     duplicates: list[DuplicateSample] = []
-    affected = np.unique(shards).tolist()
-    for shard, index in zip(affected, _read_indexes(objects, table, affected), strict=True):
+    shards_to_read = np.unique(shards).tolist()
+    for shard, index in zip(shards_to_read, _read_indexes(objects, table, shards_to_read), strict=True):
         keys = index.keys
         for row in rows[shards == shard].tolist():
             value = keys[row] if by == "key" else index.digests("payload")[row].tobytes()
@@ -143,6 +143,8 @@ def _compare(
 
 
 def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]) -> Iterator[SampleIndex]:
+    """Yield the sample indexes of `shards`, in the same order."""
+
     def read(shard: int) -> SampleIndex:
         digest = table.index(shard)
         assert digest is not None, shard
@@ -153,10 +155,11 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
         yield from map_in_threads(read, shards[start : start + _MAX_PARALLEL_READS], _MAX_PARALLEL_READS)
 
 
-def _colliding(hashes: Integers) -> Integers:
+def _repeated_positions(hashes: Integers) -> Integers:
     """Return the positions of the hashes that occur more than once, ascending: `int64[n]`."""
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
-    same = ordered[1:] == ordered[:-1]
-    is_repeated = np.concatenate([[False], same]) | np.concatenate([same, [False]])
+    equals_next = ordered[1:] == ordered[:-1]
+    is_repeated = np.concatenate([[False], equals_next]) | np.concatenate([equals_next, [False]])
+    # Cut to the number of hashes: if there are none, `is_repeated` has one value.
     return np.sort(order[is_repeated[: len(order)]])

@@ -30,7 +30,7 @@ from datasvc.shards.ingestion.plan import IngestUnit
 
 EngineName = Literal["local", "ray"]
 
-_QUEUED_PER_WORKER: Final = 2
+_QUEUED_PER_WORKER: Final = 2  # the unit in progress, and the next one, so that a worker does not wait for it
 _PROGRESS_INTERVAL_S: Final = 0.25
 # Libraries whose threads or network clients do not work in a forked process.
 _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adlfs", "duckdb")
@@ -88,7 +88,7 @@ def run_units(
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
     """Return the start method for worker processes. `is_local`: source and repository are local files."""
     # A fork takes milliseconds. But it also copies the state of other threads, and of libraries with threads or
-    # network clients, in the middle of an operation. A process that has them starts its workers with `spawn`.
+    # network clients, in the middle of an operation. So a process with such threads or libraries uses `spawn`.
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
 
@@ -105,14 +105,14 @@ def _run_processes(
     method = choose_start_method(is_local=is_local)
     context = multiprocessing.get_context(method)
     counters = _Counters(context, workers)
-    # A forked worker has the listing in memory already: only unit numbers are sent to it.
+    # A forked worker inherits all units in memory, so only their numbers are sent to it.
     inherited = {unit.number: unit for unit in units} if method == "fork" else {}
     executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited))
-    waiting = iter(units)
+    unsubmitted = iter(units)
     pending: set[Future[UnitResult]] = set()
     try:
         while True:
-            for unit in islice(waiting, _QUEUED_PER_WORKER * workers - len(pending)):
+            for unit in islice(unsubmitted, _QUEUED_PER_WORKER * workers - len(pending)):
                 argument: IngestUnit | int = unit.number if inherited else unit
                 pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
             if not pending:
@@ -144,11 +144,11 @@ class _Counters:
         self._slots = context.SimpleQueue()
         for slot in range(workers):
             self._slots.put(slot)
-        self._counts = context.RawArray("q", 3 * workers)
+        self._counts = context.RawArray("q", 3 * workers)  # each slot: bytes, samples, shards
         self._passed_on = (0, 0, 0)
 
     def take_slot(self) -> _WorkerProgress:
-        """Return the progress of one worker. Each worker calls this once."""
+        """Assign a free slot to the calling worker; return the progress that counts in it. Call once per worker."""
         return _WorkerProgress(self._counts, 3 * int(self._slots.get()))
 
     def pass_on(self, progress: Progress) -> None:
@@ -200,14 +200,14 @@ def _run_ray(
         raise ConfigError(f"--engine ray needs Ray, which is not installed: {how_to_install('ray')}") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    # The work is stored once in Ray's object store, instead of being sent with every task.
+    # Ray's object store holds the work once, so that it is not sent with every task.
     shared = ray.put(work)
     build = ray.remote(max_retries=3)(_build_on_ray)
-    waiting = iter(units)
+    unsubmitted = iter(units)
     pending: list[Any] = []
     try:
         while True:
-            units_to_start = islice(waiting, workers - len(pending))
+            units_to_start = islice(unsubmitted, workers - len(pending))
             pending += [build.remote(shared, unit, earlier.get(unit.number, {})) for unit in units_to_start]
             if not pending:
                 return
@@ -216,8 +216,8 @@ def _run_ray(
                 result, (size_bytes, num_samples, num_shards) = ray.get(task)
                 progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
                 yield result
-    # Raise the error of the unit itself, as the other executors do.
     except ray.exceptions.RayTaskError as error:
+        # Raise the error of the unit itself, as the other executors do.
         raise error.cause from error
     except ray.exceptions.RayError as error:
         raise UnavailableError(f"a Ray worker of the ingest failed: {error}; run the same command again") from error
@@ -227,6 +227,7 @@ def _run_ray(
 
 
 def _build_on_ray(work: IngestWork, unit: IngestUnit, earlier: EarlierShards) -> tuple[UnitResult, list[int]]:
+    """Build a unit in a Ray worker; return its result, and the numbers of bytes, samples and shards for progress."""
     worker_progress = _WorkerProgress([0, 0, 0], 0)
     result = build_unit(work, unit, Repository.open(work.repository_url), earlier, worker_progress)
     return result, worker_progress.counts
