@@ -172,7 +172,8 @@ def ingest(
             "--classes"
         )
     num_workers = count_workers(opened, workers, engine)
-    # Classes get the labels that they have in the newest version, so that an append need not write shards again.
+    # Classes keep the labels that they have in the newest version. With other labels, an append would have to write
+    # the existing shards again.
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
     source_classes = combine_classes(head_classes, [opened.classes])
     progress.begin(opened.size_bytes)
@@ -192,9 +193,11 @@ def ingest(
         bad = [sample for result in results for sample in result.bad]
         check_bad(bad, duplicate_samples.bad, tables, opened, fails=on_bad == "fail")
         bad += duplicate_samples.bad
+        dropped = [duplicate_samples.by_key]
         if duplicates == "fail":
             check_duplicates(duplicate_samples.by_payload, opened)
-        dropped = [duplicate_samples.by_key, *([duplicate_samples.by_payload] if duplicates == "drop" else [])]
+        elif duplicates == "drop":
+            dropped.append(duplicate_samples.by_payload)
         tables = drop_duplicates(repository.objects, tables, dropped)
         metadata = {
             "message": message,
@@ -220,9 +223,9 @@ def ingest(
     splits = committed.content["splits"]
     return IngestReport(
         version=Resolved("datasets", name, committed.number),
-        num_samples={split: facts["samples"] for split, facts in splits.items()},
-        num_shards={split: facts["shards"] for split, facts in splits.items()},
-        size_bytes=sum(facts["bytes"] for facts in splits.values()),
+        num_samples={split: description["samples"] for split, description in splits.items()},
+        num_shards={split: description["shards"] for split, description in splits.items()},
+        size_bytes=sum(description["bytes"] for description in splits.values()),
         num_added=committed.content["added"],
         num_left_out=committed.content.get(LEFT_OUT, {}),
         bad=bad,
@@ -257,9 +260,11 @@ class _Plan:
 def _make_plan(
     repository: Repository, name: str, source: Source, options: BuildOptions, classes: tuple[str, ...]
 ) -> _Plan:
-    mapping = plan_labels(source.classes, classes)
-    labels = tuple(mapping[label] for label in range(len(mapping))) if mapping else None
+    """Return the plan, and begin its journal or resume it. `classes` has the class names by stored label."""
+    stored_labels = plan_labels(source.classes, classes)  # empty if the labels of the source are stored unchanged
+    labels = tuple(stored_labels[label] for label in range(len(stored_labels))) if stored_labels else None
     schema = stored_schema(source.schema)
+    # A run continues the shards of an earlier run only if all these values and the options are equal.
     identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
     plan_id = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
     fingerprint = source.fingerprint()
@@ -270,7 +275,7 @@ def _make_plan(
     # The work is sent to every worker without the listing, because the units contain it.
     bare_source = source.without_files() if isinstance(source, ListedSource) else source
     work = IngestWork(repository.url, plan_id, fingerprint, attempt, bare_source, schema, options, classes, labels)
-    # Each run gets a new iterable, so another fingerprint does not mean that the source changed.
+    # The fingerprint of an iterable is random, so another fingerprint does not mean that the source changed.
     has_changed = has_changed and not isinstance(source, PythonSource)
     return _Plan(repository, work, units, journal, has_changed)
 
@@ -291,7 +296,10 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
 def _build(
     plan: _Plan, engine: EngineName, workers: int, progress: Progress, cleanup: ExitStack
 ) -> tuple[list[UnitResult], int]:
-    """Build the units that the journal lacks; return all results in order, and the number of earlier shards."""
+    """Build the units that the journal lacks.
+
+    Return the results of all units in order, and the number of shards that an interrupted run stored.
+    """
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
     num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
@@ -317,7 +325,10 @@ def _build(
 
 
 def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[str, int], BuiltShard]]]:
-    """Return finished units, and stored shards of unfinished units, without shards that the repository lacks now."""
+    """Return finished units; and stored shards of unfinished units, by unit number, then by split and ordinal.
+
+    A shard that the repository no longer has is left out, and a unit with such a shard is not finished.
+    """
     done: list[UnitResult] = []
     earlier: dict[int, dict[tuple[str, int], BuiltShard]] = {}
     for name, content in sorted(plan.journal.read_all().items()):
@@ -360,37 +371,41 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
 
 
 def choose_val_fractions(
-    repository: Repository | None, name: str, source: Source, given: float | None, *, append: bool
+    repository: Repository | None, name: str, source: Source, requested: float | None, *, append: bool
 ) -> tuple[float, float]:
     """Return the fraction of "train" that a data set holds out as "val", and the fraction to hold out of `source`.
 
-    The first fraction is `given`. If `given` is None, it is the fraction of the data set for an append, and otherwise
-    0. The second fraction equals the first, but it is 0 if `given` is None and the source has "val" or no "train".
+    The first fraction is `requested`. If `requested` is None, it is the fraction of the data set for an append, and
+    otherwise 0. The second fraction equals the first, but it is 0 if `requested` is None and the source has "val" or
+    no "train".
 
     Raises:
-        ConfigError: `given` differs from the fraction of the data set appended to.
+        ConfigError: `requested` differs from the fraction of the data set appended to.
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
-    recorded = given or 0.0
+    recorded = requested or 0.0
     if append and repository is not None and (head := repository.versions("datasets", name).head()):
         newest = Resolved("datasets", name, head)
         recorded = read_val_fraction(repository, newest)
-        if given is not None and given != recorded:
+        if requested is not None and requested != recorded:
             raise ConfigError(
                 f"{newest} holds out {recorded:g} of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}, and an append must "
-                f"hold out the same fraction: got --val-fraction {given:g}; leave out --val-fraction"
+                f"hold out the same fraction: got --val-fraction {requested:g}; leave out --val-fraction"
             )
     if isinstance(source, ListedSource):
         splits = set(source.splits)
     else:
         assert isinstance(source, StreamedSource)
         splits = {part.split for part in source.parts}
-    has_train_only = DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits
-    return recorded, recorded if given is not None or has_train_only else 0.0
+    can_hold_out = DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits
+    # `plan_units` refuses to hold out samples of such a source. It must do so only for a fraction that was requested.
+    if requested is None and not can_hold_out:
+        return recorded, 0.0
+    return recorded, recorded
 
 
 def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
-    """Return the class names of the newest version; () if there is no version."""
+    """Return the longest list of class names of a split of the newest version; () if there is no version."""
     if not repository.versions("datasets", name).head():
         return ()
     return max((split.classes for split in open_dataset(repository, name).values()), key=len)
@@ -416,8 +431,8 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
     """Return the description of the source for the log entry, without credentials."""
-    # The entry has only options that differ from the defaults, so that it shows what the user chose.
-    given = {
+    # The entry has only source options that differ from the defaults, so that it shows what the user chose.
+    source_options = {
         name: redact_url(value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
         if value != getattr(SourceOptions(), name)
@@ -428,7 +443,7 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
     return {
         "kind": source.kind,
         "url": redact_url(source.url),
-        "options": {**build_options, **reencoding, **choices, **given},
+        "options": {**build_options, **reencoding, **choices, **source_options},
     }
 
 

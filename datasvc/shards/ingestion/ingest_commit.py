@@ -38,7 +38,7 @@ _SEARCHED_ENTRIES: Final = 64
 
 @dataclass(kw_only=True, eq=False)
 class IngestCommit:
-    """Commits the tables exactly once, even if other writers or an identical ingest commit concurrently.
+    """Commits the tables at most once, even if an interrupted run or an identical ingest committed them already.
 
     Attributes:
         repository: the repository to commit to.
@@ -82,13 +82,17 @@ class IngestCommit:
             return already.entry
 
     def _build(self, head: int) -> dict[str, Any]:
-        """Return the log entry that follows version `head` (0: none). Raise _CommittedError if it is in the log."""
+        """Return the log entry that follows version `head` (0: none). `Log.append` calls this once per attempt.
+
+        Raise _CommittedError if the log already has the version of this ingest.
+        """
         # Checked at every call, because an identical ingest may have committed since the last call.
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
         if self.append and head:
             return self._build_append(head)
+        # `shared` is the number of samples that two splits share, by kind: by key, or by equal blobs.
         tables, shared, self.overlaps = self._settled_new_version
         added = {split: table.num_samples for split, table in tables.items()}
         splits = describe_tables(self.repository.objects, tables)
@@ -102,6 +106,11 @@ class IngestCommit:
         )
 
     def _build_append(self, head: int) -> dict[str, Any]:
+        """Return the log entry of version `head` with the new samples appended.
+
+        Raise ConflictError if that version holds out another fraction, or what `settle_overlaps` and `append_splits`
+        raise.
+        """
         objects = self.repository.objects
         newest = open_dataset(self.repository, f"{self.name}@{head}")
         if read_val_fraction(self.repository, newest.resolved) != self.metadata[VAL_FRACTION]:
@@ -115,36 +124,38 @@ class IngestCommit:
         # Keys made of file and row may be equal for different samples, so they do not decide the split.
         if not self.keys_are_places:
             new = keep_splits(objects, old, new, on_common=self.on_common)
-        joined = append_splits(objects, old, new, on_common=self.on_common)
-        joined, shared, self.overlaps = settle_overlaps(
+        combined = append_splits(objects, old, new, on_common=self.on_common)
+        combined, shared, self.overlaps = settle_overlaps(
             objects,
-            joined,
+            combined,
             self.on_overlap,
             keys_are_places=self.keys_are_places,
             # If the old splits were compared with each other before, only new samples are compared with all others.
             checked=old if accepted is not None else None,
         )
-        num_kept = {split: _count_kept(table, joined[split]) for split, table in old.items()}
-        added = {split: joined[split].num_samples - num_kept.get(split, 0) for split in new}
+        num_kept = {split: _count_kept(table, combined[split]) for split, table in old.items()}
+        added = {split: combined[split].num_samples - num_kept.get(split, 0) for split in new}
         left_out = {split: table.num_samples - num_kept[split] for split, table in old.items()}
         # A split without new samples keeps its table, so that loader states which refer to the table stay valid.
-        touched = {split: table for split, table in joined.items() if split in new or table is not old[split]}
+        changed = {split: table for split, table in combined.items() if split in new or table is not old[split]}
         return {
             **self.metadata,
             "parent": str(newest.resolved),
             "change": {"kind": "append"},
             "added": added,
             LEFT_OUT: {split: count for split, count in left_out.items() if count},
+            # Samples that the old splits share stay accepted, and are added to the new ones, by kind.
             ENTRY_FIELD: dict(Counter(shared) + Counter(accepted or {})),
             "splits": {
                 **newest.entry.content["splits"],
-                **describe_tables(objects, touched, before=old.values()),
+                **describe_tables(objects, changed, before=old.values()),
             },
         }
 
     def _find_committed(self) -> Entry | None:
         """Return the version that this ingest committed before an interruption, or that an identical one did."""
-        for number in self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]:
+        newest_first = self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]
+        for number in newest_first:
             entry = self._log.read(number)
             if entry.content.get("ingest") == self.metadata["ingest"]:
                 return entry
@@ -155,8 +166,8 @@ def _count_kept(old: ShardTable, new: ShardTable) -> int:
     """Return the number of samples of a split that its next version has too, counted by shard."""
     partners = find_partners(old, new)
     # An append only deletes samples of existing shards, so the smaller count of a shard is the number that is kept.
-    before, after = old.samples_per_shard[list(partners)], new.samples_per_shard[list(partners.values())]
-    return int(np.minimum(before, after).sum())
+    old_counts, new_counts = old.samples_per_shard[list(partners)], new.samples_per_shard[list(partners.values())]
+    return int(np.minimum(old_counts, new_counts).sum())
 
 
 class _CommittedError(Exception):

@@ -26,9 +26,13 @@ from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 SHARD_BYTES: Final = 64 << 20
 PARTS_AT_ONCE: Final = 8
-_FILES, _IN_SHARD, _PARTS = 16, 17, 18  # purposes of random keys; those of the access order are smaller numbers
-# Several shards per unit, because the last shard is smaller; several units per split, so that workers share it.
-_SHARDS_PER_UNIT, _UNITS_PER_SPLIT = 4, 8
+# Purposes for `derive_keys`: permutations of files, of samples in a shard, and of parts. The access order uses
+# smaller numbers.
+_FILES, _IN_SHARD, _PARTS = 16, 17, 18
+# A streamed unit has several shards, because only its last one is smaller than a full shard.
+_SHARDS_PER_UNIT = 4
+# A split of few parts is divided into up to this many units, so that several workers can build it.
+_UNITS_PER_SPLIT = 8
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,8 @@ def plan_shards(
     """Assign files to shards: permute them by `seed` unless `keep_order` is set, then cut at `shard_bytes`."""
     shards: list[list[ImageFile]] = []
     free_bytes = 0
-    for number in range(len(files)) if keep_order else _permuted(len(files), seed, _FILES).tolist():
+    order = range(len(files)) if keep_order else _permuted(len(files), seed, _FILES).tolist()
+    for number in order:
         if free_bytes <= 0:
             shards.append([])
             free_bytes = shard_bytes
@@ -141,7 +146,8 @@ def group_parts(
     """
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
     # A unit with `PARTS_AT_ONCE` parts mixes samples best. If parts are few, units are smaller, for more workers.
-    min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, -(-len(parts) // _UNITS_PER_SPLIT)))
+    share = -(-len(parts) // _UNITS_PER_SPLIT)  # rounded up
+    min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, share))
     groups: list[list[SourcePart]] = []
     size_bytes = 0
     for number in order:
@@ -166,15 +172,17 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 
 def hold_out(splits: Mapping[str, list[ImageFile]], fraction: float) -> dict[str, list[ImageFile]]:
-    """Return the splits with a fraction of "train" moved to "val". Raise ConfigError as `plan_units`."""
+    """Return the splits with a fraction of "train" moved to "val", without empty splits.
+
+    Raise ConfigError if the splits already have "val", or have no "train".
+    """
     _check_held_out(set(splits))
-    train = splits[DEFAULT_SPLIT]
-    held_out = [is_held_out(file.key, fraction) for file in train]
-    chosen = {
-        name: [file for file, is_out in zip(train, held_out, strict=True) if is_out == is_val]
-        for name, is_val in ((DEFAULT_SPLIT, False), (HELD_OUT_SPLIT, True))
-    }
-    return {name: files for name, files in {**splits, **chosen}.items() if files}
+    train: list[ImageFile] = []
+    val: list[ImageFile] = []
+    for file in splits[DEFAULT_SPLIT]:
+        (val if is_held_out(file.key, fraction) else train).append(file)
+    divided = {**splits, DEFAULT_SPLIT: train, HELD_OUT_SPLIT: val}
+    return {name: files for name, files in divided.items() if files}
 
 
 def relabel_unit(unit: IngestUnit, labels: Sequence[int]) -> IngestUnit:
@@ -184,11 +192,13 @@ def relabel_unit(unit: IngestUnit, labels: Sequence[int]) -> IngestUnit:
 
 
 def _permuted(count: int, seed: int, purpose: int) -> Integers:
+    """Return the numbers below `count` in a random order, which `seed` and `purpose` determine: `int64[count]`."""
     keys = derive_keys(seed, 0, purpose, KeyedPermutation.num_keys)
     return KeyedPermutation(count, keys).permute(np.arange(count))
 
 
 def _check_held_out(splits: set[str]) -> None:
+    """Raise ConfigError unless a fraction of "train" can become "val"."""
     if HELD_OUT_SPLIT in splits or DEFAULT_SPLIT not in splits:
         raise ConfigError(
             f"cannot hold out a fraction of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}: the source has the splits "

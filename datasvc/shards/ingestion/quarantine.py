@@ -1,4 +1,4 @@
-"""Bad samples of an ingest: whether they prevent the commit, and the list of them that is stored with the version."""
+"""Bad samples of an ingest: checks whether they prevent the commit, and stores their list with the version."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from datasvc.shards.images.header import ImageHeader, read_header, reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.sources.common.source import BadSample
 
-# Assumed size of a value whose type has no fixed width.
+# Assumed size of a value whose type has no fixed width, or whose size cannot be computed.
 _DEFAULT_VALUE_BYTES = 8
 
 
@@ -80,23 +80,27 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
             continue
         headers, columns[field.name] = _check_images(work, batch.column(field.name), reasons, nullable=field.nullable)
         if field.name == IMAGE:
+            # A null or bad image has the size 0.
             sizes = [(header.width, header.height) if header else (0, 0) for header in headers]
             columns[WIDTH], columns[HEIGHT] = (pa.array(side, pa.int32()) for side in zip(*sizes, strict=True))
             kinds = [header.kind if header else "" for header in headers]
     # A column `label` of another type is treated as an ordinary column.
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):
         columns[LABEL] = _relabel(work, columns[LABEL], reasons)
-    kept = pa.RecordBatch.from_arrays([columns[field.name] for field in work.schema], schema=work.schema)
+    checked = pa.RecordBatch.from_arrays([columns[field.name] for field in work.schema], schema=work.schema)
     if reasons:  # otherwise the batch is used without a copy
         keys = batch.column(KEY)
         bad += [BadSample(split, keys[row].as_py(), reason) for row, reason in sorted(reasons.items())]
         good = [row for row in range(batch.num_rows) if row not in reasons]
-        kept, kinds = kept.take(pa.array(good, pa.int64())), [kinds[row] for row in good]
-    return CheckedBatch(kept, kinds)
+        checked, kinds = checked.take(pa.array(good, pa.int64())), [kinds[row] for row in good]
+    return CheckedBatch(checked, kinds)
 
 
 def value_bytes(column: pa.Array) -> Integers:
-    """Return the approximate size of each value of a column in bytes: `int64[n]`. It depends on the value alone."""
+    """Return the approximate size of each value of a column in bytes: `int64[n]`.
+
+    The size depends on the value alone, except in fixed-size lists: one null makes all sizes of the column estimates.
+    """
     data_type = column.type
     if is_gathered(data_type):
         return np.diff(value_offsets(column)).astype(np.int64)
@@ -106,7 +110,7 @@ def value_bytes(column: pa.Array) -> Integers:
         stops = np.concatenate([[0], np.cumsum(items)])
         return np.asarray(np.diff(stops[value_offsets(column)]), np.int64)
     if pa.types.is_fixed_size_list(data_type):
-        # `flatten` leaves out the values of null lists, so values cannot be assigned to rows. Sizes are estimated.
+        # `flatten` leaves out the values of null lists, so its values cannot be assigned to rows: estimate the sizes.
         if column.null_count or not len(column) or not data_type.list_size:
             return np.full(len(column), data_type.list_size * _DEFAULT_VALUE_BYTES)
         return np.asarray(value_bytes(column.flatten()).reshape(len(column), -1).sum(axis=1), np.int64)
@@ -153,8 +157,9 @@ def _relabel(work: IngestWork, column: pa.Array, reasons: dict[int, str]) -> pa.
     labels = np.array(column.fill_null(-1).to_numpy(zero_copy_only=False), np.int64)
     for row in np.flatnonzero(labels >= num_classes).tolist():
         reasons.setdefault(row, f"its label {labels[row]} has no class: expected labels below {num_classes}")
-        labels[row] = -1  # `work.labels` below has no such index
+        labels[row] = -1  # `work.labels` below has no such index; the caller leaves the sample out
     if work.labels is None:
         return column
+    # A negative label selects a wrong stored label, which `where` then discards.
     stored = np.where(labels < 0, labels, np.asarray(work.labels, np.int64)[labels])
     return pa.array(stored, column.type, mask=~column.is_valid().to_numpy(zero_copy_only=False))
