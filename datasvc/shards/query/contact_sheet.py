@@ -13,8 +13,8 @@ from datasvc.errors import BadSampleError, NotFoundError
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.query.preview import Preview, thumbnail
 
-_MAX_SIDE = 192
-_MAX_CHARACTERS = 200
+_MAX_SIDE = 192  # of a thumbnail, in pixels
+_MAX_CHARACTERS = 200  # of a shown value
 # A sample's text must not make the browser execute or load anything.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLE = """
@@ -39,6 +39,7 @@ def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> i
     figures = [_figure(sample) for sample in samples]
     page = "".join(_page(title, figures))
     with map_exceptions("write", str(path)):
+        # A text with surrogates has no UTF-8 form, so the surrogates are escaped.
         durable.write_file(path, page.encode("utf-8", "backslashreplace"))
     return len(figures)
 
@@ -64,6 +65,7 @@ def _figure(sample: Preview) -> str:
 
 
 def _image(key: str, encoded: bytes) -> str:
+    """Return the HTML of an image's thumbnail, or of the reason why the image cannot be shown."""
     try:
         small = thumbnail(encoded, _MAX_SIDE)
     except BadSampleError as error:

@@ -1,4 +1,4 @@
-"""Previews of a split's first samples: values, blob sizes and images for display; and thumbnails of images.
+"""Previews of a split's first samples, with values, blob sizes and images; and thumbnails of these images.
 
 `datasvc head` and the contact sheet show the previews.
 """
@@ -57,7 +57,7 @@ def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
     """Return an image as RGB, upright, with neither side longer than `max_side` pixels.
 
     Raises:
-        BadSampleError: the file is not an image, or does not decode.
+        BadSampleError: `encoded` is not an image, or does not decode.
     """
     with open_image(encoded) as image:
         image.draft("RGB", (max_side, max_side))  # a JPEG is decoded at a smaller scale, which is faster

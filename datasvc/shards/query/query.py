@@ -65,6 +65,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
             statement = only_query(connection, sql, example=f"from {ALL_SPLITS} limit 3")
             return fetch(connection, lambda: connection.sql(statement).to_arrow_table())
         except duckdb.Error as error:
+            # DuckDB passes on only the text of an error that a scan raised; `files` has the error itself.
             if files.failure is not None:
                 raise files.failure from error
             raise ConfigError(f"DuckDB cannot execute this query on {dataset.resolved}: {error}") from error
@@ -73,22 +74,24 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
 def _register(
     connection: duckdb.DuckDBPyConnection, dataset: DatasetVersion, samples: Mapping[str, LiveSamples]
 ) -> None:
-    names = {name.lower() for name in dataset}  # SQL ignores case
+    """Register the views and the table that `query` documents. Raise ConfigError if names differ in case only."""
+    split_names = {name.lower() for name in dataset}  # SQL ignores case
     _check_names(str(dataset.resolved), list(dataset))
     for split in dataset.values():
         _check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)
         connection.register(split.name, samples[split.name])
     # A split with the name of the table or view below takes precedence over it.
-    if CLASSES not in names:
+    if CLASSES not in split_names:
         connection.register(CLASSES, _class_table(dataset))
-    if ALL_SPLITS not in names:
+    if ALL_SPLITS not in split_names:
         connection.execute(f"CREATE TEMP VIEW {ALL_SPLITS} AS {_union(dataset)}")
 
 
 def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
+    """Raise ConfigError if this version of DuckDB does not read data sets through their `scanner`."""
     import duckdb
 
-    # A DuckDB version that does not read through our scanner would silently return deleted samples.
+    # Such a version would silently return deleted samples. `ScannerProbe` has a sample only for a scanner.
     connection.register("probe", ScannerProbe(pa.table({KEY: pa.array([], pa.string())})))
     if connection.execute("SELECT count(*) FROM probe").fetchall() != [(1,)]:
         raise ConfigError(
@@ -99,6 +102,7 @@ def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def _union(dataset: DatasetVersion) -> str:
+    """Return the SQL of the view of all splits, with a column for the split's name."""
     columns = {name.lower() for split in dataset.values() for name in split.table.sample_schema.names}
     column = _quoted(SPLIT_COLUMN if SPLIT_COLUMN not in columns else f"{SPLIT_COLUMN}_name")
     return " UNION ALL BY NAME ".join(

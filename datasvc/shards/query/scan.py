@@ -1,6 +1,6 @@
 """Scans of a split's live (not deleted) samples as an Arrow data set for DuckDB.
 
-Only the bytes of the columns that a query uses are read.
+`query` registers one data set per split. Only the bytes of the columns that a query uses are read.
 
 Arrow's own scanner threads are not used. They read ahead and survive a scan that ends early, for instance by LIMIT.
 If they then call Python while the interpreter exits, the process aborts or hangs. Here, all reads run in the thread
@@ -48,11 +48,12 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
         """
         schema = pa.schema([_sql_field(field) for field in split.table.sample_schema])
+        # The base class gives DuckDB the schema only; `scanner` gives the samples.
         samples = cls(schema.empty_table())
         samples._name = f"{split.dataset}/{split.name}"
         samples._files = files
         samples._shards = [info.digest for info in split.table.shards()]
-        samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()
+        samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()  # by shard number
         samples._deletions = split.deletions
         samples._scans = []
         return samples
@@ -81,24 +82,17 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         self._scans.clear()
 
     def _batches(self, columns: list[str], condition: arrow_dataset.Expression | None) -> Iterator[pa.RecordBatch]:
+        """Yield `columns` of the live samples that satisfy `condition`, in table order."""
         used = [name for name in self.schema.names if name in columns or _uses(condition, name, self.schema)]
         used = used or [KEY]  # a record batch without columns would have 0 samples
         for batch in self._read_shards(pa.schema([self.schema.field(name) for name in used])):
-            for selected in [batch] if condition is None else _filtered(batch, condition):
-                yield selected.select(columns)
+            selected = [batch] if condition is None else _filtered(batch, condition)
+            for part in selected:
+                yield part.select(columns)
 
     def _read_shards(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         """Yield the live samples of all shards in order, while the next shards are read in the background."""
-        scans = (
-            _read_live(
-                self._files,
-                digest,
-                partial(self._deletions.flags, number) if self._has_deletions[number] else None,
-                schema,
-                where=self._name,
-            )
-            for number, digest in enumerate(self._shards)
-        )
+        scans = (self._read_shard(number, schema) for number in range(len(self._shards)))
         pending: deque[tuple[ShardScan, Future[list[pa.RecordBatch] | None]]] = deque()
         pool = ThreadPoolExecutor(_MAX_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
         try:
@@ -116,6 +110,10 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
                     yield from batches
         finally:
             pool.shutdown(cancel_futures=True)
+
+    def _read_shard(self, number: int, schema: pa.Schema) -> ShardScan:
+        deleted = partial(self._deletions.flags, number) if self._has_deletions[number] else None
+        return _read_live(self._files, self._shards[number], deleted, schema, where=self._name)
 
 
 class _Scanner:
@@ -170,6 +168,7 @@ def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: s
                 batch.validate(full=True)  # a corrupt offset that is used without a check crashes the process
                 yield batch
         except pa.ArrowInvalid as error:
+            # Kept for `query`, because DuckDB passes on only the text of an error.
             files.failure = CorruptDataError(
                 f"a shard of {where} is corrupt ({error}): run `datasvc verify --deep` to find the affected samples"
             )
@@ -177,6 +176,7 @@ def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: s
 
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    """Return a column with the type of `field`; nulls if the shard does not have the column."""
     if field.name not in batch.schema.names:
         return pa.nulls(batch.num_rows, field.type)
     return batch.column(field.name).cast(field.type)
@@ -191,6 +191,8 @@ class ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
 
 def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> list[pa.RecordBatch]:
+    """Return the samples of a batch that satisfy `condition`."""
+    # `RecordBatch.filter` does the same, but in Arrow's threads.
     plan = acero.Declaration.from_sequence(
         [
             acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.Table.from_batches([batch]))),

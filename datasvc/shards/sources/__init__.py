@@ -1,4 +1,7 @@
-"""Readers of the formats that `datasvc ingest` accepts: one module or sub-package per format."""
+"""Readers of the formats that `datasvc ingest` accepts: one sub-package per family of formats.
+
+`choose.py` selects the source of an ingest. `common/` has what all sources share.
+"""
 
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import (

@@ -39,7 +39,7 @@ _ZIP_ERRORS: Final = (
 
 @dataclass(frozen=True)
 class NpyArray:
-    """An array in a file; its first axis is the samples.
+    """Description of an array in a file. The samples are along its first axis.
 
     Attributes:
         path: path of the file on the source's file system.
@@ -67,7 +67,7 @@ class NpyArray:
 
     @property
     def stop(self) -> int:
-        """Offset after the last value."""
+        """Offset in bytes after the last value, from the start of the file or member."""
         return self.offset + self.num_samples * self.sample_bytes
 
 
@@ -157,6 +157,10 @@ def _archive(reader: FileReader, path: str, name: str) -> Iterator[zipfile.ZipFi
 
 
 def _parse_header(content: bytes, path: str, member: str | None, name: str) -> NpyArray:
+    """Return the array of a file or member that starts with `content`; `name` is for messages.
+
+    Raise CorruptDataError if `content` is not a header, and ConfigError if datasvc does not read such arrays.
+    """
     head = io.BytesIO(content)
     try:
         version = npy_format.read_magic(head)
@@ -175,6 +179,7 @@ def _parse_header(content: bytes, path: str, member: str | None, name: str) -> N
 
 
 def _check_array(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], *, is_fortran: bool) -> None:
+    """Raise an error unless the array holds samples along its first axis, of a type that datasvc reads."""
     if dtype.hasobject:
         raise ConfigError(
             f"{name} holds Python objects, which numpy stores as pickles; pickles run code when they are read, so "

@@ -1,8 +1,8 @@
 """Source of numpy arrays: `.npy` files and `.npz` archives with the samples along the first axis.
 
 The arrays of one folder, or of one archive, are the columns of a split and have the same length. If an array's name
-contains a split name (`train_x.npy`, or `x_test` in an archive), the array belongs to that split, and this word is
-dropped from the name of the column. Samples of more than one value are tensors (see `common.tensors`).
+contains a split name (`train_x.npy`, or `x_test` in an archive), the array belongs to that split, and its column is
+named without the split name. Samples of more than one value are tensors (see `common.tensors`).
 """
 
 from __future__ import annotations
@@ -115,14 +115,15 @@ class NumpySource(FileSource):
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range; see `StreamedSource.read`."""
         reader = FileReader(self.url)
+        # `where` has JSON values, in which a shape may be a list.
         arrays = {
             name: NpyArray(**{**fields, "shape": tuple(fields["shape"])})
             for name, fields in part.where["arrays"].items()
         }
         start, stop = part.where["start"], part.where["start"] + (part.num_samples or 0)
         sample_bytes = sum(array.sample_bytes for array in arrays.values()) + len(part.where["file"]) + _KEY_BYTES
-        step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // sample_bytes))
-        first = start
+        batch_samples = max(1, min(BATCH_SAMPLES, BATCH_BYTES // sample_bytes))
+        first = start  # first sample of the batch that is being read, for the report of an error
         try:
             for array in arrays.values():
                 # The checksum of an array in an archive is at its end: verify it before the first sample is used.
@@ -133,9 +134,9 @@ class NumpySource(FileSource):
                     name: stack.enter_context(open_array(reader, array, start, stop))
                     for name, array in arrays.items()
                 }
-                for first in range(start, stop, step):
-                    count = min(step, stop - first)
-                    values = {name: _read(streams[name], array, count) for name, array in arrays.items()}
+                for first in range(start, stop, batch_samples):
+                    count = min(batch_samples, stop - first)
+                    values = {name: _read_values(streams[name], array, count) for name, array in arrays.items()}
                     yield from self._batches(part, first, values)
         except CorruptDataError as error:
             reason = f"{stop - first} samples cannot be read: {error}"
@@ -144,7 +145,10 @@ class NumpySource(FileSource):
     def _batches(
         self, part: SourcePart, first: int, values: dict[str, npt.NDArray[Any]]
     ) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples from row `first` on as batches."""
+        """Yield samples as batches, and each sample that does not fit the columns as a bad sample.
+
+        `values` has the values of consecutive samples by array name; `first` is the row of the first one.
+        """
         num_samples = len(next(iter(values.values())))
         made_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
 
@@ -164,11 +168,13 @@ class NumpySource(FileSource):
 
 def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOptions) -> Sequence[_Table]:
     """Read the headers of `files`, and group their arrays into tables. Raise ConfigError or CorruptDataError."""
+    # By archive or folder, and split: file, column name and array.
     groups: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
     for file in files:
         base, extension = os.path.splitext(file.name)
         if extension.lower() == ".npz":
             for name, array in read_npz_headers(reader, file).items():
+                # A split name in the name of the array takes precedence over one in the name of the archive.
                 split = split_of_file(name if _split_words(name) else file.name, options)
                 groups.setdefault((file.name, split), []).append((file, _column_name(name), array))
         else:
@@ -193,6 +199,7 @@ def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _T
             f"the arrays of split {split!r} in the folder of {listed[0][0].name} differ in length: {lengths}; "
             "expected the same number of samples along the first axis"
         )
+    # An archive is listed once for each of its arrays, but its stamp is used once.
     stamps = dict.fromkeys(f"{file.name} {file.size_bytes} {file.stamp}" for file, _, _ in listed)
     arrays = {name: array for _, name, array in sorted(listed, key=itemgetter(1))}
     return _Table(split, listed[0][0].name, "\n".join(stamps), arrays)
@@ -217,16 +224,20 @@ def _parts(table: _Table) -> Iterator[SourcePart]:
     sample_bytes = sum(array.sample_bytes for array in table.arrays.values())
     is_archive = any(array.member is not None for array in table.arrays.values())
     # A member of an archive is compressed and can be read only from its start, so it is not divided.
-    step = table.num_samples if is_archive else max(1, _PART_BYTES // sample_bytes)
+    part_samples = table.num_samples if is_archive else max(1, _PART_BYTES // sample_bytes)
     arrays = {name: asdict(array) for name, array in table.arrays.items()}
-    for start in range(0, table.num_samples, step):
-        count = min(step, table.num_samples - start)
+    for start in range(0, table.num_samples, part_samples):
+        count = min(part_samples, table.num_samples - start)
         where = {"arrays": arrays, "start": start, "file": table.name}
         name = f"{table.split}/{table.name}@{start}"
         yield SourcePart(table.split, name, count * sample_bytes, count, table.stamp, where)
 
 
 def _choose_key(table: _Table, key: str | None) -> str | None:
+    """Return the name of the array that holds the keys: `key`, or by default an array named "key"; None without one.
+
+    Raise ConfigError if the array `key` does not exist, or if an array cannot hold keys.
+    """
     if key is None:
         key = KEY if KEY in table.arrays else None
     elif key not in table.arrays:
@@ -241,8 +252,10 @@ def _choose_key(table: _Table, key: str | None) -> str | None:
 
 
 def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
+    """Return the schema of the samples: the key, then a field for each of `columns`, in the same order."""
     labels = [name for name in columns if name.lower() in _LABELS and _holds_integers(table.arrays[name])]
-    # A column called "label" is the label; otherwise the first column with a usual label name is.
+    # The first column with a usual label name is the label, and its field is called "label". If an array has this
+    # name already, no other column can be the label.
     label = next((name for name in labels if name == LABEL or LABEL not in columns), None)
     fields = [pa.field(KEY, pa.string(), nullable=False)]
     for name in columns:
@@ -268,7 +281,7 @@ def _described(table: _Table) -> dict[str, str]:
     return {name: f"{np.dtype(array.dtype)}{list(array.shape)}" for name, array in table.arrays.items()}
 
 
-def _read(stream: BinaryIO, array: NpyArray, count: int) -> npt.NDArray[Any]:
+def _read_values(stream: BinaryIO, array: NpyArray, count: int) -> npt.NDArray[Any]:
     """Read the next `count` samples of an array. Raise CorruptDataError if there are fewer."""
     content = read_up_to(stream, count * array.sample_bytes)
     if len(content) < count * array.sample_bytes:
@@ -277,8 +290,10 @@ def _read(stream: BinaryIO, array: NpyArray, count: int) -> npt.NDArray[Any]:
 
 
 def _column(column_field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
+    """Return an array's values as a column. Raise ArrowException or ValueError if a value does not fit the field."""
     if values.dtype.kind in "US":
         return pa.array(values.reshape(-1).tolist(), column_field.type)
+    # Labels are stored as int32: Arrow needs native byte order, and `cast` refuses a label that does not fit.
     if column_field.type == pa.int32():
         return pa.array(values.reshape(-1).astype(values.dtype.newbyteorder("="))).cast(column_field.type)
     return tensor_array(column_field, values)
