@@ -202,8 +202,8 @@ class _ShardBuilder:
         output.writer.append_columns(*ordered.columns(self.work.schema))
         output.keys = ordered.pick_array([batch.keys for batch, _ in collected])
         digests = [batch.digests for batch, _ in collected]
-        output.samples = ordered.pick_array([samples for samples, _ in digests])
-        output.payloads = ordered.pick_array([payloads for _, payloads in digests])
+        output.samples = ordered.pick_array([sample_digests for sample_digests, _ in digests])
+        output.payloads = ordered.pick_array([payload_digests for _, payload_digests in digests])
         output.image_kinds.update(kind for kind in ordered.pick([batch.kinds for batch, _ in collected]) if kind)
         self.finisher.add(self.split, ordinal, output)
         # Otherwise the allocator would keep this shard's memory while the next shard takes memory of its own.

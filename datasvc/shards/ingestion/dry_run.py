@@ -112,15 +112,16 @@ def dry_run_ingest(
     # Stored bytes per source byte, above 1 for a compressed source; 1 if no part was read to its end.
     ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
     return DryRun(
-        opened.kind,
-        _count_samples(units, probe, limit),
-        not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
-        size_bytes,
-        len(units) if is_listed else max(1, round(size_bytes * ratio / shard_bytes)),
-        stored_schema(opened.schema),
-        opened.classes,
-        size_bytes / max(rate, 1.0) / max(1, min(num_workers, len(units))),
-        bad,
+        kind=opened.kind,
+        num_samples=_count_samples(units, probe, limit),
+        is_estimate=not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
+        size_bytes=size_bytes,
+        # Each unit of a listed source is one shard.
+        num_shards=len(units) if is_listed else max(1, round(size_bytes * ratio / shard_bytes)),
+        schema=stored_schema(opened.schema),
+        classes=opened.classes,
+        seconds=size_bytes / max(rate, 1.0) / max(1, min(num_workers, len(units))),
+        bad=bad,
     )
 
 

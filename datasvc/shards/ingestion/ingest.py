@@ -193,7 +193,7 @@ def ingest(
         bad = [sample for result in results for sample in result.bad]
         check_bad(bad, duplicate_samples.bad, tables, opened, fails=on_bad == "fail")
         bad += duplicate_samples.bad
-        dropped = [duplicate_samples.by_key]
+        dropped = [duplicate_samples.by_key]  # empty with `on_bad` "fail": `check_bad` raises otherwise
         if duplicates == "fail":
             check_duplicates(duplicate_samples.by_payload, opened)
         elif duplicates == "drop":

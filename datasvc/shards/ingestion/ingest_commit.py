@@ -73,7 +73,7 @@ class IngestCommit:
     def run(self) -> Entry:
         """Return the committed version. Raise what `ingest` raises."""
         # Compare the splits before `Log.append` reads the log. The comparison takes long, and a commit by another
-        # writer after the read forces a retry.
+        # writer after the read forces a retry. `_build` compares an append, because it needs the newest version.
         if not (self.append and self._log.head()):
             _ = self._settled_new_version
         try:
@@ -136,7 +136,7 @@ class IngestCommit:
         num_kept = {split: _count_kept(table, combined[split]) for split, table in old.items()}
         added = {split: combined[split].num_samples - num_kept.get(split, 0) for split in new}
         left_out = {split: table.num_samples - num_kept[split] for split, table in old.items()}
-        # A split without new samples keeps its table, so that loader states which refer to the table stay valid.
+        # A split keeps its table unless it gets or loses samples, so that loader states which refer to it stay valid.
         changed = {split: table for split, table in combined.items() if split in new or table is not old[split]}
         return {
             **self.metadata,

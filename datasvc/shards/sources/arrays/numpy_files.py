@@ -185,7 +185,7 @@ def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOpti
 
 
 def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
-    """Return the table of arrays, given as file, column name and array. Raise ConfigError if they conflict."""
+    """Return the table of `listed`: file, column name and array. Raise ConfigError if the arrays do not match."""
     names = [name for _, name, _ in listed]
     duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
