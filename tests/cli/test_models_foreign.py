@@ -49,6 +49,8 @@ def test_import_and_export_say_what_they_did(run, repository, tmp_path):
         "bytes": 24,
         "new_bytes": again["new_bytes"],
         "ignored": [],
+        "files": [],
+        "left_out": [],
     }
 
 

@@ -106,6 +106,8 @@ def import_model(
                 "bytes": report.bytes,
                 "new_bytes": report.new_bytes,
                 "ignored": list(report.ignored),
+                "files": list(report.files),
+                "left_out": list(report.left_out),
             }
         )
         return
@@ -116,6 +118,10 @@ def import_model(
     if report.ignored:
         names = ", ".join(map(text_value, report.ignored[:5]))
         typer.echo(f"left out {len(report.ignored)} tensors that are not in the index of the source: {names}")
+    if report.files:
+        typer.echo(f"kept with the version: {', '.join(map(text_value, report.files))}")
+    if report.left_out:
+        typer.echo(f"left out: {', '.join(map(text_value, report.left_out))}")
 
 
 def export_model(

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc import durable
+from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError
 from datasvc.models.interop import safetensors_files as safetensors
 from datasvc.models.interop.dcp_folders import write_dcp_folder
+from datasvc.models.interop.huggingface_folder import CONFIG_FILE
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import TensorSpec
@@ -100,7 +102,7 @@ def export_model(
     - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`.
       An import of this folder gives the same state.
     - "huggingface": the tensors below `model`, without this prefix, as `model.safetensors` or as shards with an
-      index, and the `config.json` of an earlier import.
+      index, and the `config.json` and other small files of an earlier import.
     - "torch": `checkpoint.pt`, for `torch.load(weights_only=True)`.
     - "dcp": a folder of torch.distributed.checkpoint.
 
@@ -221,23 +223,32 @@ def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any]
         safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
-    config = _config_content(part, entry)  # transformers builds the model from it
+    imported_files = _imported_files(entry)
+    config = _config_content(part, entry, imported_files.get(CONFIG_FILE))  # transformers builds the model from it
     if config is not None:
-        durable.write_file(folder / safetensors.CONFIG_FILE, config)
+        durable.write_file(folder / CONFIG_FILE, config)
+    for name, digest in imported_files.items():
+        # The entry may come from another repository: write only into the folder, and replace no file of the export.
+        if is_plain_name(name) and not (folder / name).exists():
+            durable.write_file(folder / name, part.read(digest))
 
 
-def _config_content(part: _ExportPart, entry: Mapping[str, Any]) -> bytes | None:
-    """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
-
-    The configuration is the file of an earlier import. Without this file, it is the value of "huggingface" in the
-    configuration of the entry.
-    """
-    raw: bytes | None = None
+def _imported_files(entry: Mapping[str, Any]) -> dict[str, Digest]:
+    """Return the digests of the small files that the import of the version stored, by name."""
     imported = entry.get("imported")
     files = imported.get("files") if isinstance(imported, Mapping) else None
-    digest = files.get(safetensors.CONFIG_FILE) if isinstance(files, Mapping) else None
+    return {name: parse_digest(str(digest)) for name, digest in files.items()} if isinstance(files, Mapping) else {}
+
+
+def _config_content(part: _ExportPart, entry: Mapping[str, Any], digest: Digest | None) -> bytes | None:
+    """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
+
+    The configuration is the file of an earlier import, which has this digest. Without this file, it is the value of
+    "huggingface" in the configuration of the entry.
+    """
+    raw: bytes | None = None
     if digest is not None:
-        raw = part.read(parse_digest(str(digest)))
+        raw = part.read(digest)
         if part.dtype is None:
             return raw
         try:

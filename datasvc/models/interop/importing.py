@@ -14,7 +14,14 @@ from typing import Any, Final, cast
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.interop.dcp_folders import METADATA_FILE, read_dcp_folder
-from datasvc.models.interop.safetensors_files import SUFFIX, read_safetensors, read_safetensors_folder
+from datasvc.models.interop.huggingface_folder import (
+    TORCH_FILE,
+    TORCH_INDEX_FILE,
+    read_safetensors_index,
+    read_torch_folder,
+    with_small_files,
+)
+from datasvc.models.interop.safetensors_files import INDEX_FILE, SUFFIX, read_safetensors, read_safetensors_folder
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
@@ -44,6 +51,8 @@ class ImportReport:
         bytes: size of the tensors in memory.
         new_bytes: number of bytes that were not in the repository before.
         ignored: names of tensors that are in the source but not in its index, and were therefore not imported.
+        files: names of the small files that were stored unchanged with the version, such as `tokenizer.json`.
+        left_out: names of the files and subfolders of the source that were not imported.
     """
 
     version: Resolved
@@ -52,6 +61,8 @@ class ImportReport:
     bytes: int
     new_bytes: int
     ignored: tuple[str, ...]
+    files: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def import_model(
@@ -126,7 +137,16 @@ def import_model(
         extra_objects=digests.values(),
     )
     size = sum(record.nbytes for record in stored.records)
-    return ImportReport(version, foreign.format, len(tensors), size, stored.new_bytes, foreign.ignored)
+    return ImportReport(
+        version=version,
+        format=foreign.format,
+        num_tensors=len(tensors),
+        bytes=size,
+        new_bytes=stored.new_bytes,
+        ignored=foreign.ignored,
+        files=tuple(digests),
+        left_out=foreign.left_out,
+    )
 
 
 def read_foreign(source: Path, reader_memory_bytes: int = READER_MEMORY_BYTES) -> ForeignState:
@@ -152,12 +172,18 @@ def _read_folder(folder: Path, reader_memory_bytes: int) -> ForeignState:
     if (folder / METADATA_FILE).is_file():
         return read_dcp_folder(folder, reader_memory_bytes)
     names = sorted(file.name for file in folder.iterdir())
-    if any(name.endswith(SUFFIX) for name in names) or f"model{SUFFIX}.index.json" in names:
-        return read_safetensors_folder(folder)
+    if INDEX_FILE in names:
+        return with_small_files(read_safetensors_index(folder), folder)
+    if any(name.endswith(SUFFIX) for name in names):
+        state = read_safetensors_folder(folder)
+        return with_small_files(state, folder) if state.format == "huggingface" else state
+    if TORCH_FILE in names or TORCH_INDEX_FILE in names:
+        return with_small_files(read_torch_folder(folder, reader_memory_bytes), folder)
     if CHECKPOINT_FILE in names:
         return read_torch_file(folder / CHECKPOINT_FILE, reader_memory_bytes)
     raise ConfigError(
-        f"{folder} is not a model: expected {SUFFIX} files, a DCP folder with {METADATA_FILE}, or {CHECKPOINT_FILE}; "
+        f"{folder} is not a model: expected {SUFFIX} files, {TORCH_FILE}, a DCP folder with {METADATA_FILE}, or "
+        f"{CHECKPOINT_FILE}; "
         f"it has: {', '.join(names[:10]) or 'nothing'}. To import a torch.save file, give the path of the file"
     )
 

@@ -1,4 +1,4 @@
-"""Read and write safetensors: a single file, or a folder in Hugging Face's layout with an index of its files.
+"""Read and write safetensors files, and the folder of an export with one of them.
 
 Files are read block by block and written in groups of tensors, so a file is never held in memory as a whole.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,14 +17,12 @@ from datasvc.models.interop.state import (
     ForeignState,
     ForeignTensor,
     bytes_of,
-    check_file_name,
     flat_skeleton,
     read_block,
 )
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.tensors.chunks import Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
-from datasvc.repository.logs.log import encode_entry
 from datasvc.sizes import group_by_size
 
 if TYPE_CHECKING:
@@ -34,13 +30,9 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-CONFIG_FILE: Final = "config.json"
 TENSORS_FILE, STATE_FILE, ENTRY_FILE = "tensors.safetensors", "state.json", "entry.json"
 # Limits for untrusted files, which are read into memory as a whole.
 _MAX_JSON_BYTES: Final = 32 << 20
-_MAX_CONFIG_BYTES: Final = 16 << 20
-# A larger `config.json` is not copied into the entry: every listing of versions reads the entries.
-_MAX_ENTRY_CONFIG_BYTES: Final = 1 << 20
 GROUP_BYTES: Final = 256 << 20  # size of the tensors that a write has in memory at a time
 _METADATA: Final = {"format": "pt"}  # "pt" stands for PyTorch
 
@@ -56,15 +48,13 @@ def read_safetensors(path: Path) -> ForeignState:
 
 
 def read_safetensors_folder(folder: Path) -> ForeignState:
-    """Return the model in a folder: in Hugging Face's layout, or written by `models export`.
+    """Return the model in a folder with one safetensors file; if `models export` wrote it, with its state tree.
 
     Raises:
-        CorruptDataError: a header is not valid, see `read_header`, or the index and the files contradict each other.
-        ConfigError: a dtype is not supported, or the folder has several files and no index.
+        CorruptDataError: a header is not valid, see `read_header`.
+        ConfigError: a dtype is not supported, or the folder has several files.
         OSError: a file cannot be read.
     """
-    if (folder / INDEX_FILE).exists():
-        return _read_indexed(folder)
     files = sorted(file for file in folder.iterdir() if file.suffix == SUFFIX and file.is_file())
     if len(files) != 1:
         raise ConfigError(
@@ -72,7 +62,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         )
     tensors = _read_tensors(files[0])
     if files[0].name != TENSORS_FILE:
-        return _with_config(ForeignState("huggingface", tensors), folder)
+        return ForeignState("huggingface", tensors)
     # The name of the file shows that `models export` wrote this folder. It writes the state tree to another file, or
     # no tree if the state is a dict of tensors by name.
     state_file = folder / STATE_FILE
@@ -137,57 +127,10 @@ def _write_json(path: Path, value: Any) -> None:
     durable.write_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
-def _read_indexed(folder: Path) -> ForeignState:
-    index = _read_json(folder / INDEX_FILE)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CorruptDataError(f"{folder / INDEX_FILE} has no weight_map; expected an object with a file per tensor")
-    files = {
-        name: check_file_name(folder, file, listed_in=INDEX_FILE, suffix=SUFFIX) for name, file in weight_map.items()
-    }
-    tensors: list[ForeignTensor] = []
-    ignored: list[str] = []
-    for path in sorted(set(files.values())):
-        stored = _read_tensors(path)
-        # A name in several files belongs to the file that the index lists for it.
-        tensors += [tensor for tensor in stored if files.get(tensor.name) == path]
-        ignored += [tensor.name for tensor in stored if files.get(tensor.name) != path]
-    missing = files.keys() - {tensor.name for tensor in tensors}
-    if missing:
-        name = min(missing)
-        raise CorruptDataError(
-            f"{files[name]} does not have tensor {name!r}, although {INDEX_FILE} lists it there; {len(missing)} "
-            "tensors are missing in all"
-        )
-    return _with_config(ForeignState("huggingface", tensors, ignored=tuple(ignored)), folder)
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CorruptDataError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are supported")
     return parse_object(path.read_bytes(), str(path))
-
-
-def _with_config(state: ForeignState, folder: Path) -> ForeignState:
-    """Return the state with the folder's `config.json`: its unchanged bytes, and if possible its parsed content."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        return state
-    if path.stat().st_size > _MAX_CONFIG_BYTES:
-        raise ConfigError(
-            f"{path} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} can be stored with a model: move "
-            "it out of the folder"
-        )
-    raw = path.read_bytes()
-    config: Mapping[str, Any] = {}
-    if len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
-        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. Then the
-        # entry has no parsed content. An export does not need it, because it uses the bytes.
-        with suppress(CorruptDataError, ConfigError):
-            parsed = parse_object(raw, str(path))
-            encode_entry(parsed)
-            config = {"huggingface": parsed}
-    return replace(state, config=config, files={CONFIG_FILE: raw})
 
 
 def _read_tensors(path: Path) -> list[ForeignTensor]:

@@ -57,6 +57,7 @@ class ForeignState:
         config: configuration that was stored with the model, as JSON values.
         files: other files that were stored with the model: unchanged bytes by file name.
         ignored: names of tensors in the files that do not belong to the model.
+        left_out: names of files of the folder that are neither weights of the model nor in `files`.
     """
 
     format: str
@@ -65,6 +66,7 @@ class ForeignState:
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def check_tensor_name(name: object, location: str) -> str:

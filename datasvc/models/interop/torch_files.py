@@ -6,6 +6,7 @@ A file that is read may have only tensors and plain values.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, cast
 
@@ -28,10 +29,19 @@ def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     Raises:
         ConfigError, CorruptDataError, OSError: see `TorchReader.read_state` and `check_shared_bytes`.
     """
-    extent = Extent(path, 0, path.stat().st_size, str(path))
-    state = TorchReader(memory_bytes).read_state(extent)
-    check_shared_bytes(state.tensors, extent.length, extent.location)
-    return ForeignState("torch", state.tensors, None if state.is_bare else state.skeleton)
+    return read_torch_files([path], memory_bytes)[0]
+
+
+def read_torch_files(paths: Sequence[Path], memory_bytes: int) -> list[ForeignState]:
+    """Return the states in several `torch.save` files, all read by one child process; see `read_torch_file`."""
+    reader = TorchReader(memory_bytes)
+    states = []
+    for path in paths:
+        extent = Extent(path, 0, path.stat().st_size, str(path))
+        state = reader.read_state(extent)
+        check_shared_bytes(state.tensors, extent.length, extent.location)
+        states.append(ForeignState("torch", state.tensors, None if state.is_bare else state.skeleton))
+    return states
 
 
 def write_torch_file(path: Path, state: Any) -> None:

@@ -93,10 +93,56 @@ def test_a_configuration_that_came_along_goes_along(repository, tmp_path, more):
     assert (kept.get("huggingface", {}).get("model_type") == "bert") == (more == "1")
 
 
+def test_the_small_files_of_a_folder_go_out_again_and_the_rest_is_named(repository, tmp_path):
+    hub = tmp_path / "hub"
+    (hub / "onnx").mkdir(parents=True)
+    save_file(WEIGHTS, hub / "model.safetensors")
+    for name in ("tokenizer.json", "README.md", "pytorch_model.bin", "tf_model.h5", ".gitattributes"):
+        (hub / name).write_text(f"the {name}")
+    with (hub / "large.json").open("wb") as file:
+        file.truncate(65 << 20)
+    report = import_model(repository, hub, "m")
+    assert report.files == ("README.md", "tokenizer.json")
+    assert report.left_out == (".gitattributes", "large.json", "onnx", "tf_model.h5")
+    done = export_model(repository, "m", tmp_path / "out", "huggingface")
+    assert [file.name for file in done.files] == ["README.md", "model.safetensors", "tokenizer.json"]
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "the tokenizer.json"
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_folder_with_weights_of_torch_save_is_imported(repository, tmp_path, is_sharded):
+    hub, names = tmp_path / "hub", sorted(WEIGHTS)
+    hub.mkdir()
+    files = {"pytorch_model.bin": names}
+    if is_sharded:
+        files = {"pytorch_model-1.bin": names[:2], "pytorch_model-2.bin": names[2:]}
+        weight_map = {name: file for file, stored in files.items() for name in stored}
+        (hub / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for file, stored in files.items():
+        torch.save({name: WEIGHTS[name] for name in stored}, hub / file)
+    (hub / "config.json").write_text('{"model_type": "bert"}')
+    report = import_model(repository, hub, "m")
+    assert (report.format, report.files, report.left_out) == ("huggingface", ("config.json",), ())
+    found = restore(repository, "m")
+    assert equal(found.state["model"], WEIGHTS)
+    assert found.entry["config"]["huggingface"] == {"model_type": "bert"}
+
+
+def test_an_entry_cannot_make_an_export_write_elsewhere(repository, tmp_path):
+    save(repository, "m", {"model": WEIGHTS}, step=0)
+    digest = repository.objects.put(b"evil").digest
+    entry = repository.entry(repository.resolve("models", "m")).content
+    files = {"../outside": str(digest), "/etc/x": str(digest), "model.safetensors": str(digest)}
+    version = repository.versions("models", "m").append(lambda _: {**entry, "imported": {"files": files}}).number
+    done = export_model(repository, f"m@{version}", tmp_path / "out", "huggingface")
+    assert [file.name for file in done.files] == ["model.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 1000
+
+
 def test_a_configuration_too_large_to_keep_is_refused(repository, tmp_path):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(17 << 20)
+        file.truncate(65 << 20)
     with pytest.raises(ConfigError, match="move it out of the folder"):
         import_model(repository, tmp_path, "m")
 
