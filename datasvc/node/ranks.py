@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from datasvc.cache.catalogue.private import PRIVATE_FOLDER
 from datasvc.cache.catalogue.recovery import boot_id
 from datasvc.cache.peers.membership import FixedMembership, bracketed
 from datasvc.cache.peers.peer_source import PeerSettings
@@ -54,7 +55,7 @@ class _RankNode:
     def of(cls, folder: str | Path, address: str | None) -> _RankNode:
         """Return the `_RankNode` of the calling rank. Raise OSError or ConfigError."""
         path = Path(folder).expanduser().resolve()
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         status = path.stat()
         host = address or _address()
         inode = status.st_dev, status.st_ino

@@ -21,6 +21,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from datasvc.cache import Cache
+from datasvc.cache.catalogue.private import open_lock_file
 from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
@@ -161,7 +162,7 @@ def _lock_for_serving(folder: Path) -> Iterator[None]:
     """Lock a cache folder inside the block, so that one process serves it; the lock ends with that process too."""
     path = folder / _LOCK_NAME
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock_file(path)
     except OSError as error:
         raise ConfigError(f"cannot lock {path}: {error}; check the permissions of the cache folder") from error
     try:

@@ -26,6 +26,7 @@ from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import Files, ScannedFile
 from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
 from datasvc.cache.catalogue.object_locks import ObjectLocks
+from datasvc.cache.catalogue.private import PRIVATE_FILE
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure
@@ -66,7 +67,13 @@ class Catalogue:
         self._locks = locks
         # Without fsync: `recovery` rebuilds the catalogue after a crash of the machine.
         self.env = lmdb.open(
-            str(files.catalogue), max_dbs=8, map_size=_MAP_BYTES, sync=False, metasync=False, max_readers=1024
+            str(files.catalogue),
+            max_dbs=8,
+            map_size=_MAP_BYTES,
+            sync=False,
+            metasync=False,
+            max_readers=1024,
+            mode=PRIVATE_FILE,
         )
         # A reader that was killed inside a transaction would keep old pages in use, and the file would grow.
         self.env.reader_check()

@@ -10,6 +10,8 @@ CACHE/holds/                locks of objects in use, see `object_locks`
 CACHE/leases/               one locked file per process, see `lease`
 CACHE/catalogue/            LMDB database, see `catalogue` and `recovery`
 CACHE/links/                staged files under their original names, see `staged_files`
+
+Only the cache's user can open files that processes lock, see `private`.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Final, NamedTuple
 
 from datasvc.cache.catalogue.configuration import check_folder
 from datasvc.cache.catalogue.lease import is_locked, unlock_and_close
+from datasvc.cache.catalogue.private import PRIVATE_FOLDER, make_private
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest
@@ -64,11 +67,14 @@ class Files:
         # Locked files by object and thread. A `FileIO` closes itself if an interrupt comes before it is stored here.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             check_folder(folder)
             # catalogue/ comes before objects/: so `check_folder` can distinguish a new cache from another folder.
-            for name in ("leases", "catalogue", "quarantine", "pins", "objects", "incoming"):
-                (folder / name).mkdir(exist_ok=True)
+            for name in ("leases", "catalogue", "quarantine", "pins"):
+                make_private(folder / name)
+            # Users who may enter the cache's folder may read resident objects: no process locks these.
+            (folder / "objects").mkdir(exist_ok=True)
+            make_private(folder / "incoming")
         except OSError as error:
             raise ConfigError(
                 f"cannot use {folder} as a cache: {error}; choose a folder on a local disk that this user can write"

@@ -49,7 +49,7 @@ class Lease:
         unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
         self._descriptor = -1
         try:
-            self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             unnamed.rename(self._path)
         except OSError as error:

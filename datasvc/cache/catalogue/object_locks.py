@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from datasvc.cache.catalogue.private import make_private, open_lock_file
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Digest
 
@@ -54,7 +55,7 @@ class ObjectLocks:
         self._lock = threading.Lock()
         self._opening = threading.Lock()
         try:
-            folder.mkdir(exist_ok=True)
+            make_private(folder)
             # If these locks are not supported, this call fails here, at the start.
             fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
         except OSError as error:
@@ -168,8 +169,7 @@ class ObjectLocks:
             with self._opening:
                 descriptor = descriptors.get(number)
                 if descriptor is None:
-                    path = self._folder / f"{number:02x}"
-                    descriptor = descriptors[number] = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+                    descriptor = descriptors[number] = open_lock_file(self._folder / f"{number:02x}")
         return descriptor
 
 
@@ -189,7 +189,7 @@ def _advice(error: OSError) -> str:
 @contextmanager
 def locked_byte(path: Path, offset: int) -> Iterator[None]:
     """Lock one byte of a file exclusively, among threads and processes, inside the block. Raises OSError."""
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    descriptor = open_lock_file(path)
     try:
         fcntl.fcntl(descriptor, _SETLKW, _flock(fcntl.F_WRLCK, offset))
         yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +25,9 @@ from datasvc.cache.catalogue.files import Files
 from datasvc.cache.catalogue.lease import sweep, unlock_and_close
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.pins import read_pins
+from datasvc.cache.catalogue.private import open_lock_file
 from datasvc.cache.catalogue.tables import describe_failure
-from datasvc.errors import CorruptDataError
+from datasvc.errors import CorruptDataError, UnavailableError
 
 # lmdb.h, mdb.c: both meta pages are at the start of the file; mm_last_pg of MDB_meta is at offset 136.
 _PAGE: Final = 4096
@@ -33,6 +35,9 @@ _LAST_PAGE: Final = struct.Struct("<Q")
 _LAST_PAGE_OFFSET: Final = 136
 _MAX_UNWRITTEN: Final = 2  # ratio of expected to actual size above which a file counts as truncated
 _BOOT: Final = "boot"  # a file beside the database
+# More than a rebuild of some million objects takes, during which other processes wait.
+_MAX_WAIT_S: Final = 300.0
+_RETRY_S: Final = 0.02
 
 
 def boot_id() -> str:
@@ -48,7 +53,8 @@ class OpenLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._descriptor = os.open(folder / "open.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        self._path = folder / "open.lock"
+        self._descriptor = open_lock_file(self._path)
 
     def try_exclusive(self) -> bool:
         """Lock exclusively, and return True, if no other process has the cache open. Call it before `share`."""
@@ -59,8 +65,8 @@ class OpenLock:
         return True
 
     def share(self) -> None:
-        """Lock shared: this process has the cache open until `close`."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+        """Lock shared: this process has the cache open until `close`. Raises UnavailableError."""
+        _lock_in_time(self._descriptor, fcntl.LOCK_SH, self._path)
 
     def close(self) -> None:
         """Release the lock."""
@@ -73,7 +79,7 @@ def open_catalogue(files: Files, locks: ObjectLocks) -> tuple[Catalogue, OpenLoc
     Raises:
         ConfigError: the cache has a later format.
         CorruptDataError: the catalogue is damaged and other processes use it, or `cache.json` is damaged.
-        UnavailableError: the catalogue cannot be opened.
+        UnavailableError: the catalogue cannot be opened, or another process keeps the lock for too long.
     """
     configuration = Configuration.read(files.folder) or Configuration()
     with _opening(files.folder):
@@ -166,9 +172,28 @@ def _is_truncated(folder: Path) -> bool:
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
     """Lock a cache folder inside the block, so that one process at a time opens it."""
-    descriptor = os.open(folder / "opening.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    path = folder / "opening.lock"
+    descriptor = open_lock_file(path)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock_in_time(descriptor, fcntl.LOCK_EX, path)
         yield
     finally:
         unlock_and_close(descriptor)
+
+
+def _lock_in_time(descriptor: int, kind: int, path: Path) -> None:
+    """Lock a file, and wait for other processes up to `_MAX_WAIT_S`. Raises UnavailableError after that time."""
+    deadline = time.monotonic() + _MAX_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            # Asked again and again, because flock has no time limit.
+            if time.monotonic() >= deadline:
+                raise UnavailableError(
+                    f"another process has locked {path} for more than {_MAX_WAIT_S:g} s, so this cache cannot be "
+                    f"opened; find the process with `fuser {path}`, and end it if it is not opening the cache"
+                ) from error
+            time.sleep(_RETRY_S)
+        else:
+            return

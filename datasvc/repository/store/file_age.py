@@ -2,13 +2,14 @@
 
 `gc` removes old files that no entry references. A writer that is about to reference an existing object resets its age
 first. For local files, both hold a lock on the file while they check and act: either the writer finds the file
-deleted and writes it again, or `gc` finds it young and keeps it.
+deleted or locked and writes it again, or `gc` finds it young, locked or replaced and keeps it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+from datasvc.durable import TEMPORARY_PREFIX, fsync_folder
 from datasvc.errors import ConfigError
 
 # The age of a remote object can be reset only by writing it again. Writers do so only if its age exceeds this time.
@@ -79,15 +81,17 @@ def refresh_local(path: Path, size_bytes: int) -> bool:
     """Reset the age of a file; return False if it does not exist, has another size, or its age cannot be reset."""
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
+            # Does not wait: every user who may read the file can lock it, for any time. The caller writes a file that
+            # is locked, by `gc` or by a stranger, again.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
-            # No link left: gc deleted the file while this thread waited for the lock.
+            # No link left: gc deleted the file before this thread locked it.
             if not status.st_nlink or status.st_size != size_bytes:
                 return False
             os.utime(file.fileno())
             return True
     except OSError:
-        # The file belongs to another user, or the file system has no locks: the caller writes it again.
+        # The file is locked, belongs to another user, or the file system has no locks: the caller writes it again.
         return False
 
 
@@ -107,8 +111,22 @@ def delete_local_if_older(path: Path, before_s: float) -> bool:
             return False  # replaced since it was opened, so the file of this name is new
         if current.st_mtime >= before_s:
             return False
-        path.unlink()
+        return _delete_if_same(path, opened)
+
+
+def _delete_if_same(path: Path, expected: os.stat_result) -> bool:
+    """Delete a file unless another one has replaced it; return whether it was deleted. Raise OSError on failure."""
+    # A writer that finds the file locked writes it again at any time, so the name may be that of a new file by now.
+    # The file that was renamed is the file that is deleted.
+    renamed = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    path.rename(renamed)
+    current = renamed.stat()
+    if (current.st_dev, current.st_ino) == (expected.st_dev, expected.st_ino):
+        renamed.unlink()
         return True
+    renamed.rename(path)
+    fsync_folder(path.parent)  # the writer relies on the name
+    return False
 
 
 def _open(path: Path) -> BinaryIO:

@@ -5,11 +5,12 @@ import os
 import secrets
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.repository import Storage
+from datasvc.repository import Repository, Storage
 from datasvc.repository.store.file_age import REWRITE_S, delete_local_if_older, modified_s, refresh_local
 from tests.repository.store.store_laws import make_memory_file_old
 
@@ -55,6 +56,45 @@ def test_a_file_that_was_replaced_since_it_was_opened_is_not_deleted(tmp_path, m
     monkeypatch.setattr("datasvc.repository.store.file_age.fcntl.flock", replaced_meanwhile)
     assert not delete_local_if_older(path, time.time())
     assert path.read_bytes() == b"new"
+
+
+def test_a_file_that_is_locked_is_not_waited_for_and_the_caller_writes_it_again(tmp_path):
+    path = tmp_path / "object"
+    path.write_bytes(b"x")
+    with path.open("rb") as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        assert not refresh_local(path, 1)
+    assert refresh_local(path, 1)
+
+
+def test_an_object_that_a_stranger_has_locked_is_saved_again(tmp_path):
+    objects = Repository.create(str(tmp_path / "repository")).objects
+    info = objects.put(b"content")
+    path = objects.local_path(info.digest)
+    with path.open("rb") as stranger:
+        fcntl.flock(stranger, fcntl.LOCK_EX)
+        inode = path.stat().st_ino
+        assert objects.put(b"content") == info
+        assert path.stat().st_ino != inode
+    assert objects.read(info.digest) == b"content"
+
+
+def test_a_file_that_is_written_again_while_it_is_deleted_stays(tmp_path, monkeypatch):
+    path = tmp_path / "object"
+    path.write_bytes(b"old")
+    os.utime(path, (0, 0))
+    real = Path.rename
+
+    def replaced_before(file, target):
+        monkeypatch.setattr(Path, "rename", real)
+        (tmp_path / "new").write_bytes(b"new")
+        (tmp_path / "new").rename(path)
+        return real(file, target)
+
+    monkeypatch.setattr(Path, "rename", replaced_before)
+    assert not delete_local_if_older(path, time.time())
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
