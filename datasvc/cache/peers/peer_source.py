@@ -24,6 +24,7 @@ from datasvc.cache.sources.range_requests import Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.min_throughput import MinThroughput
+from datasvc.repository.store.response_head import read_head
 from datasvc.repository.store.storage import redact_url
 
 _BUFFER_BYTES = 1 << 20
@@ -45,8 +46,8 @@ class PeerSettings:
         ca_file: certificates that verify peers with "https"; None: those of the system.
         tls_name: name in the certificates of the peers; None: the host name of each peer.
         connect_timeout_s: time limit to establish a connection.
-        stall_timeout_s: longest time without a byte during an answer; before the answer begins, the interval of
-            health checks.
+        stall_timeout_s: longest time without a byte during an answer, and from its first byte to the end of its
+            headers; before the answer begins, the interval of health checks.
         answer_timeout_s: time limit until an answer begins: the peer may have to fetch the object first.
         min_bytes_s: lowest accepted rate in bytes per second, measured over `rate_window_s`.
         rate_window_s: time over which the rate is measured.
@@ -139,7 +140,7 @@ class PeerSource:
         """Send the peer a request to verify its copy of the object; ignore the answer, which may be false."""
         with suppress(OSError, http.client.HTTPException), closing(self._connect()) as connection:
             connection.request("POST", f"/objects/{self._digest}/check", headers=self._headers())
-            connection.getresponse().close()
+            read_head(connection, silence_s=self._settings.stall_timeout_s).close()
 
     def _receive(self, info: ObjectInfo, offset: int, length: int) -> Generator[memoryview, None, None]:
         """Yield the bytes as they arrive. All views share one buffer, so each is valid until the next one."""
@@ -171,8 +172,8 @@ class PeerSource:
         connection.request("GET", f"/objects/{info.digest}?{query}", headers=headers)
         # Kept, because `getresponse` removes the socket from the connection if the peer closes it after the answer.
         connected_socket = connection.sock
-        self._wait_for_answer(connected_socket)
-        response = connection.getresponse()
+        silence_s = self._wait_for_answer(connected_socket)
+        response = read_head(connection, silence_s=silence_s, head_s=self._settings.stall_timeout_s)
         connected_socket.settimeout(self._settings.stall_timeout_s)
         try:
             self._check(response, info, offset, length)
@@ -197,10 +198,14 @@ class PeerSource:
         if status == HTTPStatus.PARTIAL_CONTENT and response.getheader("Content-Range") != content_range:
             raise ConnectionError(f"it sends {response.getheader('Content-Range')!r}, expected {content_range!r}")
 
-    def _wait_for_answer(self, connected_socket: socket.socket) -> None:
+    def _wait_for_answer(self, connected_socket: socket.socket) -> float:
         """Wait until an answer begins, for as long as health checks succeed: the peer may be fetching the object.
 
-        Raises TimeoutError.
+        Returns:
+            Longest time until the first byte of the answer can be read. Seconds.
+
+        Raises:
+            TimeoutError: no answer begins, or the peer does not answer a health check.
         """
         deadline = time.monotonic() + self._settings.answer_timeout_s
         poll = select.poll()
@@ -213,8 +218,9 @@ class PeerSource:
                     f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
                     f"health check (limit {self._settings.connect_timeout_s} s)"
                 )
-        if self._tls is not None:  # the received bytes may be a TLS message that precedes the answer
-            connected_socket.settimeout(max(deadline - time.monotonic(), self._settings.stall_timeout_s))
+        # With TLS, the received bytes may be a message that precedes the answer.
+        remaining_s = 0.0 if self._tls is None else deadline - time.monotonic()
+        return max(remaining_s, self._settings.stall_timeout_s)
 
     def _is_alive(self) -> bool:
         try:
@@ -222,7 +228,7 @@ class PeerSource:
                 connection.sock.settimeout(self._settings.connect_timeout_s)
                 connection.request("GET", "/healthz")
                 # Any answer counts: a peer that is busy or shutting down still completes this request.
-                connection.getresponse().close()
+                read_head(connection, silence_s=self._settings.connect_timeout_s).close()
         except (OSError, http.client.HTTPException):
             return False
         return True

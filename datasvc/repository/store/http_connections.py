@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.min_throughput import MinThroughput
+from datasvc.repository.store.response_head import read_head
 
 # Servers close idle connections, some after 5 s.
 _MAX_IDLE_S = 4.0
@@ -46,7 +47,8 @@ class Timeouts:
 
     Attributes:
         connect_s: maximum time to connect.
-        silence_s: maximum time without a byte. The default is that of botocore: a store may have to load cold data.
+        silence_s: maximum time without a byte, and from the first byte of a response to the end of its headers. The
+            default is that of botocore: a store may have to load cold data.
         min_bytes_s: minimum throughput in bytes per second, measured over `window_s` of waiting.
         window_s: waiting time after which the throughput is checked.
     """
@@ -96,7 +98,7 @@ class Connection:
         """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""
         self._socket.settimeout(self._timeouts.silence_s)
         self._http.request("GET", target, headers=headers)
-        self._response, self._num_buffered = self._http.getresponse(), None
+        self._response, self._num_buffered = read_head(self._http, silence_s=self._timeouts.silence_s), None
         return self._response
 
     def read_into(self, buffer: memoryview, throughput: MinThroughput) -> int:

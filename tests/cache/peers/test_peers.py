@@ -7,6 +7,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,9 +20,11 @@ from datasvc.cache.sources.received_parts import PART_BYTES
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of
+from datasvc.repository.store import response_head
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws
+from tests.dripping_server import DrippingServer
 
 CONTENT = bytes(range(251)) * 20000
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -224,6 +228,14 @@ def test_a_disk_that_is_full_is_not_held_against_the_peer(peer):
     with pytest.raises(OSError, match="No space left"):
         peers.sources(INFO, ORIGIN)[0].stream(INFO, 0, len(CONTENT), full)
     assert peers.report()[peer.url].num_failed == 0
+
+
+def test_a_peer_whose_answer_has_a_head_that_drips_is_given_up(monkeypatch):
+    monkeypatch.setattr(
+        response_head, "time", SimpleNamespace(monotonic=count().__next__)
+    )  # a second at each reading
+    with DrippingServer() as server, pytest.raises(UnavailableError, match="whole head within 4 s"):
+        ask(peers_at(server.url, PeerSettings()))
 
 
 def test_peers_travel_to_another_process_without_their_record(peer):
