@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import ssl
 from collections.abc import Callable
@@ -11,12 +12,15 @@ from aiohttp import web
 
 from datasvc.cache.peers.membership import bracketed
 from datasvc.errors import ConfigError
+from datasvc.node.http.error_responses import log_briefly
 from datasvc.node.service import Service
 from datasvc.node.settings import NodeSettings
 
 # An idle connection is closed after this time; peers open a new one for the next request.
 _IDLE_S = 60.0
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 5.0
+# After a response, unread bytes of a request's body are dropped for this time, so that the client reads the response.
+_LINGERING_S = 1.0
 
 
 def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
@@ -67,6 +71,8 @@ async def _respond_until(
     runner = web.AppRunner(
         service.application(),
         access_log=None,
+        logger=_http_logger(),
+        lingering_time=_LINGERING_S,
         handler_cancellation=True,  # when a peer disconnects, its handler ends and releases the object
         keepalive_timeout=_IDLE_S,
         shutdown_timeout=settings.grace_s,
@@ -77,8 +83,9 @@ async def _respond_until(
         ready(_url(listener, is_secure=context is not None))
         await stop_requested.wait()
         service.stop()
-        # No new connections; `cleanup` waits up to the grace period for the open ones.
         listener.close()
+        service.close_pending()
+        # `cleanup` waits up to the grace period for the open ones.
     finally:
         await runner.cleanup()
 
@@ -100,6 +107,12 @@ async def _listen(
         raise ConfigError(
             f"cannot listen on {settings.host}:{settings.port}: {error}; choose another --port or --host"
         ) from error
+
+
+def _http_logger() -> logging.Logger:
+    logger = logging.getLogger("datasvc.node.http")
+    logger.addFilter(log_briefly)  # adding it again does nothing
+    return logger
 
 
 def _url(listener: asyncio.Server, *, is_secure: bool) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -27,7 +29,7 @@ from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
 from datasvc.node.http.connection_limit import BoundedConnections
-from datasvc.node.http.error_responses import check_token, respond_to_errors
+from datasvc.node.http.error_responses import check_access, respond_to_errors
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.object_routes import ObjectRoutes
 from datasvc.node.http.stage_routes import StageRoutes
@@ -74,8 +76,9 @@ class Service:
 
     def application(self) -> web.Application:
         """Return the application of all routes."""
-        # The first middleware is the outermost: the token is checked before anything else.
-        middlewares: list[Middleware] = [check_token(self._settings.token), respond_to_errors]
+        # The first middleware is the outermost: access is checked before anything else.
+        access = check_access(self._settings.token, own_hosts(self._settings), self._authorize)
+        middlewares: list[Middleware] = [access, respond_to_errors]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
         objects = ObjectRoutes(self._fetches, self._origins, self._sender, self._cache.check)
         application.add_routes(objects.routes())
@@ -118,6 +121,11 @@ class Service:
         self._connections = BoundedConnections(server, self._settings.max_connections)
         return self._connections
 
+    def close_pending(self) -> None:
+        """Close the connections that have sent no request. Call it in the event loop."""
+        if self._connections is not None:
+            self._connections.close_pending()
+
     def stop(self) -> None:
         """Report "stopping" in `/healthz`, cancel jobs, and fail reads that wait for bandwidth; sending continues."""
         self._is_stopping = True
@@ -138,6 +146,10 @@ class Service:
             self._closing.close()
         return all(ended)
 
+    def _authorize(self, request: web.Request) -> None:
+        if self._connections is not None:
+            self._connections.authorize(request)
+
     async def _get_health(self, _request: web.Request) -> web.Response:
         status, text = (503, "stopping") if self._is_stopping else (200, "ok")
         return web.json_response({"status": text}, status=status)
@@ -148,6 +160,14 @@ class Service:
     async def _get_metrics(self, _request: web.Request) -> web.Response:
         body = await asyncio.to_thread(lambda: render_metrics(self.describe()))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+def own_hosts(settings: NodeSettings) -> frozenset[str]:
+    """Return the names and addresses under which a node is requested, in lower case."""
+    hosts = {settings.host.lower(), socket.gethostname().lower()}
+    if settings.own_url is not None:
+        hosts.add(urlsplit(settings.own_url).hostname or "")
+    return frozenset(hosts)
 
 
 def _peers(settings: NodeSettings) -> Peers | None:

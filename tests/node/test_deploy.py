@@ -99,6 +99,28 @@ def test_the_token_of_the_manifests_is_readable_and_not_for_everybody(tmp_path):
     assert load_token(token, None) == TOKEN
 
 
+def test_prometheus_scrapes_the_pods_with_their_token(run):
+    monitor = yaml.safe_load((ROOT / "deploy/kubernetes/podmonitor.yaml").read_text())
+    pods = of_kind("DaemonSet")
+    assert monitor["metadata"]["namespace"] == pods["metadata"]["namespace"]
+    template = pods["spec"]["template"]
+    assert monitor["spec"]["selector"]["matchLabels"] == template["metadata"]["labels"]
+    assert "annotations" not in template["metadata"], "a scrape by annotations has no token"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in template["spec"]["containers"][0]["ports"]}
+    secret = endpoint["authorization"]["credentials"]
+    command = f"create secret generic {secret['name']} --from-literal={secret['key']}="
+    assert command in (ROOT / "deploy/kubernetes/datasvc.yaml").read_text()
+    node = run(token=TOKEN)
+    assert node.get(endpoint["path"], Authorization=f"{endpoint['authorization']['type']} {TOKEN}").status == 200
+
+
+def test_the_scrape_configurations_of_the_guide_carry_the_token():
+    for block in re.findall(r"^```yaml\n(scrape_configs:.*?)^```", GUIDE, re.MULTILINE | re.DOTALL):
+        (job,) = yaml.safe_load(block)["scrape_configs"]
+        assert "datasvc-token" in job["authorization"]["credentials_file"]
+
+
 def commands_of(text):
     blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]

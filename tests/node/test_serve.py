@@ -1,6 +1,7 @@
 """A node as a process, and who may talk to it."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -8,12 +9,15 @@ import ssl
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from datasvc.errors import ConfigError
+from datasvc.node.http import connection_limit
 from datasvc.node.settings import NodeSettings
 from datasvc.repository import Repository
 from tests.node.conftest import OBJECT_BYTES
@@ -213,19 +217,104 @@ def test_settings_that_make_no_sense_are_refused(wrong, tmp_path):
         NodeSettings(folder=tmp_path, **wrong)
 
 
-def test_connections_above_the_bound_are_refused_at_once(run, origin):
+def head_of(connection, path):
+    """Send a request over a plain socket; return the beginning of the answer."""
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    return connection.recv(100)
+
+
+def test_connections_above_the_bound_are_refused_at_once_but_for_health(run, origin):
     node = run(max_connections=2)
     idle = [node.connect() for _ in range(2)]
     for connection in idle:
-        connection.request("GET", "/healthz")
+        connection.request("GET", "/status")
         assert connection.getresponse().read()
-    with socket.create_connection((idle[0].host, idle[0].port)) as third:
-        assert third.recv(100).startswith(b"HTTP/1.1 503 ")
+    where = idle[0].host, idle[0].port
+    with socket.create_connection(where) as third, socket.create_connection(where) as fourth:
+        assert head_of(third, "/status").startswith(b"HTTP/1.1 503 ")
+        assert head_of(fourth, "/healthz").startswith(b"HTTP/1.1 200 ")
+        while fourth.recv(1000):  # closed after the answer
+            pass
     idle.pop().close()
     idle[0].request("GET", "/status")
     status = json.loads(idle[0].getresponse().read())
     assert status["serving"]["num_refused_connections"] == 1
     idle[0].close()
+
+
+def test_strangers_who_send_no_request_keep_nobody_out(run, monkeypatch):
+    monkeypatch.setattr(connection_limit, "_MAX_PENDING_PER_ADDRESS", 4)
+    node = run(max_connections=4, token=TOKEN)
+    where = urlsplit(node.url).hostname, urlsplit(node.url).port
+    with ExitStack() as opened:
+        for number in range(8):  # those of four other addresses, then these
+            source = ("127.0.0.2", 0) if number < 4 else ("127.0.0.3", 0)
+            opened.enter_context(socket.create_connection(where, source_address=source)).sendall(b"GET /st")
+        with socket.create_connection(where, source_address=("127.0.0.3", 0)) as fifth:
+            assert fifth.recv(100).startswith(b"HTTP/1.1 503 ")
+        assert node.get("/healthz").status == 200
+        assert node.get("/status", Authorization=f"Bearer {TOKEN}").status == 200
+        assert node.get("/status").status == 401
+
+
+def test_a_connection_without_a_first_head_is_closed(run, monkeypatch):
+    monkeypatch.setattr(connection_limit, "FIRST_HEAD_S", 0.01)
+    node = run()
+    with socket.create_connection((urlsplit(node.url).hostname, urlsplit(node.url).port)) as silent:
+        silent.sendall(b"GET /status HTTP/1.1\r\n")
+        with suppress(ConnectionResetError):
+            assert silent.recv(100) == b""
+
+
+def test_a_client_without_the_token_keeps_no_connection(run):
+    node = run(token=TOKEN)
+    with socket.create_connection((urlsplit(node.url).hostname, urlsplit(node.url).port)) as client:
+        assert head_of(client, "/status").startswith(b"HTTP/1.1 401 ")
+        while client.recv(1000):
+            pass
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "rebound.example:80", "[::1", "10.0.0.1:8765", ""])
+def test_without_a_token_a_request_for_another_host_is_refused(run, host):
+    node = run()
+    assert node.get("/status", Host=host).status == 421
+    assert node.ask("POST", "/stage", {"ref": "pets"}, Host=host).status == 421
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:1", "127.0.0.1", "127.9.9.9:1", "[::1]:8765", socket.gethostname().upper()]
+)
+def test_without_a_token_a_request_for_this_machine_is_answered(run, host):
+    assert run().get("/status", Host=host).status == 200
+
+
+def test_with_a_token_any_host_is_answered(run):
+    assert run(token=TOKEN).get("/status", Host="node.example", Authorization=f"Bearer {TOKEN}").status == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nbad header\n\r\n\r\n",
+        (
+            b"POST /stage HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\nzzz\r\n"
+        ),
+    ],
+    ids=str,
+)
+def test_a_request_that_is_not_http_is_one_line_in_the_log_at_most(run, caplog, request_bytes):
+    caplog.set_level(logging.DEBUG)
+    node = run()
+    with socket.create_connection((urlsplit(node.url).hostname, urlsplit(node.url).port)) as client:
+        client.sendall(request_bytes)
+        assert client.recv(100)[8:13] == b" 400 "
+    node.stop()
+    lines = [record for record in caplog.records if record.name != "asyncio"]
+    assert len(lines) <= 1, lines
+    assert all(record.exc_info is None and "\n" not in record.getMessage() for record in lines)
 
 
 def test_metrics_are_what_prometheus_reads(node, origin):

@@ -6,8 +6,10 @@ import hmac
 import ipaddress
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from datasvc.errors import ConfigError
 
@@ -69,6 +71,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_own_host(header: str, own_hosts: Collection[str]) -> bool:
+    """Return whether the `Host` of a request is a loopback name or address, or one of `own_hosts`."""
+    try:
+        host = urlsplit(f"//{header}").hostname
+    except ValueError:
+        return False
+    return host is not None and (is_loopback(host) or host in own_hosts)
 
 
 def check_exposure(host: str, token: str | None) -> None:

@@ -1,10 +1,13 @@
-"""Map exceptions of all handlers to JSON error responses, and check the bearer token."""
+"""Map exceptions of all handlers to JSON error responses, and check who may send a request."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Collection
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from datasvc.errors import (
@@ -15,7 +18,7 @@ from datasvc.errors import (
     NotFoundError,
     UnavailableError,
 )
-from datasvc.node.http.auth import is_authorized
+from datasvc.node.http.auth import is_authorized, is_own_host
 
 # The status of the first class that matches. A peer that gets any of these tries another source.
 _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
@@ -54,16 +57,49 @@ async def respond_to_errors(request: web.Request, handler: Handler) -> web.Strea
         return response
 
 
-def check_token(token: str | None) -> Middleware:
-    """Return a middleware that requires the bearer token `token`; None: no token is required."""
+def check_access(
+    token: str | None, own_hosts: Collection[str], authorize: Callable[[web.Request], None]
+) -> Middleware:
+    """Return a middleware that refuses requests without access.
+
+    Args:
+        token: bearer token of all requests; None: none is required. Then the request must name this machine, because
+            a web page in a browser on it can send requests to any name that its author lets point here.
+        own_hosts: names and addresses of this node in the `Host` of a request, besides those of the loopback.
+        authorize: called with each request that has access.
+    """
 
     @web.middleware
     async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Checked before all else: without the token, a response must not reveal whether a path exists.
-        if request.path in _OPEN_PATHS or is_authorized(request.headers.get("Authorization"), token):
-            return await handler(request)
-        response = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
-        response.headers["WWW-Authenticate"] = "Bearer"
-        return response
+        # Checked before all else: without access, a response must not reveal whether a path exists.
+        if request.path in _OPEN_PATHS:
+            response = await handler(request)
+            response.force_close()  # such a connection is outside of the limit, so it has one request
+            return response
+        if not is_authorized(request.headers.get("Authorization"), token):
+            refusal = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            refusal.force_close()
+            return refusal
+        host = request.headers.get("Host")
+        if token is None and host is not None and not is_own_host(host, own_hosts):
+            refusal = error_response(
+                421, f"this node is not {host[:80]!r}; use the address that `datasvc serve` prints, or a token"
+            )
+            refusal.force_close()
+            return refusal
+        authorize(request)
+        return await handler(request)
 
     return checking
+
+
+def log_briefly(record: logging.LogRecord) -> bool:
+    """Filter of aiohttp's logger: a request that is not HTTP becomes one line, because clients cause it at will."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
+        text = (getattr(error, "message", "").splitlines() or [""])[0][:200]
+        record.msg, record.args = "%s: %s: %s", (record.getMessage(), type(error).__name__, ascii(text))
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True

@@ -77,7 +77,7 @@ async def _read_body(request: web.Request) -> dict[str, str]:
             body: Any = json.loads(await request.read())
     except TimeoutError as error:
         raise UnavailableError(f"the body did not arrive within {_BODY_TIMEOUT_S:g} s; send it again") from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, web.RequestPayloadError) as error:
         raise ConfigError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
         raise ConfigError('expected an object of strings, such as {"ref": "pets@1"}')
