@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
-from datasvc.cache.catalogue.files import Files
+from datasvc.cache.catalogue.files import DISK_FULL, Files
 from datasvc.cache.catalogue.lease import Lease, name_order
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.recovery import open_catalogue
@@ -42,7 +42,7 @@ class CacheFolder:
             self.catalogue, self._open_lock = open_catalogue(self.files, self.locks)
             opened.callback(self._open_lock.close)
             opened.callback(self.catalogue.close)
-            self._lease = Lease(self.files.leases)
+            self._lease = self._new_lease()
             self.lease_id = self._lease.id
             self.catalogue.register(self.lease_id, "")
             # All steps have succeeded, so from here on `close` closes all parts.
@@ -54,6 +54,15 @@ class CacheFolder:
         self._lock = threading.Lock()
         self.process = os.getpid()
         self.num_users = 0
+
+    def _new_lease(self) -> Lease:
+        try:
+            return Lease(self.files.leases)
+        except ConfigError as error:
+            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in DISK_FULL):
+                raise
+        self.catalogue.free_inode()
+        return Lease(self.files.leases)
 
     def close(self) -> None:
         """Close database, locks and lease, and end the requests in progress."""

@@ -10,7 +10,7 @@ import pickle  # only between a job and its own child
 import sys
 
 from datasvc.child_process import ChildProcess, end_with_input
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DatasvcError
 from datasvc.node.server import serve
 from datasvc.node.settings import NodeSettings
 
@@ -47,7 +47,7 @@ def main() -> None:
     end_with_input()  # exits with the job, which is safe: the cache survives a kill of its server at any time
     try:
         has_ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
-    except ConfigError as error:
+    except DatasvcError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     if not has_ended:

@@ -36,7 +36,7 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
     Raises:
         ConfigError: another process serves this cache, or the address cannot be used; or see `Cache`.
         NotFoundError: an origin does not exist.
-        UnavailableError: an origin does not respond.
+        UnavailableError: an origin does not respond; or the disk of the cache failed, so that the node has ended.
     """
     return asyncio.run(_serve_until_signal(settings, ready))
 
@@ -45,11 +45,14 @@ async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_re
     """Like `serve`, but run the node until `stop_requested` is set."""
     # Loaded first, so that a wrong certificate fails before the cache is opened.
     context = settings.tls()
-    service = Service(settings)
+    service = Service(settings, stop_requested.set)
     try:
         await _respond_until(stop_requested, service, settings, context, ready)
     finally:
         ended = await asyncio.to_thread(service.close)
+    if service.failure is not None:
+        # A new process can open the catalogue: a service manager starts the node again.
+        raise service.failure
     return ended
 
 

@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,12 +24,13 @@ from aiohttp.typedefs import Middleware
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.private import open_lock_file
+from datasvc.cache.catalogue.tables import UnusableCatalogueError
 from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
 from datasvc.node.http.connection_limit import BoundedConnections
-from datasvc.node.http.error_responses import check_access, respond_to_errors
+from datasvc.node.http.error_responses import check_access, respond_to_errors, stop_after_failure
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.object_routes import ObjectRoutes
 from datasvc.node.http.stage_routes import StageRoutes
@@ -49,6 +50,10 @@ class Service:
 
     Args:
         settings: settings of the node.
+        request_stop: called in the event loop when the node cannot go on.
+
+    Attributes:
+        failure: why the node cannot go on; None if it can.
 
     Raises:
         ConfigError: another process serves this cache; or see `Cache` and `parse_membership`.
@@ -56,8 +61,10 @@ class Service:
         UnavailableError: an origin or the list of peers cannot be read.
     """
 
-    def __init__(self, settings: NodeSettings) -> None:
+    def __init__(self, settings: NodeSettings, request_stop: Callable[[], None]) -> None:
+        self.failure: UnusableCatalogueError | None = None
         self._settings = settings
+        self._request_stop = request_stop
         self._is_stopping = False
         self._connections: BoundedConnections | None = None
         self._peers = _peers(settings)
@@ -78,7 +85,7 @@ class Service:
         """Return the application of all routes."""
         # The first middleware is the outermost: access is checked before anything else.
         access = check_access(self._settings.token, own_hosts(self._settings), self._authorize)
-        middlewares: list[Middleware] = [access, respond_to_errors]
+        middlewares: list[Middleware] = [access, respond_to_errors, stop_after_failure(self._fail)]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
         objects = ObjectRoutes(self._fetches, self._origins, self._sender, self._cache.check)
         application.add_routes(objects.routes())
@@ -149,6 +156,10 @@ class Service:
     def _authorize(self, request: web.Request) -> None:
         if self._connections is not None:
             self._connections.authorize(request)
+
+    def _fail(self, error: UnusableCatalogueError) -> None:
+        self.failure = error
+        self._request_stop()
 
     async def _get_health(self, _request: web.Request) -> web.Response:
         status, text = (503, "stopping") if self._is_stopping else (200, "ok")

@@ -7,6 +7,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.errors import CacheFullError
+from datasvc.order import NextUse
 from datasvc.repository import Repository
 from tests.cache.processes import disk_bytes
 
@@ -89,3 +90,57 @@ def test_a_disk_full_to_the_last_block_still_lets_the_cache_evict(small_disk, me
                 file.write(bytes(4096))
         read_all(cache, repository, infos[4:])
         assert cache.status().num_resident > 0
+
+
+@pytest.fixture
+def disk_with_few_inodes(tmp_path):
+    """A disk with space for all objects, and with inodes for some of them."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=120", "datasvc-test", str(place)]
+    with suppress(FileNotFoundError):
+        if subprocess.run(command, check=False, capture_output=True).returncode == 0:
+            yield place
+            subprocess.run(["umount", "-l", str(place)], check=True)
+            return
+    pytest.skip("this user may not mount a tmpfs")
+
+
+def use_all_inodes(disk):
+    with pytest.raises(OSError, match="No space left"):
+        for number in range(200):
+            (disk / str(number)).touch()
+
+
+def test_a_disk_without_inodes_lets_the_cache_evict_and_the_run_goes_on(disk_with_few_inodes, megabytes):
+    repository, infos = megabytes
+    with Cache(disk_with_few_inodes / "cache", budget=50 * MIB) as cache:
+        read_all(cache, repository, infos)
+        status = cache.status()
+        assert 0 < status.num_resident < len(infos)
+        assert (status.limit_bytes, status.reserved_bytes) == (50 * MIB, 0)
+        read_all(cache, repository, infos)
+
+
+def test_a_disk_without_inodes_beside_what_is_held_is_a_full_cache(disk_with_few_inodes, megabytes):
+    repository, infos = megabytes
+    with Cache(disk_with_few_inodes / "cache", budget=50 * MIB) as cache:
+        with pytest.raises(CacheFullError, match=r"has no inodes left .*df -i"):
+            for info in infos:
+                cache.acquire(info, repository)
+        held = infos[: cache.status().num_resident]
+        use_all_inodes(disk_with_few_inodes)
+        assert cache.prefetch(infos[-1], repository, NextUse(1, 0)) == "later"
+        for info in held:
+            cache.release(info.digest)
+        read_all(cache, repository, infos)
+
+
+def test_a_cache_opens_on_a_disk_without_inodes(disk_with_few_inodes, megabytes):
+    repository, infos = megabytes
+    folder = disk_with_few_inodes / "cache"
+    with Cache(folder, budget=50 * MIB) as cache:
+        read_all(cache, repository, infos[:3])
+    use_all_inodes(disk_with_few_inodes)
+    with Cache(folder) as cache:
+        assert cache.status().num_resident == 2

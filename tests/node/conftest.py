@@ -65,6 +65,10 @@ class RunningNode:
             self._thread.join()
         return self.ended
 
+    def wait(self):
+        """Wait until the node has ended by itself."""
+        self._thread.join()
+
     def connect(self):
         url = urlsplit(self.url)
         return http.client.HTTPConnection(url.hostname, url.port, timeout=30)

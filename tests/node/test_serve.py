@@ -13,10 +13,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import lmdb
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from datasvc.errors import ConfigError
+from datasvc.cache.catalogue.catalogue import Catalogue
+from datasvc.cache.catalogue.tables import describe_failure
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.node.http import connection_limit
 from datasvc.node.settings import NodeSettings
 from datasvc.repository import Repository
@@ -315,6 +318,18 @@ def test_a_request_that_is_not_http_is_one_line_in_the_log_at_most(run, caplog, 
     lines = [record for record in caplog.records if record.name != "asyncio"]
     assert len(lines) <= 1, lines
     assert all(record.exc_info is None and "\n" not in record.getMessage() for record in lines)
+
+
+def test_a_node_whose_catalogue_cannot_be_used_any_more_ends_with_an_error(node, monkeypatch):
+    def panic(*_arguments):
+        raise describe_failure(Path("catalogue"), lmdb.PanicError("MDB_PANIC"))
+
+    monkeypatch.setattr(Catalogue, "read", panic)
+    answer = node.get("/status")
+    assert (answer.status, "start this process again" in answer.json["error"]) == (503, True)
+    node.wait()
+    assert isinstance(node.error, UnavailableError)
+    assert "remove that folder" not in str(node.error)
 
 
 def test_metrics_are_what_prometheus_reads(node, origin):

@@ -23,10 +23,11 @@ from typing import Final, Literal, NamedTuple, TypeVar
 import lmdb
 
 from datasvc.cache.catalogue.configuration import Configuration
-from datasvc.cache.catalogue.files import Files, ScannedFile
+from datasvc.cache.catalogue.files import DISK_FULL, Files, ScannedFile
 from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.private import PRIVATE_FILE
+from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure
@@ -174,10 +175,10 @@ class Catalogue:
             until another object has arrived; call again then.
 
         Raises:
-            CacheFullError: evicting every unused object would not free enough space, and no fetch in progress
-                will add an evictable object.
+            CacheFullError: evicting every unused object would not free enough space, or a single inode, and no fetch
+                in progress will add an evictable object.
             CorruptDataError: the object has another size.
-            OSError: the incoming file cannot be created.
+            UnavailableError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
             record = tables.get(info.digest)
@@ -189,32 +190,39 @@ class Catalogue:
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return "resident"
-            refused = False
+            refused, min_distance_bytes = False, SPARE_NOTHING
             if record is not None:
                 # The object's space is already charged; the space of its quarantined copy may not be.
                 space.count_quarantine(record.tenant)
             else:
                 # For an object needed now, any unused object may be evicted; a prefetch keeps those needed sooner.
-                min_distance_bytes = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
+                if prefetch is not None:
+                    min_distance_bytes = prefetch.next_use - prefetch.now
                 # Without `evict`, a prefetch keeps every object that a running job may need again.
                 min_distance_bytes = min_distance_bytes if evict else max(min_distance_bytes, SPARE_NEEDED)
                 refused = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
                 if refused and prefetch is not None:
                     return "later"
             if not refused:
-                if not self._files.lock_incoming(info.digest):
+                is_locked = self._lock_incoming(info.digest, tables, space, tenant, min_distance_bytes)
+                if is_locked is None and prefetch is not None:
+                    return "later"
+                if is_locked is False:
                     return "busy"
-                # An existing record is charged already: this is a takeover, or the file must be verified.
-                payer = tenant if record is None else record.tenant
-                tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
-                return "reserved"
+                if is_locked:
+                    # A record that exists is charged already: this is a takeover, or the file must be verified. It is
+                    # read again, because a prefetch has no hold, so the object may have been evicted for an inode.
+                    record = record and tables.get(info.digest)
+                    payer = tenant if record is None else record.tenant
+                    tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
+                    return "reserved"
             # Wait only if this thread is fetching nothing; otherwise two threads could wait for each other forever.
             if not self._files.is_fetching_in_this_thread():
                 awaited = space.find_incoming(tenant, footprint(info.size_bytes))
                 if awaited is not None:
                     return NoSpaceYet(awaited)
             tables.count({"refused": 1})
-            refusal = space.refusal(tenant, info)
+            refusal = space.refusal(tenant, info) if refused else self._no_inodes()
         # Raised after the transaction, so that the removal of leftovers and the counter are committed.
         raise refusal
 
@@ -282,6 +290,8 @@ class Catalogue:
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
         """Lower the limit to the bytes that fit on a full disk, and evict until the caller's object fits below it.
 
+        If the disk has no inodes left, the limit stays, and one object is evicted for its inode.
+
         Args:
             digest: object that the caller has reserved and could not write.
             allocated_bytes: bytes of it that the disk accepted.
@@ -292,17 +302,35 @@ class Catalogue:
         with self._writing() as (tables, space):
             record = tables.get(digest)
             assert record is not None, digest
-            missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
-            old_limit, limit = tables.limit_bytes, tables.account().total_bytes - missing
-            tables.limit_bytes = min(limit, old_limit)
-            if space.make_space(record.tenant, 0):
+            if not self._files.has_inodes():
+                if _evict_for_inode(tables, space, record.tenant):
+                    return
+                refusal = self._no_inodes()
+            else:
+                missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
+                old_limit, limit = tables.limit_bytes, tables.account().total_bytes - missing
+                tables.limit_bytes = min(limit, old_limit)
+                if space.make_space(record.tenant, 0):
+                    return
+                # This fetch fails. The next one gets the old limit, because the disk may have space again by then.
+                tables.limit_bytes = old_limit
+                refusal = CacheFullError(
+                    f"the disk of the cache {self._files.folder} is full at {max(limit, 0)} bytes of cached objects, "
+                    "and every remaining object is in use by a running job or pinned; free space on the disk, or "
+                    "lower the budget"
+                )
+        raise refusal
+
+    def free_inode(self) -> None:
+        """Evict an object, because the disk has no inode left for a new file.
+
+        Raises:
+            CacheFullError: nothing is left to evict.
+        """
+        with self._writing() as (tables, space):
+            if _evict_for_inode(tables, space, DEFAULT_TENANT):
                 return
-            # This fetch fails. The next one gets the old limit, because the disk may have space again by then.
-            tables.limit_bytes = old_limit
-        raise CacheFullError(
-            f"the disk of the cache {self._files.folder} is full at {max(limit, 0)} bytes of cached objects, and "
-            "every remaining object is in use by a running job or pinned; free space on the disk, or lower the budget"
-        )
+        raise self._no_inodes()
 
     def quarantine(self, digest: Digest) -> None:
         """Quarantine and count the corrupt file of an object for which the caller has a reservation."""
@@ -368,6 +396,25 @@ class Catalogue:
             and is_held(self._files.leases, lease_of(row.job_id))
         ]
 
+    def _lock_incoming(
+        self, digest: Digest, tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int
+    ) -> bool | None:
+        """Lock the incoming file, and evict while the disk has no inode for it; None: nothing is left to evict."""
+        while True:
+            try:
+                return self._files.lock_incoming(digest)
+            except OSError as error:
+                if error.errno not in DISK_FULL:
+                    raise
+            if not _evict_for_inode(tables, space, tenant, min_distance_bytes):
+                return None
+
+    def _no_inodes(self) -> CacheFullError:
+        return CacheFullError(
+            f"the disk of the cache {self._files.folder} has no inodes left for new files (df -i), and every cached "
+            "object is in use by a running job or pinned; remove files from the disk"
+        )
+
     def _store_configuration(self, tables: CatalogueTables, configuration: Configuration, *, is_new: bool) -> None:
         if is_new or not configuration.is_written(self._files.folder):
             # The durable copy, from which a rebuild takes the configuration.
@@ -398,3 +445,16 @@ class Catalogue:
             raise UnavailableError(
                 f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
             ) from error
+
+
+def _evict_for_inode(
+    tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int = SPARE_NOTHING
+) -> bool:
+    """Remove leftovers of ended processes or evict an object; return whether that was possible."""
+    old_limit = tables.limit_bytes
+    # One byte above the limit: one object is evicted. The limit stays, because the disk has space for larger objects.
+    tables.limit_bytes = tables.account().total_bytes - 1
+    try:
+        return space.make_space(tenant, 0, min_distance_bytes)
+    finally:
+        tables.limit_bytes = old_limit

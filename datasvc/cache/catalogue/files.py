@@ -16,6 +16,7 @@ Only the cache's user can open files that processes lock, see `private`.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -33,6 +34,8 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
+DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk without space, or without inodes for new files."""
 PARTS_SUFFIX = ".parts"
 _TENANT: Final = "user.datasvc.tenant"  # an extended attribute: it outlives the catalogue
 
@@ -88,6 +91,11 @@ class Files:
         """Return the path of a resident object as text: creating a `Path` takes longer than opening a file."""
         return f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}"
 
+    def has_inodes(self) -> bool:
+        """Return whether the disk can store another file, by the count of its inodes; True if it has no count."""
+        disk = os.statvfs(self._root)
+        return not disk.f_files or disk.f_favail > 0
+
     def is_there(self, digest: Digest, size_bytes: int) -> bool:
         """Return whether a resident object's file exists with the right size, and is not a link."""
         try:
@@ -114,6 +122,9 @@ class Files:
         wait: it also returns False while another thread briefly takes the lock in `wait_for_incoming`.
         Raises OSError.
         """
+        # Created before the fetch, so that a disk without inodes is found here, where objects can be evicted.
+        with suppress(FileExistsError):
+            os.mkdir(f"{self._root}/objects/{digest[:2]}")
         file = FileIO(self._incoming(digest), "r+", opener=_open_or_create)
         try:
             # Never waits: the caller has the write transaction, which blocks all other processes.
@@ -166,12 +177,7 @@ class Files:
             with suppress(OSError):  # not every file system supports extended attributes
                 os.setxattr(self._incoming(digest), _TENANT, tenant.encode())
         # No fsync: after a crash of the machine the object is verified again before it is used.
-        try:
-            os.rename(self._incoming(digest), target)
-        except FileNotFoundError:
-            # The folder of a digest prefix is created with its first object.
-            Path(target).parent.mkdir(exist_ok=True)
-            os.rename(self._incoming(digest), target)
+        os.rename(self._incoming(digest), target)
         _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def unlock(self, digest: Digest) -> None:

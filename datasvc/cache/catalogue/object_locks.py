@@ -58,6 +58,9 @@ class ObjectLocks:
             make_private(folder)
             # If these locks are not supported, this call fails here, at the start.
             fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
+            # All files are created now, because a disk may have no inodes left later.
+            for number in {f"{number:02x}" for number in range(_NUM_FILES)}.difference(os.listdir(folder)):
+                os.close(open_lock_file(folder / number))
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot lock files in {folder}: {error}{_advice(error)}") from error

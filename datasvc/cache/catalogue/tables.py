@@ -329,8 +329,18 @@ def _pin_key(digest: Digest, name: str) -> bytes:
     return bytes.fromhex(digest) + name.encode()[:400]
 
 
+class UnusableCatalogueError(UnavailableError):
+    """The database cannot be used by this process any more, but another process can open it."""
+
+
 def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
     """Return the error to raise for a failure of the database at `path`."""
+    if isinstance(error, lmdb.PanicError):
+        # After a failed write of its meta page, LMDB refuses every transaction until the process opens it anew.
+        return UnusableCatalogueError(
+            f"the cache catalogue {path} cannot be used by this process any more, because its disk failed during a "
+            f"write ({error}): check the disk (`dmesg`), and start this process again; no cached object is lost"
+        )
     if isinstance(error, lmdb.LockError):
         # LMDB locks a byte per process id: https://github.com/LMDB/lmdb, mdb.c, mdb_reader_pid.
         return UnavailableError(

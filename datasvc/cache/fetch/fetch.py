@@ -6,13 +6,11 @@ its store reports is compared before and after the transfer.
 
 from __future__ import annotations
 
-import errno
 import os
-from typing import Final
 
 from datasvc.cache.catalogue.catalogue import Catalogue
 from datasvc.cache.catalogue.file_links import FileLink
-from datasvc.cache.catalogue.files import Files
+from datasvc.cache.catalogue.files import DISK_FULL, Files
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import Kind, ObjectSource, OriginSource, RequestPool
@@ -22,8 +20,6 @@ from datasvc.errors import CorruptDataError
 from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import digest_of_file
-
-_DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Fetcher:
@@ -85,7 +81,7 @@ class Fetcher:
                 self._catalogue.count({"corrupt": 1})
                 raise
             except OSError as error:
-                if error.errno not in _DISK_FULL:
+                if error.errno not in DISK_FULL:
                     raise
                 # Each call frees space, by evictions or by removing leftovers, or raises: the loop ends.
                 self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)
@@ -112,6 +108,6 @@ def _allocate(descriptor: int, size_bytes: int) -> None:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
         except OSError as error:
-            if error.errno in _DISK_FULL:
+            if error.errno in DISK_FULL:
                 raise
             os.truncate(descriptor, size_bytes)

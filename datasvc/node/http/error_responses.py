@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
+from datasvc.cache.catalogue.tables import UnusableCatalogueError
 from datasvc.errors import (
     CacheFullError,
     ConfigError,
@@ -41,6 +42,20 @@ def status_of(error: DatasvcError) -> int:
 def error_response(status: int, message: str) -> web.Response:
     """Return `{"error": message}`."""
     return web.json_response({"error": message}, status=status)
+
+
+def stop_after_failure(stop: Callable[[UnusableCatalogueError], None]) -> Middleware:
+    """Return a middleware that calls `stop` when the catalogue of the cache cannot be used any more."""
+
+    @web.middleware
+    async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UnusableCatalogueError as error:
+            stop(error)
+            raise
+
+    return checking
 
 
 @web.middleware
