@@ -26,8 +26,15 @@ _NAME: Final = "cache.json"
 _ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash as octal numbers
 # On these, locks are per machine, lost after a reconnect, or missing. Also, a cache on a network saves no transfer.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
-    {"9p", "afs", "beegfs", "ceph", "cifs", "davfs", "fuse.glusterfs", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs"}
-    | {"gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "pvfs2", "smb2", "smb3", "smbfs", "virtiofs"}
+    {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}
+    | {"nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs"}
+)
+# Programs that mount remote storage, also on this machine, by libfuse's subtype or the name that they mount as.
+_REMOTE_FUSE: Final = frozenset(
+    {"alluxio-fuse", "blobfuse", "blobfuse2", "ceph", "ceph-fuse", "cosfs", "cubefs", "curlftpfs", "curvefs"}
+    | {"cvmfs2", "davfs", "davfs2", "dfuse", "fuse_dfs", "gcsfuse", "geesefs", "glusterfs", "goofys", "gvfsd-fuse"}
+    | {"juicefs", "lizardfs", "mfs", "mountpoint-s3", "objectivefs", "obsfs", "ossfs", "quobyte", "rclone", "s3fs"}
+    | {"s3ql", "saunafs", "seaweedfs", "smbnetfs", "sshfs", "vmhgfs-fuse"}
 )
 
 
@@ -136,7 +143,7 @@ def check_folder(folder: Path) -> None:
         ConfigError: the folder is on a network file system, belongs to another user, or has other contents.
     """
     kind = file_system_of(folder, Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
-    if kind in _REMOTE_FILE_SYSTEMS:
+    if kind in _REMOTE_FILE_SYSTEMS or kind.removeprefix("fuse.") in _REMOTE_FUSE:
         raise ConfigError(
             f"{folder} is on {kind}, a network file system, whose file locks are not reliable between nodes; put the "
             "cache on a local disk"
@@ -159,7 +166,10 @@ def check_folder(folder: Path) -> None:
 
 
 def file_system_of(folder: Path, mounts: str) -> str:
-    """Return the type of the file system of `folder`; `mounts` is the content of /proc/self/mountinfo."""
+    """Return the type of the file system of `folder`; `mounts` is the content of /proc/self/mountinfo.
+
+    The type "fuse" without a subtype gets the name that its program gives as the source of the mount.
+    """
     longest, kind = -1, ""
     path = str(folder.resolve())
     for line in mounts.splitlines():
@@ -168,5 +178,7 @@ def file_system_of(folder: Path, mounts: str) -> str:
         is_inside = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
         # Of two mounts at one mount point, the later one hides the earlier one.
         if is_inside and len(mount_point) >= longest:
-            longest, kind = len(mount_point), type_fields.split(" ")[0]
+            longest, (kind, source) = len(mount_point), type_fields.split(" ")[:2]
+            if kind == "fuse":
+                kind = f"fuse.{source.partition(':')[0].lower()}"
     return kind

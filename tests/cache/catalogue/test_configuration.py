@@ -26,6 +26,9 @@ MOUNTS = """\
 41 22 0:36 / {place}/with\\040space rw - fuse.sshfs host: rw
 42 22 0:37 / {place}/twice rw - nfs server:/ rw
 43 22 0:38 / {place}/twice rw - tmpfs none rw
+44 22 0:39 / {place}/bucket rw - fuse mountpoint-s3 rw
+45 22 0:40 / {place}/drive rw - fuse Rclone:drive rw
+46 22 0:41 / {place}/juice rw - fuse.juicefs JuiceFS:volume rw
 """
 
 
@@ -37,6 +40,9 @@ MOUNTS = """\
         ("home2", "ext4"),
         ("with space/cache", "fuse.sshfs"),
         ("twice/cache", "tmpfs"),
+        ("bucket/cache", "fuse.mountpoint-s3"),
+        ("drive", "fuse.rclone"),
+        ("juice", "fuse.juicefs"),
         ("", "ext4"),
     ],
 )
@@ -44,10 +50,20 @@ def test_the_file_system_of_a_folder_is_that_of_the_innermost_last_mount(tmp_pat
     assert file_system_of(tmp_path / folder, MOUNTS.format(place=tmp_path)) == kind
 
 
-def test_a_folder_on_a_network_file_system_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasvc.cache.catalogue.configuration.file_system_of", lambda *_: "nfs4")
-    with pytest.raises(ConfigError, match=r"is on nfs4, a network file system.*put the cache on a local disk"):
+@pytest.mark.parametrize(
+    "kind",
+    ["nfs4", "wekafs", "panfs", "fuse.juicefs", "fuse.gcsfuse", "fuse.rclone", "fuse.mountpoint-s3", "fuse.sshfs"],
+)
+def test_a_folder_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("datasvc.cache.catalogue.configuration.file_system_of", lambda *_: kind)
+    with pytest.raises(ConfigError, match=f"is on {kind}, a network file system.*put the cache on a local disk"):
         Cache(tmp_path / "cache", budget=4096)
+
+
+@pytest.mark.parametrize("kind", ["xfs", "overlay", "fuseblk", "fuse.mergerfs", "fuse.fuse-overlayfs"])
+def test_a_folder_on_a_local_file_system_is_a_cache(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("datasvc.cache.catalogue.configuration.file_system_of", lambda *_: kind)
+    Cache(tmp_path / "cache", budget=4096).close()
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch):
