@@ -1,20 +1,28 @@
-"""HTTP client for the status of a node, which `datasvc top` shows."""
+"""HTTP client of a node: its status for `datasvc top`, and staging on it for `datasvc stage --node`."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.request
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from datasvc import errors
 from datasvc.cache.peers.membership import parse_node
 from datasvc.cache.peers.peer_source import tls_context
-from datasvc.errors import ConfigError, UnavailableError
+from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.progress import NO_PROGRESS, Progress
 
-_TIMEOUT_S = 10.0
-_MAX_RESPONSE_BYTES = 64 << 20
+_TIMEOUT_S: Final = 10.0
+_START_TIMEOUT_S: Final = 120.0
+_MAX_RESPONSE_BYTES: Final = 64 << 20
+_MAX_ERROR_BYTES: Final = 64 << 10
+_RUNNING: Final = ("waiting", "running")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -51,19 +59,92 @@ class NodeClient:
             ConfigError: the node rejects the token, or the server is not a node.
             UnavailableError: the node does not respond.
         """
-        request = urllib.request.Request(f"{self._url}/status", headers=self._headers)  # noqa: S310 - http(s) only
+        document = self._request("GET", "/status")
+        if "cache" not in document:
+            raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a status document")
+        return document
+
+    def stage(
+        self,
+        ref: str,
+        *,
+        repo: str | None = None,
+        split: str | None = None,
+        progress: Progress = NO_PROGRESS,
+        poll_s: float = 0.5,
+    ) -> dict[str, Any]:
+        """Stage a data set on the node, and wait until its job has ended; an interrupt cancels the job.
+
+        Args:
+            ref: data set, as for `datasvc stage`.
+            repo: URL of its repository, which must be one of the node's; None: the only one of the node.
+            split: only this split; None: all splits.
+            progress: counts the bytes that are resident on the node, by source.
+            poll_s: time between two requests for the state of the job. Seconds.
+
+        Returns:
+            The document of the job: `ref`, `total_bytes`, `bytes` by source, `seconds`.
+
+        Raises:
+            ConfigError, NotFoundError: the node rejects the token, does not have the repository, the data set or the
+                split, or is not a node.
+            UnavailableError: the node does not respond, or has too many jobs.
+            DatasvcError: the job failed, with the error that the node reports, or was cancelled by another client.
+        """
+        wanted = {"ref": ref, "repo": repo, "split": split}
+        job = self._request("POST", "/stage", {name: value for name, value in wanted.items() if value is not None})
+        progress.begin(job["total_bytes"])
+        counted: Counter[str] = Counter()
         try:
-            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+            while True:
+                for source, size_bytes in job["bytes"].items():
+                    progress.advance(size_bytes - counted[source], source=source)
+                    counted[source] = size_bytes
+                if job["state"] not in _RUNNING:
+                    break
+                time.sleep(poll_s)
+                job = self._request("GET", f"/stage/{job['id']}")
+        except KeyboardInterrupt:
+            self._request("DELETE", f"/stage/{job['id']}")
+            raise
+        if job["state"] == "cancelled":
+            raise DatasvcError(f"staging {ref} on {self._url} was cancelled; what has arrived stays in its cache")
+        if job["state"] != "done":
+            raise _error_of(job["error_kind"])(f"staging {ref} on {self._url} failed: {job['error']}")
+        return job
+
+    def _request(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
+        """Return the JSON object of an answer. Raise the errors of `stage`."""
+        content = None if body is None else json.dumps(body).encode()
+        headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._url}{path}", content, headers, method=method)  # noqa: S310 - http(s)
+        try:
+            # A new job resolves its data set in the repository before the node answers.
+            with self._opener.open(request, timeout=_TIMEOUT_S if body is None else _START_TIMEOUT_S) as response:
                 document = json.loads(response.read(_MAX_RESPONSE_BYTES))
         except urllib.error.HTTPError as error:
-            # The user must correct a wrong token; other errors may be temporary.
-            if error.code == http.client.UNAUTHORIZED:
-                raise ConfigError(f"{self._url} rejects the token; give its token with --token-file") from error
-            raise UnavailableError(f"{self._url} responds {error.code} {error.reason}") from error
+            raise self._refusal(error) from error
         except (OSError, http.client.HTTPException) as error:
             raise UnavailableError(f"{self._url} does not respond: {error}") from error
         except ValueError as error:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response is not JSON") from error
-        if not isinstance(document, dict) or "cache" not in document:
-            raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a status document")
+        if not isinstance(document, dict):
+            raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a JSON object")
         return document
+
+    def _refusal(self, error: urllib.error.HTTPError) -> DatasvcError:
+        """Return the error for a response with an error status."""
+        # The user must correct a wrong token, setting or name; other errors may be temporary.
+        if error.code == http.client.UNAUTHORIZED:
+            return ConfigError(f"{self._url} rejects the token; give its token with --token-file")
+        message = f"{self._url} responds {error.code} {error.reason}"
+        with suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            message += f": {json.loads(error.read(_MAX_ERROR_BYTES))['error']}"
+        kinds = {http.client.BAD_REQUEST: ConfigError, http.client.NOT_FOUND: NotFoundError}
+        return kinds.get(error.code, UnavailableError)(message)
+
+
+def _error_of(name: str) -> type[DatasvcError]:
+    """Return the class of datasvc's errors with this name; `DatasvcError` for the name of another class."""
+    kind = getattr(errors, str(name), None)
+    return kind if isinstance(kind, type) and issubclass(kind, DatasvcError) else DatasvcError

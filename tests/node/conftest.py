@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import subprocess
 import threading
 from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit
@@ -134,3 +135,13 @@ def node(run, origin):
             cache.acquire(info, repository)
             cache.release(info.digest)
     return running
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    files = tmp_path / "node.pem", tmp_path / "node.key"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+    command = ["openssl", "req", *kind, *subject, "-out", files[0], "-keyout", files[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return files

@@ -154,16 +154,6 @@ def test_the_command_line_takes_its_token_from_the_environment_too(serving):
     assert json.loads(seen.stdout)["cache"]["budget_bytes"] == 10_000_000
 
 
-@pytest.fixture
-def certificate(tmp_path):
-    files = tmp_path / "node.pem", tmp_path / "node.key"
-    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
-    kind = ("-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
-    command = ["openssl", "req", *kind, *subject, "-out", files[0], "-keyout", files[1]]
-    subprocess.run(command, check=True, capture_output=True)
-    return files
-
-
 def test_with_a_certificate_a_node_talks_https(run, origin, certificate):
     repository, infos, contents = origin
     node = run(repositories=(repository.url,), certificate=certificate[0], certificate_key=certificate[1])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.models.arguments import ExcludeOption, MapOption, OnlyOption, RefArgument, TrustedOption
-from datasvc.cli.nodes.cache import BudgetOption, PeersOption
+from datasvc.cli.nodes.options import BudgetOption, PeersOption
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
 from datasvc.progress import byte_progress
 

@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.nodes.cache_plan import plan
+from datasvc.cli.nodes.options import (
+    BudgetOption,
+    CacheOption,
+    CaOption,
+    PeersOption,
+    TenantOption,
+    TlsNameOption,
+    TokenOption,
+)
+from datasvc.cli.nodes.remote_stage import stage_on_node
 from datasvc.cli.terminal.output import (
     JsonOption,
     RefArgument,
@@ -24,35 +34,21 @@ from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     from datasvc.cache import Cache, StageReport
+    from datasvc.cache.peers.peers import Peers
     from datasvc.shards import Split
 
 app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
 app.command()(plan)
-
-CacheOption = Annotated[
-    Path, typer.Option("--cache", envvar="DATASVC_CACHE", help="The cache's folder, on a local disk.")
-]
-BudgetOption = Annotated[
-    str | None, typer.Option(help="Size of the cache, such as 50GB or 10% of the disk; stored in the cache.")
-]
-TenantOption = Annotated[
-    str, typer.Option(envvar="DATASVC_TENANT", help="Tenant whose quota is used, see `datasvc cache quota`.")
-]
-PeersOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="DATASVC_PEERS",
-        help="Nodes to fetch from before the origin: http://a:8765,http://b:8765, file:PATH or dns:NAME:PORT; the "
-        "token is read from DATASVC_TOKEN.",
-    ),
-]
 
 
 def stage(
     refs_or_urls: Annotated[
         list[str], typer.Argument(metavar="REF|URL...", help="NAME, NAME@VERSION or NAME@TAG; or URLs of any files.")
     ],
-    cache: CacheOption,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", envvar="DATASVC_CACHE", help="The cache's folder, on a local disk; without --node."),
+    ] = None,
     repo: Annotated[
         str | None, typer.Option(envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
     ] = None,
@@ -60,6 +56,15 @@ def stage(
     split: SplitOption = None,
     tenant: TenantOption = "default",
     peers: PeersOption = None,
+    node: Annotated[
+        str | None,
+        typer.Option(
+            "--node", "--url", help="Stage on the node with this URL, by its server, such as http://node1:8765."
+        ),
+    ] = None,
+    token_file: TokenOption = None,
+    ca: CaOption = None,
+    tls_name: TlsNameOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Copy data sets, or any files by URL, into this node's cache; all bytes are verified, and the budget is kept.
@@ -69,10 +74,19 @@ def stage(
     Example: datasvc stage pets@1 --repo s3://bucket/repo --cache /nvme/cache --budget 200GB
 
     Example: datasvc stage s3://bucket/model.bin --cache /nvme/cache
+
+    Example: datasvc stage pets@1 --node http://node1:8765 --token-file token
     """
     are_urls = {"://" in argument for argument in refs_or_urls}
     if are_urls == {True, False}:
         raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
+    if node is not None:
+        if are_urls == {True} or budget is not None:
+            raise ConfigError("a node stages data sets, within its own budget; leave out URLs of files and --budget")
+        stage_on_node(node, refs_or_urls, repo, split, token_file=token_file, ca=ca, as_json=as_json)
+        return
+    if cache is None:
+        raise ConfigError("nowhere to stage; give --cache FOLDER for this machine, or --node URL for a node's server")
     if are_urls == {True}:
         if split is not None:
             raise ConfigError(f"--split {split} is given with URLs, which have no splits; leave it out")
@@ -82,8 +96,9 @@ def stage(
         raise ConfigError("no repository is given for the data set; use --repo or DATASVC_REPO")
     title = ", ".join(refs_or_urls)
     splits = [chosen for ref in refs_or_urls for chosen in _open_splits(repo, ref, split)[1]]
-    with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
-        report = _stage_splits(node, splits, title)
+    opened_peers = _open_peers(peers, token_file, ca, tls_name)
+    with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
+        report = _stage_splits(opened, splits, title)
     _print_staged(title, report, as_json=as_json)
 
 
@@ -131,6 +146,9 @@ def pin(
     split: SplitOption = None,
     tenant: TenantOption = "default",
     peers: PeersOption = None,
+    token_file: TokenOption = None,
+    ca: CaOption = None,
+    tls_name: TlsNameOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Stage a data set and protect it from eviction until `datasvc cache unpin`.
@@ -140,7 +158,8 @@ def pin(
     version, splits = _open_splits(repo, ref, split)
     # Name the pin by the version, because a tag may move and `datasvc cache unpin` must still find the pin.
     name = version if split is None else f"{version}/{split}"
-    with _open(cache, budget=budget, tenant=tenant, peers=peers) as node:
+    opened_peers = _open_peers(peers, token_file, ca, tls_name)
+    with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as node:
         report = _stage_splits(node, splits, name, pinned=True)
     _print_staged(name, report, as_json=as_json, verb="pinned")
 
@@ -217,14 +236,18 @@ def quota(
         typer.echo(f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum(maximum_bytes)}")
 
 
-def _open(cache: Path, *, budget: str | None, tenant: str, peers: str | None = None) -> Cache:
+def _open(cache: Path, *, budget: str | None, tenant: str, peers: Peers | None = None) -> Cache:
     from datasvc.cache import Cache
 
+    return Cache(cache, budget=budget, tenant=tenant, peers=peers)
+
+
+def _open_peers(peers: str | None, token_file: Path | None, ca: Path | None, tls_name: str | None) -> Peers | None:
     if peers is None:
-        return Cache(cache, budget=budget, tenant=tenant)
+        return None
     from datasvc.node.peers import open_peers
 
-    return Cache(cache, budget=budget, tenant=tenant, peers=open_peers(peers))
+    return open_peers(peers, token_file=token_file, ca_file=ca, tls_name=tls_name)
 
 
 def open_existing_cache(cache: Path) -> Cache:

@@ -11,17 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from datasvc.cli.nodes.cache import BudgetOption, CacheOption, open_existing_cache
+from datasvc.cli.nodes.cache import open_existing_cache
+from datasvc.cli.nodes.options import BudgetOption, CacheOption, CaOption, TlsNameOption, TokenOption
 from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
-
-TokenOption = Annotated[
-    Path | None, typer.Option(help="File with the access token; default: the environment variable DATASVC_TOKEN.")
-]
-CaOption = Annotated[
-    Path | None, typer.Option(help="CA certificates that verify other nodes; default: those of the system.")
-]
 
 
 def serve(
@@ -39,9 +33,7 @@ def serve(
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node; enables HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of --tls-cert, not encrypted.")] = None,
     ca: CaOption = None,
-    tls_name: Annotated[
-        str | None, typer.Option(help="Host name in the certificates of all nodes; default: each node's own.")
-    ] = None,
+    tls_name: TlsNameOption = None,
     peers: Annotated[
         str | None, typer.Option(help="All nodes: http://a:8765,http://b:8765 or file:PATH or dns:NAME:PORT.")
     ] = None,

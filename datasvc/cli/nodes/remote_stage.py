@@ -1,0 +1,43 @@
+"""`datasvc stage --node`: stage data sets by the server of a node."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from datasvc.cli.terminal.output import print_json
+from datasvc.progress import byte_progress
+from datasvc.sizes import format_size
+
+
+def stage_on_node(
+    node: str,
+    refs: Sequence[str],
+    repo: str | None,
+    split: str | None,
+    *,
+    token_file: Path | None,
+    ca: Path | None,
+    as_json: bool,
+) -> None:
+    """Stage data sets on a node one after the other, and print the result of each; for errors, see `NodeClient`."""
+    from datasvc.node.client import NodeClient
+    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+
+    client = NodeClient(node, token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)), ca_file=ca)
+    jobs = []
+    for ref in refs:
+        with byte_progress(f"staging {ref} on {node}") as progress:
+            job = client.stage(ref, repo=repo, split=split, progress=progress)
+        jobs.append(job)
+        if not as_json:
+            sizes = {source: format_size(size_bytes) for source, size_bytes in job["bytes"].items()}
+            typer.echo(
+                f"staged {job['ref']} on {node}: {sizes['origin']} from the origin, {sizes['peer']} from peers, "
+                f"{sizes['resident']} already in the cache"
+            )
+    if as_json:
+        print_json(jobs)

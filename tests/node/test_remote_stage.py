@@ -1,0 +1,187 @@
+"""`datasvc stage --node`, and peers with certificates of their own: what a person or a script asks of a node."""
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from datasvc.cache import Cache
+from datasvc.errors import CacheFullError, ConfigError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.node.client import NodeClient
+from datasvc.node.peers import open_peers
+from datasvc.node.transfers.staging_jobs import StageJob
+from datasvc.progress import SourceCounter
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from tests.cli.command import run as run_command
+from tests.node.conftest import OBJECT_BYTES
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def pets(folder, tmp_path):
+    """A repository with a data set of several shards."""
+    repository = Repository.create(str(tmp_path / "pets"))
+    ingest(repository, str(folder), "pets", shard_bytes=2000)
+    return repository
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize("option", ["--node", "--url"])
+def test_a_data_set_is_staged_by_a_running_node(run, pets, token_file, option):
+    node = run(repositories=(pets.url,), token=TOKEN)
+    words = ("stage", "pets@1", option, node.url, "--token-file", token_file)
+    staged = run_command(*words)
+    assert staged.returncode == 0, staged.stderr
+    assert f"staged pets@1 on {node.url}: " in staged.stdout
+    (again,) = json.loads(run_command(*words, "--json").stdout)
+    assert again["bytes"]["resident"] == again["total_bytes"] > 0
+    with Cache(node.settings.folder) as cache:
+        assert cache.status().num_resident > 1
+
+
+def test_the_bytes_of_a_staging_job_are_its_progress(run, pets):
+    node = run(repositories=(pets.url,))
+    progress = SourceCounter()
+    job = NodeClient(node.url).stage("pets", split="train", progress=progress, poll_s=0.001)
+    assert progress.bytes_by_source.total() == job["total_bytes"] == job["done_bytes"]
+    assert job["split"] == "train"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "message"),
+    [
+        ({"ref": "none"}, NotFoundError, "responds 404 Not Found: .*none"),
+        ({"ref": "pets", "split": "test"}, NotFoundError, "has no split"),
+        ({"ref": "pets", "repo": "/nowhere"}, NotFoundError, "does not read /nowhere"),
+        ({"ref": "Pets!"}, ConfigError, "responds 400 Bad Request: "),
+    ],
+    ids=str,
+)
+def test_what_a_node_cannot_stage_is_said_as_it_says_it(run, pets, wanted, kind, message):
+    node = run(repositories=(pets.url,))
+    with pytest.raises(kind, match=message):
+        NodeClient(node.url).stage(**wanted)
+
+
+def test_a_job_that_fails_is_the_error_that_the_node_reports(run, pets):
+    node = run(repositories=(pets.url,), budget=4096)
+    with pytest.raises(CacheFullError, match=f"staging pets on {node.url} failed: "):
+        NodeClient(node.url).stage("pets", poll_s=0.001)
+
+
+def test_a_wrong_token_and_a_node_that_is_not_there_are_clear_errors(run, pets):
+    node = run(repositories=(pets.url,), token=TOKEN)
+    with pytest.raises(ConfigError, match="rejects the token"):
+        NodeClient(node.url, token=TOKEN[::-1]).stage("pets")
+    with pytest.raises(UnavailableError, match="does not respond"):
+        NodeClient("http://127.0.0.1:9").stage("pets")
+
+
+@pytest.fixture
+def endless_jobs(monkeypatch):
+    """Let jobs run until they are cancelled; the event is set when one has begun."""
+    begun = threading.Event()
+
+    def run_until_cancelled(job, _cache):
+        job._begin()
+        begun.set()
+        job.stop.wait()
+        job._end("cancelled", None)
+
+    monkeypatch.setattr(StageJob, "run", run_until_cancelled)
+    return begun
+
+
+@pytest.mark.usefixtures("endless_jobs")
+def test_an_interrupt_cancels_the_job(run, pets, monkeypatch):
+    node = run(repositories=(pets.url,))
+
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("datasvc.node.client.time", SimpleNamespace(sleep=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        NodeClient(node.url).stage("pets")
+    assert node.wait_for(lambda status: status["jobs"][0]["state"] == "cancelled")
+
+
+def test_a_job_that_another_client_cancels_is_an_error(run, pets, endless_jobs):
+    node = run(repositories=(pets.url,))
+
+    def cancel():
+        endless_jobs.wait()
+        (job,) = node.get("/stage").json["jobs"]
+        node.ask("DELETE", f"/stage/{job['id']}")
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(DatasvcError, match="was cancelled"):
+        NodeClient(node.url).stage("pets", poll_s=0.01)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["s3://b/x", "--node", "http://n:1"], "leave out URLs of files"),
+        (["pets", "--node", "http://n:1", "--budget", "1GB"], "and --budget"),
+        (["pets"], "--cache FOLDER .*or --node URL"),
+        (["pets", "--node", "n"], "is not a valid node"),
+    ],
+    ids=str,
+)
+def test_options_that_contradict_each_other_are_refused(words, message):
+    refused = run_command("stage", *words, DATASVC_CACHE=None)
+    assert refused.returncode == 2
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(refused.stderr)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Let every node be on another machine."""
+    monkeypatch.setattr("datasvc.cache.peers.membership.find_local_url", lambda _urls: None)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_peers_with_a_certificate_of_their_own_authority_are_read_with_ca(
+    run, pets, certificate, tmp_path, token_file
+):
+    secrets = {"certificate": certificate[0], "certificate_key": certificate[1], "token": TOKEN}
+    node = run(repositories=(pets.url,), **secrets)
+    run_command("stage", "pets", "--node", node.url, "--ca", certificate[0], DATASVC_TOKEN=TOKEN)
+
+    def stage(name, *words, **environment):
+        where = ("--cache", tmp_path / name, "--repo", pets.url, "--budget", "10MB", "--peers", node.url, "--json")
+        return json.loads(run_command("stage", "pets", *where, *words, **environment).stdout)
+
+    by_option = stage("a", "--ca", certificate[0], "--token-file", token_file)
+    by_environment = stage("b", DATASVC_CA=str(certificate[0]), DATASVC_TOKEN=TOKEN)
+    without = stage("c", DATASVC_TOKEN=TOKEN)
+    assert by_option["num_from_peers"] == by_environment["num_from_peers"] > 0
+    assert without["num_from_peers"] == 0
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_program_opens_peers_with_their_authority(run, origin, certificate, tmp_path, monkeypatch):
+    repository, infos, _ = origin
+    monkeypatch.setenv("DATASVC_TOKEN", TOKEN)
+    secrets = {"certificate": certificate[0], "certificate_key": certificate[1], "token": TOKEN}
+    node = run(repositories=(repository.url,), **secrets)
+    peers = open_peers(node.url, ca_file=certificate[0])
+    with Cache(tmp_path / "other", budget="10MB", peers=peers) as cache:
+        assert cache.acquire(infos[0], repository).outcome == "peer"
+        assert cache.counters()["peer_bytes"] == OBJECT_BYTES
+    with pytest.raises(ConfigError, match="cannot read certificates"):
+        open_peers(node.url, ca_file=Path("/nowhere"))
