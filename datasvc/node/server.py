@@ -7,6 +7,7 @@ import logging
 import signal
 import ssl
 from collections.abc import Callable
+from importlib.metadata import version
 
 from aiohttp import web
 
@@ -15,6 +16,8 @@ from datasvc.errors import ConfigError
 from datasvc.node.http.error_responses import log_briefly
 from datasvc.node.service import Service
 from datasvc.node.settings import NodeSettings
+
+_logger = logging.getLogger(__name__)
 
 # An idle connection is closed after this time; peers open a new one for the next request.
 _IDLE_S = 60.0
@@ -50,6 +53,7 @@ async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_re
         await _respond_until(stop_requested, service, settings, context, ready)
     finally:
         ended = await asyncio.to_thread(service.close)
+        _logger.info("stopped%s", "" if ended else ", with transfers in progress")
     if service.failure is not None:
         # A new process can open the catalogue: a service manager starts the node again.
         raise service.failure
@@ -83,8 +87,11 @@ async def _respond_until(
     await runner.setup()
     try:
         listener = await _listen(service, runner, settings, context)
-        ready(_url(listener, is_secure=context is not None))
+        url = _url(listener, is_secure=context is not None)
+        ready(url)
+        _logger.info("serving %s at %s, version %s", settings.folder, url, version("datasvc"))
         await stop_requested.wait()
+        _logger.info("stopping: transfers in progress have %g s to end", settings.grace_s)
         service.stop()
         listener.close()
         service.close_pending()

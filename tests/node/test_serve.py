@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import platform
+import re
 import signal
 import socket
 import ssl
@@ -19,11 +21,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datasvc.cache.catalogue.catalogue import Catalogue
 from datasvc.cache.catalogue.tables import describe_failure
-from datasvc.errors import ConfigError, UnavailableError
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.node.client import NodeClient
 from datasvc.node.http import connection_limit
 from datasvc.node.settings import NodeSettings
 from datasvc.repository import Repository
+from datasvc.shards import ingest, open_dataset
 from tests.node.conftest import OBJECT_BYTES
+from tests.samples import write_folder
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -47,7 +52,7 @@ def serving(origin, tmp_path):
     """Start `datasvc serve` with more options; returns the process and its address."""
     processes = []
 
-    def start(*options, **environment):
+    def start(*options, stderr=None, **environment):
         arguments = (
             "--cache",
             tmp_path / "cache",
@@ -60,7 +65,7 @@ def serving(origin, tmp_path):
             "--json",
         )
         command, settings = datasvc("serve", *arguments, *options, **environment)
-        process = subprocess.Popen(command, **settings, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, **settings, stdout=subprocess.PIPE, stderr=stderr)
         processes.append(process)
         return process, json.loads(process.stdout.readline())["url"]
 
@@ -80,6 +85,28 @@ def test_a_node_serves_until_it_is_told_to_stop(serving, origin):
     assert json.load(urllib.request.urlopen(f"{url}/healthz")) == {"status": "ok"}
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0
+
+
+@pytest.mark.parametrize("level", ["info", "error"])
+def test_a_node_logs_its_start_its_jobs_and_its_end(serving, origin, folder, tmp_path, level):
+    repository = origin[0]
+    ingest(repository, str(folder), "pets", shard_bytes=2000)
+    ingest(repository, str(write_folder(tmp_path / "more", {"train": {"a": 3}}, start=100)), "lost")
+    for info in open_dataset(repository, "lost")["train"].table.shards():
+        repository.objects.local_path(info.digest).unlink()
+    with (tmp_path / "log").open("w") as log:
+        process, url = serving("--log-level", level, stderr=log)
+    NodeClient(url).stage("pets", poll_s=0.01)
+    with pytest.raises(NotFoundError):
+        NodeClient(url).stage("lost", poll_s=0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \S+ [A-Z]+ datasvc\.node\.", line) for line in lines), lines
+    steps = ["serving", "has begun", "is done", "has begun", "has failed", "stopping", "stopped"]
+    assert [next(step for step in steps if step in line) for line in lines] == (
+        steps if level == "info" else ["has failed"]
+    )
 
 
 def test_a_stopping_node_ends_what_it_sends(serving, origin):
@@ -305,7 +332,7 @@ def test_a_request_that_is_not_http_is_one_line_in_the_log_at_most(run, caplog, 
         client.sendall(request_bytes)
         assert client.recv(100)[8:13] == b" 400 "
     node.stop()
-    lines = [record for record in caplog.records if record.name != "asyncio"]
+    lines = [record for record in caplog.records if record.name not in ("asyncio", "datasvc.node.server")]
     assert len(lines) <= 1, lines
     assert all(record.exc_info is None and "\n" not in record.getMessage() for record in lines)
 
@@ -337,6 +364,10 @@ def test_metrics_are_what_prometheus_reads(node, origin):
     assert samples["datasvc_cache_budget_bytes"] == 10_000_000
     assert samples["datasvc_cache_num_resident"] == 3
     assert 'datasvc_tenant_used_bytes{tenant="default"}' in answer.body.decode()
+    version = node.get("/status").json["version"]
+    assert (
+        f'datasvc_build_info{{python="{platform.python_version()}",version="{version}"}} 1.0' in answer.body.decode()
+    )
 
 
 def test_the_status_names_caches_jobs_and_no_secret(run, origin, tmp_path):

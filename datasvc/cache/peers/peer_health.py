@@ -5,11 +5,14 @@ Without these pauses, the timeouts of a failed peer would delay every object.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
+
+_logger = logging.getLogger(__name__)
 
 _MAX_DOUBLINGS: Final = 16  # bounds the exponent; the pause has a separate maximum
 
@@ -50,12 +53,16 @@ class _Streak:
 class PeerHealth:
     """Results of the requests to one peer, and whether to send the next one. Safe for threads.
 
+    The first failure after a success, and the first success after a failure, are logged.
+
     Args:
         clock: monotonic clock in seconds.
+        name: name of the peer in the log.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, name: str = "") -> None:
         self._clock = clock
+        self._name = name
         self._lock = threading.Lock()
         self._failures = _Streak(first_pause_s=1, max_pause_s=60)
         self._corruptions = _Streak(first_pause_s=60, max_pause_s=3600)
@@ -72,7 +79,7 @@ class PeerHealth:
     def may_request(self) -> bool:
         """Return whether to send the peer a request now. After a pause, one caller gets True and tries the peer."""
         with self._lock:
-            if not (self._failures.length or self._corruptions.length):
+            if self._is_well():
                 return True
             if self._clock() < self._paused_until_s:
                 return False
@@ -89,27 +96,45 @@ class PeerHealth:
     def record_missing(self) -> None:
         """Record that the peer does not have an object, which is not a failure."""
         with self._lock:
+            was_well = self._is_well()
             self._report.num_missing += 1
             # Corruptions stay counted: this answer proves nothing about the bytes that the peer sends.
             self._failures.length = 0
+            is_back = not was_well and self._is_well()
+        if is_back:
+            self._log_back()
 
-    def record_failure(self) -> None:
-        """Record a request that the peer refused, stalled or broke off."""
+    def record_failure(self, reason: object = "a request failed") -> None:
+        """Record a request that the peer refused, stalled or broke off, and why."""
         with self._lock:
+            was_well = self._is_well()
             self._report.num_failed += 1
             self._extend(self._failures)
+        if was_well:
+            _logger.warning("peer %s is lost: %s; other sources are used until it is back", self._name, reason)
 
     def record_integrity(self, *, intact: bool) -> None:
         """Record whether the digest of an object with bytes from the peer was right."""
         with self._lock:
+            was_well = self._is_well()
             if intact:
                 self._report.num_ok += 1
                 self._failures.length = self._corruptions.length = 0
             else:
                 self._report.num_lying += 1
                 self._extend(self._corruptions)
+        if not intact:
+            _logger.warning("peer %s sent wrong bytes of an object; they are fetched from another source", self._name)
+        elif not was_well:
+            self._log_back()
 
-    # The next two methods are called with the lock held.
+    def _log_back(self) -> None:
+        _logger.info("peer %s is back", self._name)
+
+    # The next methods are called with the lock held.
+
+    def _is_well(self) -> bool:
+        return not (self._failures.length or self._corruptions.length)
 
     def _extend(self, streak: _Streak) -> None:
         # The requests of several threads may fail at the same time: failures during a pause count as one fault.

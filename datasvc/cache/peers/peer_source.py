@@ -262,5 +262,6 @@ class PeerSource:
             self._health.record_missing()
             raise
         except (OSError, http.client.HTTPException) as error:
-            self._health.record_failure()
-            raise UnavailableError(f"{self.name}: {error or type(error).__name__}") from error
+            reason = str(error) or type(error).__name__
+            self._health.record_failure(reason)
+            raise UnavailableError(f"{self.name}: {reason}") from error

@@ -101,4 +101,4 @@ class Peers:
 
     def _health_of(self, url: str) -> PeerHealth:
         with self._lock:
-            return self._health.setdefault(url, PeerHealth(self._clock))
+            return self._health.setdefault(url, PeerHealth(self._clock, name=url))

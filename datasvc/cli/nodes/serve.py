@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +17,8 @@ from datasvc.cli.nodes.options import BudgetOption, CacheOption, CaOption, TlsNa
 from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def serve(
@@ -52,6 +55,9 @@ def serve(
     grace: Annotated[
         float, typer.Option(help="Seconds for running transfers to complete after a stop signal.")
     ] = 20.0,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="Least severe messages on standard error: peers, staging jobs, start and stop.")
+    ] = "info",
     as_json: JsonOption = False,
 ) -> None:
     """Serve this node's cache to other nodes, stage data on request and report metrics, until SIGTERM.
@@ -64,6 +70,8 @@ def serve(
     from datasvc.node.server import serve as run_server
     from datasvc.node.settings import NodeSettings
 
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("datasvc").setLevel(log_level.upper())
     settings = NodeSettings(
         folder=cache,
         repositories=tuple(repo),

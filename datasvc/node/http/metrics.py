@@ -5,6 +5,7 @@ They have a separate registry, because other libraries in this process may regis
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -64,6 +65,11 @@ class _StatusCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         status = self._status
+        build = GaugeMetricFamily(
+            "datasvc_build_info", "1; the labels are the versions of the node", labels=["version", "python"]
+        )
+        build.add_metric([status["version"], platform.python_version()], 1)
+        yield build
         yield _gauge("up_seconds", "Seconds since this process started", status["up_s"])
         yield from _counters(status["cache"]["counters"], _CACHE_COUNTERS)
         yield from _counters(status["serving"], _SENT_COUNTERS)

@@ -5,6 +5,7 @@ The routes of `/stage` start them.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -16,6 +17,8 @@ from datasvc.cache import Cache
 from datasvc.errors import DatasvcError, NotFoundError, UnavailableError
 from datasvc.progress import SourceCounter
 from datasvc.shards.versions.dataset import Split
+
+_logger = logging.getLogger(__name__)
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 _ENDED: frozenset[JobState] = frozenset({"done", "failed", "cancelled"})
@@ -49,6 +52,12 @@ class StageJob:
         self._arrived = SourceCounter()
         self._started = self._ended = 0.0
         self._lock = threading.Lock()
+
+    @property
+    def _title(self) -> str:
+        """Data set, split and repository, for the log."""
+        labels = self.labels
+        return f"{labels.get('ref')} {labels.get('split') or 'all splits'} of {labels.get('repo')}"
 
     @property
     def has_ended(self) -> bool:
@@ -92,6 +101,7 @@ class StageJob:
         with self._lock:
             if self.state == "waiting":
                 self.state = "cancelled"
+                _logger.info("staging job %s was cancelled before its start: %s", self.id, self._title)
                 self.future.cancel()  # no effect if a thread has taken the job: then `_begin` sees the new state
 
     def _begin(self) -> bool:
@@ -101,7 +111,8 @@ class StageJob:
                 return False
             self.state = "running"
             self._started = time.monotonic()
-            return True
+        _logger.info("staging job %s has begun: %s, %d bytes", self.id, self._title, self.total_bytes)
+        return True
 
     def _end(self, state: JobState, error: DatasvcError | None) -> None:
         with self._lock:
@@ -109,6 +120,20 @@ class StageJob:
             # A cancelled job reports no error, because the error may only be a consequence of the cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()
+            seconds = self._ended - self._started
+        if state == "failed":
+            _logger.error("staging job %s has failed after %.1f s: %s: %s", self.id, seconds, self._title, error)
+        else:
+            done_bytes = self._arrived.bytes_by_source.total()
+            outcome = "is done" if state == "done" else "was cancelled"
+            _logger.info(
+                "staging job %s %s after %.1f s: %s, %d bytes resident",
+                self.id,
+                outcome,
+                seconds,
+                self._title,
+                done_bytes,
+            )
 
 
 class StageJobs:

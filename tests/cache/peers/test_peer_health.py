@@ -77,3 +77,25 @@ def test_many_failures_in_a_row_overflow_nothing(health, clock):
         health.record_failure()
         clock.advance(60)
     assert health.may_request()
+
+
+def test_a_peer_that_is_lost_and_back_is_logged_once_each(clock, caplog):
+    caplog.set_level("INFO")
+    health = PeerHealth(clock, name="http://node2:8765")
+    for _ in range(3):
+        health.record_failure("it hung up")
+    health.record_integrity(intact=True)
+    health.record_integrity(intact=True)
+    health.record_failure("again")
+    health.record_missing()
+    health.record_integrity(intact=False)
+    health.record_missing()  # proves nothing
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(": ")[0] for line in lines] == [
+        "peer http://node2:8765 is lost",
+        "peer http://node2:8765 is back",
+        "peer http://node2:8765 is lost",
+        "peer http://node2:8765 is back",
+        "peer http://node2:8765 sent wrong bytes of an object; they are fetched from another source",
+    ]
+    assert "it hung up" in lines[0]

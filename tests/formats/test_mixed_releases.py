@@ -1,0 +1,46 @@
+"""What docs/upgrading.md says of an old release that meets a newer format: it refuses one version, not the others."""
+
+import json
+
+import pytest
+
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from tests.cli.command import run
+from tests.samples import write_folder
+
+
+@pytest.fixture
+def pets(tmp_path):
+    """A repository whose newest version of `pets` is of a later release; it has two, and a tag at the first."""
+    repository = Repository.create(str(tmp_path / "repo"))
+    folder = write_folder(tmp_path / "images", {"train": {"cat": 3}})
+    for _ in range(2):
+        ingest(repository, str(folder), "pets")
+    assert run("tag", "pets@1", "stable", DATASVC_REPO=repository.url).returncode == 0
+    newest = tmp_path / "repo/datasets/pets/versions/00000002.json"
+    content = json.loads(newest.read_bytes())
+    newest.chmod(0o644)
+    newest.write_text(json.dumps({**content, "format": content["format"] + 1}))
+    return repository, folder
+
+
+@pytest.mark.parametrize(
+    "words", [["show", "pets@1"], ["show", "pets@stable"], ["tag", "pets@1", "good"], ["head", "pets@1"]]
+)
+def test_an_old_release_uses_the_versions_that_it_can_read(pets, words):
+    done = run(*words, DATASVC_REPO=pets[0].url)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [["show", "pets"], ["show", "pets@2"], ["ls"], ["log", "pets"], ["gc", "--yes"]])
+def test_an_old_release_refuses_what_needs_the_newest_version(pets, words):
+    refused = run(*words, DATASVC_REPO=pets[0].url)
+    assert (refused.returncode, "upgrade datasvc" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_an_old_release_appends_nothing_to_a_newer_version(pets, tmp_path):
+    repository, folder = pets
+    refused = run("ingest", folder, "pets", DATASVC_REPO=repository.url)
+    assert (refused.returncode, "upgrade datasvc" in refused.stderr) == (2, True)
+    assert not (tmp_path / "repo/datasets/pets/versions/00000003.json").exists()
