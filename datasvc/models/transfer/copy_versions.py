@@ -30,7 +30,7 @@ from datasvc.repository.store.storage import redact_url
 
 @dataclass(frozen=True)
 class Transferred:
-    """A version in both repositories; `is_new`: whether this transfer created it at the target."""
+    """A version of the source and its copy at the target; `is_new`: whether this transfer created the copy."""
 
     source: Resolved
     target: Resolved
@@ -67,8 +67,9 @@ def transfer(
     """Copy model versions to another repository.
 
     The entry at the target gets a field `origin`: the repository where the version was first committed, and its name,
-    commit and parents there. `parent`, `merged` and the data-set versions are replaced by their copies at the target.
-    If there are no copies, the version has no parent there, and the data sets keep the names of the source.
+    commit and parents there. In the fields `parent`, `merged` and `data`, references to versions of the source are
+    replaced by references to their copies at the target. A parent without a copy is left out, and a data set without
+    a copy keeps its name at the source.
 
     Args:
         source: repository to copy from, or its URL.
@@ -93,9 +94,8 @@ def transfer(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
-    source, target = (
-        given if isinstance(given, Repository) else Repository.open(given) for given in (source, target)
-    )
+    source = source if isinstance(source, Repository) else Repository.open(source)
+    target = target if isinstance(target, Repository) else Repository.open(target)
     if source.url == target.url:
         raise ConfigError(f"{redact_url(source.url)} is both source and target; give two different repositories")
     requested = [source.resolve("models", ref) for ref in refs]
@@ -117,7 +117,8 @@ def transfer(
     # Check for unrelated data sets before the first byte is copied; `commit` checks again.
     for version in objects:
         logs.check_related(version)
-    progress.begin(sum(info.size_bytes for info in {info for infos in objects.values() for info in infos}))
+    distinct_objects = {info for infos in objects.values() for info in infos}
+    progress.begin(sum(info.size_bytes for info in distinct_objects))
     done: list[Transferred] = []
     copied, seen = list[ObjectInfo](), set[ObjectInfo]()
     with declare_intent(target, objects) as renew:
@@ -140,17 +141,20 @@ def transfer(
 
 def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> None:
     keys = load_trusted_keys(trusted_keys)
-    for version in versions if keys else ():
+    if not keys:  # No key is configured: all versions are trusted.
+        return
+    for version in versions:
         # Check the content that is copied. A second read of the entry could return other content.
         check_signed(logs.source, version, Entry(version.version, logs.content(version)), keys)
 
 
 def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:
-    uses = [use["dataset"] for version in versions for use in logs.content(version).get("data", [])]
-    # A mixture lists the versions of all its splits.
-    refs = {ref for use in uses for ref in use.split(", ")}
-    versions_read = {logs.source.resolve("datasets", ref) for ref in refs}
-    return sorted(versions_read, key=attrgetter("name", "version"))
+    """Return the data-set versions that model versions consumed, by name and number."""
+    datasets = [use["dataset"] for version in versions for use in logs.content(version).get("data", [])]
+    # The data use of a mixture lists the versions of all its splits, separated by commas.
+    refs = {ref for dataset in datasets for ref in dataset.split(", ")}
+    consumed = {logs.source.resolve("datasets", ref) for ref in refs}
+    return sorted(consumed, key=attrgetter("name", "version"))
 
 
 def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> None:
@@ -166,6 +170,7 @@ def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> N
 
 
 def _new_names(requested: Sequence[Resolved], name: str | None) -> dict[tuple[Kind, str], str]:
+    """Return the name at the target of the only requested model, by its kind and name; {} if `name` is None."""
     if name is None:
         return {}
     names = {version.name for version in requested}

@@ -1,4 +1,4 @@
-"""Copies missing objects from one repository to another, in threads, and verifies their digests, for a transfer.
+"""Copies missing objects from one repository to another for a transfer, in threads, and verifies their digests.
 
 An interrupted copy can be repeated: objects never change, and objects that the target already has are skipped.
 """
@@ -17,6 +17,7 @@ from datasvc.repository import ObjectInfo, Objects
 from datasvc.threads import map_in_threads
 
 AT_ONCE: Final = 8
+# Larger objects are copied through a file, so that the threads together hold at most 64 MiB of objects in memory.
 _IN_MEMORY_BYTES: Final = 8 << 20
 
 
@@ -36,9 +37,9 @@ def copy_missing(
         target: objects of the target repository.
         objects: distinct objects to copy.
         progress: counts the bytes of each object once the target has it, copied or not.
-        reachable: function that returns the objects reachable from living versions at the target, which `gc` keeps
-            at any age. It is called at most once: only if the age of an object cannot be reset without writing the
-            object again.
+        reachable: function that returns the objects that versions at the target need, without removed versions; `gc`
+            keeps these objects at any age. It is called at most once, and only if the age of an object cannot be
+            reset without writing the object again.
         renew: function that is called after each object, by one thread at a time; it renews the journal.
 
     Returns:
@@ -96,7 +97,10 @@ def _copy_bytes(source: Objects, target: Objects, info: ObjectInfo) -> None:
 
 
 def _check_size(source: Objects, info: ObjectInfo) -> None:
-    """Raise NotFoundError or CorruptDataError unless the object has the recorded size, which limits the memory."""
+    """Check that the object exists and has the recorded size, which `_copy_bytes` relies on to limit its memory.
+
+    Raises NotFoundError or CorruptDataError.
+    """
     size_bytes = source.size(info.digest)
     if size_bytes is None:
         raise NotFoundError(f"object {source.location(info.digest)} is missing; restore it from another copy")

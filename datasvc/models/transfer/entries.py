@@ -1,5 +1,6 @@
 """Finds the versions of a transfer in the logs of the target repository, rewrites their entries, and commits them.
 
+`transfer` in `copy_versions` uses it: it copies the objects of a version between these steps.
 The identity of a version is the id of the commit that first created it, in any repository. The numbers of the
 version, its parents and its data sets may differ at the target, so references in the entry are rewritten.
 """
@@ -20,12 +21,12 @@ from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_ref
 from datasvc.repository.store.storage import redact_url
 from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
 
-# A log writes these fields itself.
+# `Log.append` writes these fields itself, so they are not copied.
 _LOG_FIELDS: Final = frozenset({"format", "commit", "created", "checksum"})
 
 
 class TargetLogs:
-    """Logs of the target repository, and the entries of the source. Each entry is read once.
+    """Logs of the target repository, and the entries of the versions at the source. Each entry is read once.
 
     Args:
         source: repository to copy from.
@@ -81,20 +82,23 @@ class TargetLogs:
             )
 
     def reachable(self) -> set[ObjectInfo]:
-        """Return the objects that the living versions of all names looked up so far need. Raises UnavailableError."""
+        """Return the objects that versions at the target need, of all names that this transfer has looked up so far.
+
+        Removed versions are left out. Raises UnavailableError.
+        """
         objects: set[ObjectInfo] = set()
         for log in self._logs.values():
-            for living in log.living():
+            for version in log.remaining():
                 # Objects of a damaged version are left out; the transfer then sends them again.
                 with suppress(NotFoundError, CorruptDataError, ConfigError):
-                    objects.update(reachable_objects(self._target, living, log.contents[living.version]))
+                    objects.update(reachable_objects(self._target, version, log.contents[version.version]))
         return objects
 
     def commit(self, version: Resolved) -> tuple[Resolved, bool]:
         """Commit a version whose objects are all at the target.
 
         Returns:
-            The version at the target, and whether this call created it; another process may have done so first.
+            The version at the target, and whether this call created it: another process may have created it first.
 
         Raises:
             ConfigError: an unrelated data set has the name, see `check_related`.
@@ -105,7 +109,7 @@ class TargetLogs:
         def build(head: int) -> Mapping[str, Any]:
             number = log.find(identity(content), head)
             if number is not None:
-                # Only an exception can stop `append` inside this function.
+                # `append` calls this function for each attempt; only an exception can stop it without a new entry.
                 raise _AlreadyThere(number)
             # Check again for this head: another process may have created a data set of this name now.
             self.check_related(version)
@@ -123,13 +127,14 @@ class TargetLogs:
         return self._logs.setdefault((version.kind, name), _TargetVersions(self._target, version.kind, name))
 
     def _rewrite(self, version: Resolved) -> dict[str, Any]:
-        """Return the content of the version's entry at the target."""
+        """Return the content that the version's entry gets at the target."""
         content = self.content(version)
         rewritten = {field: value for field, value in content.items() if field not in _LOG_FIELDS}
         # A version that is copied again keeps its first origin.
         rewritten["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
         if version.kind == "datasets" and VAL_FRACTION not in content:
-            # In old entries, the fraction follows from the ancestors, which may not be at the target: record it.
+            # An old entry does not have the validation fraction; it follows from the ancestors, which may not be at
+            # the target. Record it.
             with suppress(NotFoundError):
                 rewritten[VAL_FRACTION] = read_val_fraction(self.source, version)
         if isinstance(content.get("parent"), str):
@@ -139,7 +144,8 @@ class TargetLogs:
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
-            # The version also consumed the data of its ancestors. Some of these are not at the target: record it.
+            # The version also consumed the data of its ancestors, and some ancestors are not at the target. Record
+            # the data that they consumed.
             rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
@@ -159,7 +165,7 @@ class TargetLogs:
     def _rewrite_use(self, use: Any) -> Any:
         if not isinstance(use, Mapping) or not isinstance(use.get("dataset"), str):
             return use
-        # A mixture lists the versions of all its splits, and lists them again in its state.
+        # A mixture lists the versions of all its splits here, separated by commas, and lists them again in its state.
         names = [self._target_name("datasets", ref) or ref for ref in use["dataset"].split(", ")]
         rewritten = {**use, "dataset": ", ".join(names)}
         state = use.get("state")
@@ -181,7 +187,7 @@ class TargetLogs:
             version = parse_version(ref) if kind == "models" else _parse_data_version(ref)
             target = None if version is None else self.find(Resolved(kind, *version))
         except (NotFoundError, ConfigError):
-            # The source itself does not have this version.
+            # The version is not in the source itself, or its name is not valid there.
             return None
         return None if target is None else str(target)
 
@@ -199,6 +205,8 @@ class _TargetVersions:
         name: name at the target.
         contents: content of each entry, by number.
         numbers: numbers of the versions, by identity; several if a version was removed and copied again.
+
+    Removed versions are included in `contents` and `numbers`.
     """
 
     def __init__(self, target: Repository, kind: Kind, name: str) -> None:
@@ -209,16 +217,17 @@ class _TargetVersions:
         self._removals = target.removals(kind, name)
         self.numbers: dict[str, list[int]] = {}
 
-    def living(self) -> list[Resolved]:
+    def remaining(self) -> list[Resolved]:
         """Return the versions that were read and are not removed."""
         removed = self._removals.removed(self.contents)
         return [Resolved(self._kind, self.name, number) for number in sorted(self.contents) if number not in removed]
 
     def find(self, identity_sought: str, head: int | None = None) -> int | None:
-        """Return the number of the living version with an identity; None if there is none.
+        """Return the number of the version with an identity that is not removed; None if there is none.
 
-        `head` is the number of the newest version; None: unknown. It can save a listing of the log.
+        `head` is the number of the newest version; None: unknown.
         """
+        # If the newest entry was read, all were read: no request is needed.
         if head is None or head not in self.contents:
             self.read_new()
         numbers = self.numbers.get(identity_sought)
@@ -237,6 +246,8 @@ class _TargetVersions:
 
 
 class _AlreadyThere(Exception):  # noqa: N818 - not an error: the target already has the version
+    """Ends `Log.append` without a new entry; `number` is the number of the version that the target already has."""
+
     def __init__(self, number: int) -> None:
         self.number = number
 

@@ -1,7 +1,7 @@
 """Intent journal of a transfer: protects the copied objects at the target from `gc` until the versions are committed.
 
 Without a journal, `gc` keeps an unreferenced object only for its grace period. The transfer of a large model over a
-slow network may take longer.
+slow network may take longer than that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from datasvc.errors import UnavailableError
 from datasvc.repository import ObjectInfo, Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 
-_WORK_ID: Final = digest_of(b"transfer of model versions")  # the same for all transfers; the fingerprint differs
+# All transfers have the same work id. The fingerprint, a digest of the objects, tells their journals apart.
+_WORK_ID: Final = digest_of(b"transfer of model versions")
 _RENEW_INTERVAL_S: Final = 3600.0
 
 
@@ -44,9 +45,10 @@ def declare_intent(
     def renew() -> None:
         nonlocal renewed_s
         if time.monotonic() - renewed_s >= _RENEW_INTERVAL_S:
-            journal.begin()
+            journal.begin()  # resets the age of the journal, by which it expires
             renewed_s = time.monotonic()
 
+    # No `finally`: after a failure the journal must stay, so that a repeated transfer finds the copied objects.
     yield renew
     # All versions are committed, so the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
     with suppress(UnavailableError):

@@ -13,6 +13,7 @@ from datasvc.repository import Digest, ObjectInfo, Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
 
+# Exactly 64 hexadecimal digits: part of a longer number is not a digest.
 _DIGEST: Final = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 
@@ -34,7 +35,8 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
         raise NotFoundError(f"{version} is incomplete: {error}") from error
-    # Also include existing objects of other digests in the entry: a later datasvc may add fields with digests.
+    # Also include every other digest in the entry of which the repository has an object: a later release of datasvc
+    # may add fields that name objects. A digest without an object, such as that in the field `content`, is left out.
     for digest in set(_digests_in(content)) - sizes.keys():
         size_bytes = repository.objects.size(digest)
         if size_bytes is not None:
@@ -43,6 +45,7 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
 
 
 def _of_model(repository: Repository, version: Resolved, content: Mapping[str, Any]) -> Iterator[tuple[Digest, int]]:
+    """Yield the digest and size of each object of a model version; an object may occur several times."""
     refs = objects_of_entry(content, version)
     yield from _with_sizes(repository, refs.all)
     for record in read_table(repository.objects, refs.tensors):
@@ -56,12 +59,14 @@ def _of_dataset(repository: Repository, content: Mapping[str, Any]) -> Iterator[
         digest = parse_digest(split["table"])
         table = ShardTable.decode(repository.objects.read(digest), repository.objects.location(digest))
         rows = table.rows.select(["digest", "bytes"]).to_pylist()
+        # The table has the sizes of the shards. Ask the store only for the sizes of the other objects.
         shards = {Digest(row["digest"].hex()): int(row["bytes"]) for row in rows}
         yield from shards.items()
         yield from _with_sizes(repository, [digest, *(table.objects() - shards.keys())])
 
 
 def _with_sizes(repository: Repository, digests: Iterable[Digest]) -> Iterator[tuple[Digest, int]]:
+    """Yield each digest with the size that the store reports. Raises NotFoundError."""
     for digest in digests:
         size_bytes = repository.objects.size(digest)
         if size_bytes is None:
@@ -70,6 +75,7 @@ def _with_sizes(repository: Repository, digests: Iterable[Digest]) -> Iterator[t
 
 
 def _digests_in(value: Any) -> Iterator[Digest]:
+    """Yield every digest in the texts of a JSON value."""
     if isinstance(value, str):
         yield from map(Digest, _DIGEST.findall(value))
     elif isinstance(value, Mapping):

@@ -15,10 +15,10 @@ _BY_NAME: Final = attrgetter("name", "version")
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
     """Return the versions with parents before children; ties are broken by name and number.
 
-    `parents` has the parents of each version; a parent that is not a key is ignored. A parent that would close a
-    cycle is ignored too.
+    `parents` has the parents of each version. A parent that is not a key is ignored, as is a parent that would close
+    a cycle.
     """
-    ordered: dict[Resolved, None] = {}
+    ordered: dict[Resolved, None] = {}  # an ordered set
     for version in sorted(parents, key=_BY_NAME):
         # Use an explicit stack, because a history may be longer than Python's recursion limit.
         stack, seen = [version], {version}
@@ -47,26 +47,27 @@ def read_parents(
 
     `content` returns the content of a version's entry. Parents that do not exist or were removed are left out.
     """
-    living: dict[str, frozenset[int]] = {}
+    remaining: dict[str, frozenset[int]] = {}  # by model: the versions that are not removed
     parents: dict[Resolved, list[Resolved]] = {}
     pending = list(versions)
     while pending:
-        parents |= {version: _parents(repository, version, content(version), living) for version in pending}
+        parents |= {version: _parents(repository, version, content(version), remaining) for version in pending}
         older = {parent for version in pending for parent in parents[version]} if with_ancestors else set()
         pending = sorted(older - parents.keys(), key=_BY_NAME)
     return parents
 
 
 def _parents(
-    repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
+    repository: Repository, version: Resolved, entry: Mapping[str, Any], remaining: dict[str, frozenset[int]]
 ) -> list[Resolved]:
+    """Return the parents of a version that are not removed; `remaining` keeps the listing of each model."""
     parents = []
     references = ModelVersion(version.name, version.version, (), entry).parents
     # References without a version number are left out.
     for name, number in filter(None, map(parse_version, references)):
-        # List the living versions of a model once, not for each version.
-        if name not in living:
-            living[name] = frozenset(repository.living("models", name))
-        if number in living[name]:
+        # List a model once, not once for each of its versions.
+        if name not in remaining:
+            remaining[name] = frozenset(repository.living("models", name))
+        if number in remaining[name]:
             parents.append(Resolved("models", name, number))
     return parents

@@ -1,6 +1,7 @@
 """Describes the code of a run, for the entry of its versions: the git revision and the local changes.
 
-The module runs git with limits of time and output. A run without git, or outside of a checkout, has no revision.
+A `CheckpointManager` calls `capture_code` when it starts, and each commit of a version calls `keep_code`. Git runs
+with limits of time and output. A run without git, or outside of a checkout, has no revision.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository import Objects
 
 MAX_DIFF_BYTES: Final = 4 << 20
+# Listing the versions reads all their entries, so only some names are recorded in an entry.
 _MAX_NAMES: Final = 100
-_MAX_NAME_BYTES: Final = 64 << 10
+_MAX_NAME_BYTES: Final = 64 << 10  # of git's output with names
 # A file system that does not answer must not delay a save for long.
 _TIMEOUT_S: Final = 60
 # A remote helper: git passes a URL such as codecommit::https://... to a separate program.
@@ -57,7 +59,8 @@ class CodeRevision:
     def __str__(self) -> str:
         if self.revision is None:
             return "not in a git checkout"
-        changes = f"with local changes{f', kept in {self.diff}' if self.diff else ''}" if self.dirty else ""
+        kept = f", kept in {self.diff}" if self.diff else ""
+        changes = f"with local changes{kept}" if self.dirty else ""
         untracked = f"{self.num_untracked} untracked" if self.num_untracked else ""
         details = ", ".join(text for text in (changes, untracked) if text)
         return self.revision + (f" ({details})" if details else "")
@@ -79,12 +82,13 @@ class CodeRevision:
 
 
 def describe_code(folder: Path | None = None) -> CodeRevision:
-    """Return the git revision of the checkout that contains `folder`, default the working folder; stores nothing."""
+    """Return the code of the checkout that contains `folder`, by default the working folder. Stores nothing."""
     where = str(folder or Path.cwd())
     revision = _git(where, "rev-parse", "--verify", "HEAD")
     if revision is None:
         return CodeRevision(None, dirty=False)
     status = (_git(where, "status", "--porcelain=v1", "-z", max_bytes=_MAX_NAME_BYTES) or "").split("\0")[:-1]
+    # The entry of an untracked file is "?? " and its name.
     untracked = [line[3:] for line in status if line.startswith("?? ")]
     # A submodule at another commit is a local change; untracked files in a submodule are not.
     tracked_only = ("--untracked-files=no", "--ignore-submodules=untracked")
@@ -116,9 +120,11 @@ def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
 
 @lru_cache(maxsize=8)
 def _capture(folder: str) -> tuple[CodeRevision, bytes]:
+    """Return the code and the local changes to store: a patch, or a summary if the patch is too large; else b""."""
     code = describe_code(Path(folder))
     if not code.dirty:
         return code, b""
+    # The additional byte shows that the patch is larger than the limit.
     patch = _output(folder, *_DIFF, "--binary", "HEAD", max_bytes=MAX_DIFF_BYTES + 1)
     if patch is not None and len(patch) <= MAX_DIFF_BYTES:
         return replace(code, diff_kind="patch"), patch
@@ -149,6 +155,7 @@ def without_credentials(url: str) -> str | None:
         return None if bare is None else f"{helper}{bare}"
     scheme, is_url, remainder = url.partition("://")
     if not is_url:
+        # The form `user@host:path` of scp, or a path.
         user, _, host_path = url.rpartition("@")
         return url if user in {"", "git"} or url.startswith(("/", ".")) else host_path
     user, _, host_path = remainder.rpartition("@")
@@ -160,29 +167,30 @@ def without_credentials(url: str) -> str | None:
 
 
 def _submodules(folder: str) -> dict[str, str]:
+    """Return the checked-out commit of each submodule by path; see `CodeRevision.submodules`."""
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top is None or not Path(top, ".gitmodules").is_file():
         return {}
-    lines = (
-        (_output(top, "submodule", "status", max_bytes=_MAX_NAME_BYTES) or b"").decode(errors="replace").splitlines()
-    )
+    status = _output(top, "submodule", "status", max_bytes=_MAX_NAME_BYTES) or b""
     submodules = {}
-    for line in lines[:_MAX_NAMES]:
-        mark, (commit, _, remainder) = line[:1], line[1:].partition(" ")
+    for line in status.decode(errors="replace").splitlines()[:_MAX_NAMES]:
+        # A line is a state (a space, or "+" for another commit), the commit, the path and often "(description)".
+        state, (commit, _, remainder) = line[:1], line[1:].partition(" ")
         path = remainder.rpartition(" (")[0] if remainder.endswith(")") else remainder
-        submodules[path] = f"{mark.strip()}{commit}"
+        submodules[path] = f"{state.strip()}{commit}"
     return submodules
 
 
 def _git(folder: str, *arguments: str, max_bytes: int = 1 << 20) -> str | None:
+    """Return git's output as text, without line ends at its start and end; None: see `_output`."""
     output = _output(folder, *arguments, max_bytes=max_bytes)
     return None if output is None else output.decode(errors="replace").strip("\n")
 
 
 def _output(folder: str, *arguments: str, max_bytes: int) -> bytes | None:
-    """Return the first `max_bytes` bytes of git's output; None if git fails, times out or is not installed."""
+    """Return the first bytes of git's output, up to `max_bytes`; None if git fails, times out or is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
-    # git then takes no lock that another git process may need, does not prompt, and writes English.
+    # With these variables, git takes no lock that another git process may need, does not prompt, and writes English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         with subprocess.Popen(  # noqa: S603

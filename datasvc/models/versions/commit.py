@@ -1,4 +1,4 @@
-"""Commits model versions: writes a log entry that names the stored tensors and the state, and has the metadata.
+"""Commits model versions: writes a log entry with the digests of the stored tensors and state, and the metadata.
 
 Every save, import and sharded save calls `commit`, so that every version passes the same checks.
 """
@@ -39,10 +39,10 @@ def commit(
     Args:
         repository: repository in which the tensors are stored.
         name: name of the model; the first commit creates the model.
-        state: the stored state.
+        state: skeleton and tensor records; the chunks are already stored.
         metadata: metadata of the version.
         extra: further fields of the entry.
-        extra_objects: objects that `extra` names.
+        extra_objects: digests of the objects that `extra` names.
 
     Raises:
         ConfigError: `name` is invalid; or the table, the state or the entry exceeds the limits of a reader.
@@ -86,8 +86,8 @@ def commit(
 def exact_version(repository: Repository, ref: str) -> str:
     """Return the version that the reference to a parent resolves to now, because a tag may be moved later.
 
-    A reference to a model that is not in this repository, or a text that is not a reference, is returned unchanged:
-    it may name a version of another repository.
+    The parent may be a removed version. A reference to a model that is not in this repository, or a text that is not
+    a reference, is returned unchanged: it may name a version of another repository.
 
     Raises:
         NotFoundError: the model exists here and has no such version or tag.
@@ -100,6 +100,7 @@ def exact_version(repository: Repository, ref: str) -> str:
     try:
         return str(repository.resolve("models", ref, removed=True))
     except NotFoundError:
+        # The model exists here, so the reference does not name a version of another repository.
         if repository.versions("models", name).head():
             raise
         return ref
@@ -108,8 +109,8 @@ def exact_version(repository: Repository, ref: str) -> str:
 def base_records(repository: Repository, name: str, parent: str | None = None) -> tuple[TensorRecord, ...]:
     """Return the records of the base: the version to which the next version of `name` stores differences.
 
-    The base is `parent`, else the newest version of the model. If there is no base or it is damaged, returns (), and
-    the next version is stored in full. Raises UnavailableError.
+    The base is `parent`; if that does not exist or is damaged, the newest version of the model. If there is no base,
+    returns (), and the next version is stored in full. Raises UnavailableError.
     """
     for ref in (parent, name):
         if ref is None:
@@ -132,4 +133,5 @@ def _largest_counts(num_nonfinite: Mapping[str, int]) -> dict[str, int]:
 
 
 def _json_number(value: float) -> float | str:
+    # JSON cannot represent NaN and infinities: store them as text.
     return value if math.isfinite(value) else repr(float(value))

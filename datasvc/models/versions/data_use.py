@@ -2,8 +2,10 @@
 
 The state of a loader has only the current position, which does not show what was consumed: a run that starts from the
 weights of another run may read the same data again. A data use therefore has spans: all positions that the run
-consumed since it started from the parent version's weights. Spans start at the parent and not at the previous save.
-So a save that fails, or that is not yet committed when the next save starts, leaves no gap.
+consumed since it started from the parent version's weights. Spans start at the parent and not at the previous save,
+so a save that fails, or that is not yet committed when the next save starts, leaves no gap.
+
+A training run makes a `ConsumptionTracker`, and passes its data use to each save.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class ReadSpan:
         try:
             start, stop = (_cursor(*span[name]) for name in ("start", "stop"))
             step, global_batch, tail = (span.get(name) for name in ("step", "global_batch", "tail"))
-            if start > stop or not (_is_count_or_none(step, 0) and _is_count_or_none(global_batch, 1)):
+            are_counts = _is_count_or_none(step, 0) and _is_count_or_none(global_batch, 1)
+            if start > stop or not are_counts:
                 raise ValueError(f"from {start} to {stop}, step {step!r}, batches of {global_batch!r}")  # noqa: TRY301
             return cls(start, stop, step, global_batch, None if tail is None else parse_tail(tail))
         except (KeyError, TypeError, ValueError) as error:
@@ -59,11 +62,12 @@ class ReadSpan:
 
 @dataclass(frozen=True)
 class DataUse:
-    """A split or mixture that a run reads, and its current position. `ConsumptionTracker` makes it for a loader.
+    """A split or mixture that a run reads, and the run's current position in it; see `ConsumptionTracker.use`.
 
     Attributes:
-        dataset: version of the data set, "digits@1"; for a mixture the versions of all its splits.
-        split: name of the split, "train"; for a mixture "mixture".
+        dataset: version of the data set, such as "digits@1"; for a mixture the versions of all its splits, separated
+            by commas.
+        split: name of the split, such as "train"; for a mixture "mixture".
         state: state of the loader: order, epoch and position. Everything before the position was consumed.
         purpose: "training", or "evaluation" for data that the weights were not trained on.
         run: random identifier of the run; None: unknown.
@@ -178,11 +182,11 @@ class ConsumptionTracker:
 
         Raises:
             CorruptDataError: `state` is not the state of a tracker.
-            ConfigError: the loader is at another position than that process was.
+            ConfigError: the position of the loader is not the position that the other process had reached.
         """
         try:
             run, spans = state["run"], [ReadSpan.from_dict(span) for span in state["spans"]]
-            stop = spans[-1].stop
+            stop = spans[-1].stop  # `state_dict` always has a span
         except (KeyError, TypeError, IndexError) as error:
             raise CorruptDataError(f"not a state of a ConsumptionTracker: {error!r}; found {state!r}") from error
         if stop != self._start:
@@ -205,6 +209,7 @@ class ConsumptionTracker:
         return DataUse(str(dataset), str(split), state, run=self._run, spans=spans)
 
     def _begin(self, loader: ReadLoader, step: int) -> None:
+        """Start a span at the position of `loader`. Raises ConfigError: see the class."""
         if not isinstance(loader, ReadLoader):
             raise ConfigError(
                 f"a {type(loader).__name__} does not report which samples it has served: save without data=, or read "
@@ -214,6 +219,7 @@ class ConsumptionTracker:
         self._start, self._step = cursor_of(loader.state_dict()), step
 
     def _span(self, stop: Cursor) -> ReadSpan:
+        """Return the span from the start of the current loader to `stop`. Raises ConfigError: see `use`."""
         loader = self._loader
         if stop < self._start:
             raise ConfigError(
@@ -235,7 +241,9 @@ def cursor_of(state: Mapping[str, Any]) -> Cursor:
 
 
 def _cursor(epoch: object, position: object) -> Cursor:
-    if not (_is_count_or_none(epoch, 0) and _is_count_or_none(position, 0)) or epoch is None or position is None:
+    """Return the epoch and position. Raises ValueError: one of them is not an integer from 0 on."""
+    are_valid = all(value is not None and _is_count_or_none(value, 0) for value in (epoch, position))
+    if not are_valid:
         raise ValueError(f"epoch {epoch!r} and position {position!r} are not integers from 0 on")
     return cast("Cursor", (epoch, position))
 

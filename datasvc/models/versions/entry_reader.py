@@ -1,4 +1,4 @@
-"""Reads log entries of models, for lineage and transfers: lists each log once, and reads each entry once."""
+"""Reads log entries of models, for lineage and transfers. Each log is listed once, and each entry is read once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class EntryReader:
         self._entries: dict[str, dict[int, Entry]] = {}
 
     def numbers(self, model: str) -> Collection[int]:
-        """Return the numbers of all versions, ascending. Raises UnavailableError."""
+        """Return the numbers of all versions at the first call, ascending. Raises UnavailableError."""
         if model not in self._numbers:
-            # A dict keeps the order, and callers often test whether it contains a number.
+            # A dict is an ordered set here: callers iterate in order, and often test whether it contains a number.
             self._numbers[model] = dict.fromkeys(self._repository.versions("models", model).numbers())
         return self._numbers[model].keys()
 
@@ -32,6 +32,7 @@ class EntryReader:
         cached = self._entries.setdefault(model, {})
         if number not in cached:
             listed = list(self.numbers(model))
+            # Read also the versions before `number`; see `_BATCH`.
             stop = bisect_right(listed, number)
             # A version that was committed after the listing is not in `listed`: add it.
             self._read(model, {*listed[max(0, stop - _BATCH) : stop], number})

@@ -1,4 +1,7 @@
-"""Lists the objects that the entry of a model version names, for restore, verify, transfer and `gc`."""
+"""Lists the objects that the entry of a model version names, for restore, verify, transfer and `gc`.
+
+Also holds the limits of the size of such objects, which the writer and the readers share.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
-# Limits for objects that are read. The first allows as many chunks as a tensor table may have.
+# Readers refuse larger objects, so that a damaged entry cannot exhaust the memory. The limit of the sharding allows
+# as many blocks as a tensor table may have chunks.
 MAX_SHARDING_BYTES: Final = 512 << 20
 MAX_CODE_BYTES: Final = 64 << 20
 

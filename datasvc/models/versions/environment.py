@@ -1,6 +1,6 @@
 """Describes the environment of a run, for the entry of its versions: interpreter, packages, CUDA and GPUs.
 
-This does not start CUDA on a GPU that the program does not use. The host name is left out unless it is requested.
+CUDA is not started on a GPU that the program does not use. The host name is left out unless it is requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES: Final = (
     "safetensors", "tokenizers", "transformers", "accelerate", "lightning", "pytorch-lightning", "deepspeed",
 )  # fmt: skip
 """Packages whose versions are recorded if they are installed."""
-_PROC: Final = Path("/proc/driver/nvidia")
+_PROC: Final = Path("/proc/driver/nvidia")  # files of NVIDIA's driver for Linux
 
 
 def describe_environment(*, world_size: int | None = None, hostname: bool = False) -> dict[str, Any]:
@@ -34,8 +34,9 @@ def describe_environment(*, world_size: int | None = None, hostname: bool = Fals
         hostname: whether to include the host name.
 
     Returns:
-        `python`, `platform`, `cpus` (processors of this process), `packages` (version by name), `gpus` (number of
-        visible GPUs by model), `driver` (of NVIDIA), `cuda`, `cudnn`, `world_size`, `hostname`.
+        `python`, `platform`, `cpus` (number of processors that this process may use), `packages` (version by name),
+        `gpus` (number of GPUs by model), `driver` (version of NVIDIA's driver), `cuda`, `cudnn`, `world_size`,
+        `hostname`.
     """
     environment: dict[str, Any] = {
         "python": platform.python_version(),
@@ -63,6 +64,10 @@ def _describe_packages() -> dict[str, str]:
 
 
 def _describe_gpus() -> dict[str, Any]:
+    """Return the fields `driver`, `cuda`, `cudnn` and `gpus` that are available.
+
+    PyTorch lists the GPUs that this process sees, if it has started CUDA; otherwise the driver lists all of the node.
+    """
     gpu_fields: dict[str, Any] = {}
     driver = _driver()
     if driver is not None:
@@ -80,6 +85,7 @@ def _describe_gpus() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
+    """Return the version of NVIDIA's driver; None if there is no driver."""
     with suppress(OSError):
         match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", (_PROC / "version").read_text(errors="replace"))
         return match[1] if match else None

@@ -14,13 +14,13 @@ from datasvc.errors import ConfigError
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.data_use import DataUse
 
-_MAX_STEP: Final = (1 << 63) - 1
-_MAX_DEPTH: Final = 100
+_MAX_STEP: Final = (1 << 63) - 1  # largest int64
+_MAX_DEPTH: Final = 100  # levels of nesting; a cycle of values ends here instead of in a RecursionError
 
 
 @dataclass(frozen=True)
 class VersionMetadata:
-    """Metadata of a version: the arguments of `save.save` with these names.
+    """Metadata of a version. `save.save` has arguments of the same names, and describes them.
 
     Numpy scalars are converted to Python numbers, and metrics to floats.
 
@@ -49,6 +49,7 @@ class VersionMetadata:
             "environment": _check_tree(self.environment, "environment"),
         }
         for name, value in checked.items():
+            # The class is frozen, so a converted value cannot be assigned in the usual way.
             object.__setattr__(self, name, value)
 
 
@@ -65,8 +66,9 @@ def check_step(step: Any) -> int:
 
 
 def _check_data(data: Any) -> tuple[DataUse, ...]:
-    uses = tuple(data) if isinstance(data, Iterable) and not isinstance(data, str | Mapping) else (None,)
-    if not all(isinstance(use, DataUse) for use in uses):
+    is_list = isinstance(data, Iterable) and not isinstance(data, str | Mapping)
+    uses = tuple(data) if is_list else ()
+    if not is_list or not all(isinstance(use, DataUse) for use in uses):
         raise ConfigError(f"data is {str(data)[:80]!r}; expected a list of DataUse, such as [tracker.use()]")
     return uses
 
@@ -87,6 +89,7 @@ def _check_metrics(metrics: Any) -> dict[str, float] | None:
 
 
 def _check_tree(value: Any, name: str) -> Any:
+    """Return a dict of any depth, or None, converted to JSON types. Raises ConfigError: see `VersionMetadata`."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars({name})")
     return _json_value(value, name, 0)

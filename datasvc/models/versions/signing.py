@@ -1,4 +1,4 @@
-"""Signatures of model versions: detached Ed25519 signatures (RFC 8032), one file per version and key.
+"""Signs model versions and checks the signatures: detached Ed25519 (RFC 8032), one file per version and key.
 
 `models/NAME/signatures/00000003.<key id>.json` holds a signature of version 3 of NAME. It covers the model's name,
 the version's number and the complete entry. The entry names everything else by digest, so that one signature covers
@@ -23,7 +23,7 @@ from datasvc.repository.logs.log import MAX_ENTRY_BYTES, decode_entry, encode_en
 
 SIGNATURE_FORMAT = 1
 _ALGORITHM = "ed25519"
-# Prefix of every message: a signature made for this purpose is not valid for any other.
+# First part of every signed message, so that a signature is not valid for a message of another purpose.
 _PURPOSE = b"datasvc model version 1"
 
 
@@ -39,9 +39,9 @@ class Signature:
 def signed_message(version: Resolved, content: Mapping[str, Any]) -> bytes:
     """Return the bytes that a signature of a version covers.
 
-    These are purpose, name and number, each followed by a zero byte, which none of them can contain; then the content
-    of the entry without its checksum, as JSON with sorted keys, no spaces and ASCII only. Pass the content that was
-    read and will be used, so that it cannot change between check and use.
+    These are purpose, name and number, each followed by a zero byte, which none of them can contain; then `content`
+    as JSON with sorted keys, no spaces and ASCII only. `content` is the content of the entry without its checksum. A
+    caller that checks a signature passes the content that it then uses: a second read could return other content.
     """
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return b"\0".join((_PURPOSE, version.name.encode(), str(version.version).encode(), canonical.encode()))
@@ -70,7 +70,7 @@ def sign(repository: Repository, ref: str, key: PrivateKey) -> Signature:
     try:
         repository.storage.create(path, encode_entry(content))
     except ConflictError as error:
-        # If a valid signature by this key exists already, there is nothing to do.
+        # The file exists. If it is a valid signature by this key, there is nothing to do.
         if _find_fault(repository, version, key.public, message) is not None:
             raise ConflictError(
                 f"{location} exists and is not a signature of {version} by this key; remove that file"
@@ -83,7 +83,7 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
 
     Raises:
         CorruptDataError: no key has a valid signature; the message has the reason for each key.
-        UnavailableError: the store did not answer.
+        UnavailableError: the store does not respond.
     """
     message = signed_message(version, entry.content)
     reasons = []
@@ -111,6 +111,7 @@ def _find_fault(repository: Repository, version: Resolved, key: PublicKey, messa
 
 
 def _check_file(raw: bytes, location: str, key: PublicKey, message: bytes) -> None:
+    """Raise CorruptDataError or ConfigError unless `raw` is a signature file with a valid signature of `message`."""
     content = decode_entry(raw, location)
     try:
         algorithm, signature = content["algorithm"], bytes.fromhex(content["signature"])

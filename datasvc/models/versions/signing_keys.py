@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TRUSTED_KEYS_VARIABLE: Final = "DATASVC_TRUSTED_KEYS"
 PUBLIC_SUFFIX: Final = ".pub"
 _ID_DIGITS = 16
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20  # of a key file, which has some hundred bytes per key
 _PUBLIC_PEM = re.compile(rb"-----BEGIN PUBLIC KEY-----[^-]*-----END PUBLIC KEY-----")
 
 
@@ -131,7 +131,7 @@ def load_private_key(path: Path) -> PrivateKey:
 
 
 def load_public_keys(paths: Iterable[Path]) -> tuple[PublicKey, ...]:
-    """Return all public keys in PEM files, one or more per file.
+    """Return all public keys in PEM files; a file may have several.
 
     Raises:
         ConfigError: a file cannot be read, has no public key, or has a key that is not Ed25519.
@@ -140,14 +140,14 @@ def load_public_keys(paths: Iterable[Path]) -> tuple[PublicKey, ...]:
 
 
 def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, ...]:
-    """Return the trusted keys: one of them must have signed a version. () if none is configured.
+    """Return the trusted keys. A version is trusted if one of them has signed it; () if no key is configured.
 
     Args:
         paths: files of public keys; None: the files that `DATASVC_TRUSTED_KEYS` names, separated as in PATH.
 
     Raises:
-        ConfigError: see `load_public_keys`; or the variable is set but names no file: this is treated as a mistake,
-            and not as "trust all".
+        ConfigError: see `load_public_keys`; or the variable is set but names no file. This is treated as a mistake:
+            otherwise an empty variable would turn the check off.
     """
     if paths is None:
         configured = os.environ.get(TRUSTED_KEYS_VARIABLE)
@@ -197,7 +197,8 @@ def _create_secret(path: Path, content: bytes) -> None:
 
 
 def _need_cryptography() -> None:
+    """Raise ConfigError, with the command that installs it, if the package `cryptography` is not installed."""
     try:
-        import cryptography  # noqa: F401 - only whether it is there
+        import cryptography  # noqa: F401 - imported only to find out whether it is installed
     except ImportError as error:
         raise ConfigError(f"signatures need the package cryptography: {how_to_install('sign')}") from error
