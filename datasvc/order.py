@@ -1,8 +1,9 @@
 """Access order: a pure function from each position of an epoch to the sample that is served there.
 
-`position -> (shard, row)` depends only on the data-set version, the seed and the epoch; not on world size, batch
-size, workers or nodes. So one position is the whole data state of a run, which can resume with another number of
-ranks. A cache can compute all future accesses, and provenance can compute which samples a model version consumed.
+The function `position -> (shard, row)` depends only on the data-set version, the seed and the epoch. It does not
+depend on the world size, batch size, workers or nodes. So the epoch and one position are all that a run needs to
+resume, also with another number of ranks. A cache computes all future accesses, and provenance computes which samples
+a model version consumed.
 
 The order of an epoch is computed as follows:
 
@@ -13,6 +14,8 @@ The order of an epoch is computed as follows:
 4. interleave the lanes: position p is sample p // lanes of lane p % lanes.
 
 `shuffle="global"` is one lane and one block; `shuffle=None` is the identity. Memory is O(shards), never O(samples).
+
+The functions at the end of this module divide an epoch into steps, and each step among the ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class OrderConfig:
 
 @dataclass(frozen=True)
 class OrderState:
-    """Data state of a run: all positions of the epoch before `position` are served.
+    """State of a loader: all positions of the epoch before `position` are served.
 
     Attributes:
         version: digest of the shard table; it identifies samples and shards.
@@ -117,9 +120,9 @@ class OrderState:
             cursor = {name: fields.pop(name) for name in ("version", "epoch", "position")}
             restored = cls(**cursor, config=OrderConfig(**fields))
             numbers = (restored.epoch, restored.position, restored.config.seed, restored.config.lanes)
-            if not all(type(number) is int and number >= 0 for number in numbers) or not isinstance(
-                restored.version, str
-            ):
+            # Compare the type, because a boolean is an instance of int.
+            are_counts = all(type(number) is int and number >= 0 for number in numbers)
+            if not are_counts or not isinstance(restored.version, str):
                 raise TypeError(f"version must be text, epoch, position, seed and lanes integers >= 0: {cursor}")  # noqa: TRY301
         except (KeyError, TypeError) as error:
             raise ConfigError(f"this is not a loader state: {error}; found the fields {sorted(state)}") from error
@@ -144,9 +147,9 @@ class OrderState:
 
 @dataclass(frozen=True)
 class ShardWindows:
-    """Range of positions that may need each shard, in the order of first use.
+    """Ranges of positions that may need each shard, in the order of first use.
 
-    A shard that is split between two lanes has one entry per lane, any other shard has one entry.
+    A shard that lies in one lane has one range. A shard that is cut by boundaries of lanes has one range per part.
 
     Attributes:
         shards: `int64[n]`, shard numbers.
@@ -195,12 +198,14 @@ class AccessOrder:
         self._bases = np.concatenate([[0], np.cumsum(self._counts)])  # number of each shard's first sample
         self.num_samples = int(self._bases[-1])
         self._lanes = config.lanes
+        # The first `num_long` lanes have one sample more than the others.
         short, num_long = divmod(self.num_samples, self._lanes)
         self._lane_sizes = short + (np.arange(self._lanes) < num_long).astype(np.int64)
         self._lane_starts = np.concatenate([[0], np.cumsum(self._lane_sizes)])
         # Without a shuffle, a block is one sample, so that the permutation within blocks is the identity.
         self._block = config.block or (max(self.num_samples, 1) if config.shuffle else 1)
         keys = derive_keys(config.seed, epoch, _SAMPLES, KeyedPermutation.num_keys)
+        # The last block of a lane may be smaller than the others. Lanes have two sizes, so blocks have up to three.
         sizes = {self._block, *(size % self._block for size in (short, short + 1))}
         self._permutations = {size: KeyedPermutation(size, keys) for size in sizes}
         self._compute_segments()
@@ -228,6 +233,7 @@ class AccessOrder:
         return shards, rows
 
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Return shards and rows, as `locate`, of at most `_CHUNK` positions."""
         lane, index = self._split_positions(positions)
         # `line` is the index of each sample in the sequence before step 3 of the module's docstring.
         line = self._lane_starts[lane] + self._permute_in_blocks(lane, index, forward=True)
@@ -286,6 +292,7 @@ class AccessOrder:
         self._segment_search = SpanSearch(starts, self.num_samples)
 
     def _permuted_shards(self, count: int) -> Integers:
+        """Return the indices of `count` shards in the order of step 1."""
         if self.config.shuffle is None:
             return np.arange(count)
         # With sticky lanes, use the keys of epoch 0, so that each lane has the same samples in every epoch.
@@ -294,7 +301,11 @@ class AccessOrder:
         return KeyedPermutation(count, keys).permute(np.arange(count))
 
     def _permute_within_lanes(self, shards: Integers, starts: Integers) -> tuple[Integers, Integers, Integers]:
-        """Cut shards at the boundaries of lanes, and permute the parts of each lane; return shards, rows, lengths."""
+        """Cut shards at the boundaries of lanes, and permute the parts of each lane.
+
+        Returns:
+            Shard, first row and number of rows of each part.
+        """
         cuts = _merge(starts, self._lane_starts[:-1][self._lane_sizes > 0])
         lengths = np.diff(np.append(cuts, self.num_samples))
         segment = np.searchsorted(starts, cuts, side="right") - 1
@@ -314,7 +325,7 @@ class AccessOrder:
     def _split_positions(self, positions: Integers) -> tuple[Integers, Integers]:
         """Return the lane of each position, and its index in this lane."""
         if self._lanes == 1:
-            # This shortcut saves a division for every position.
+            # Without lanes, all positions are in lane 0: save a division for every position.
             return np.broadcast_to(np.int64(0), len(positions)), positions
         index, lane = np.divmod(positions, self._lanes)
         return lane, index
@@ -323,17 +334,18 @@ class AccessOrder:
         """Permute, or permute back, each index of a lane inside its block."""
         if self.config.shuffle is None:
             return index
+        # With a single block, no mask of blocks is needed.
         if self._lanes == 1 and self._block >= self.num_samples:
             only = self._permutations[min(self._block, max(self.num_samples, 1))]
             return only.permute(index) if forward else only.invert(index)
         block, within = np.divmod(index, self._block)
         sizes = np.minimum(self._lane_sizes[lane] - block * self._block, self._block)
-        tweaks = block * self._lanes + lane
+        tweaks = block * self._lanes + lane  # a distinct number for each block of the epoch
         result = np.empty_like(index)
         for size, permutation in self._permutations.items():
             chosen = sizes == size
             if chosen.all():
-                chosen = slice(None)
+                chosen = slice(None)  # a view, which is faster than a selection by mask
             elif not chosen.any():
                 continue
             map_values = permutation.permute if forward else permutation.invert
@@ -349,12 +361,15 @@ def _merge(many: Integers, few: Integers) -> Integers:
 
 
 def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:
-    """Return an upper bound of the number of shards that any `run` consecutive positions of any epoch may need."""
+    """Return an upper bound of the number of shards that `run` consecutive positions may need, anywhere in any epoch.
+
+    Prefetch uses it to choose how far it may fetch ahead within its budget.
+    """
     counts = np.sort(np.asarray(samples_per_shard, np.int64))
     counts = counts[counts > 0]
     if config.shuffle == "global" or not len(counts):
         return len(counts)
-    per_lane = -(-run // config.lanes)
+    per_lane = -(-run // config.lanes)  # rounded up
     block = config.block or 1
     # The positions may start and end inside a block, so they may overlap one more block than their number implies.
     num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
@@ -403,7 +418,10 @@ def count_steps(position: int, num_samples: int, global_batch: int, tail: Tail) 
 
 
 def lanes_of_rank(size: int, *, rank: int, world_size: int, lanes: int) -> range | None:
-    """Return the lanes that a rank reads in steps of `size` positions; None if it may read all; see `slice_step`."""
+    """Return the lanes that a rank reads in steps of `size` positions; None if it may read all lanes.
+
+    `slice_step` states when a rank reads only some lanes.
+    """
     if lanes > 1 and lanes % world_size == 0 and size % lanes == 0:
         lanes_per_rank = lanes // world_size
         return range(rank * lanes_per_rank, (rank + 1) * lanes_per_rank)
@@ -431,8 +449,8 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
         batch = np.arange(step.start, step.stop)
         positions = batch[(batch % lanes >= rank_lanes.start) & (batch % lanes < rank_lanes.stop)]
     else:
-        begin, end = (size * part // world_size for part in (rank, rank + 1))
-        positions = np.arange(step.start + begin, step.start + end)
+        first, stop = size * rank // world_size, size * (rank + 1) // world_size
+        positions = np.arange(step.start + first, step.start + stop)
     if step.stop <= step.num_samples:
         return positions, np.ones(len(positions), np.bool_)
     mask = positions < step.num_samples

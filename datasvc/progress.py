@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-# The label of each source of bytes in a progress bar.
+# Label in a bar of each source of bytes; other sources are not shown.
 _SOURCE_LABELS: Final = {"origin": "origin", "peer": "peers", "resident": "hits"}
 
 
 class Progress:
     """Receiver of the progress of one operation. This class ignores the progress; a subclass shows or records it.
 
-    An operation calls its methods from any of its threads.
+    The operation calls the methods from any of its threads.
     """
 
     def begin(self, total: int) -> None:
@@ -30,7 +30,7 @@ class Progress:
 
         Args:
             amount: number of bytes, or of entries if the version index is updated.
-            source: where a cache got the bytes: "resident", "origin" or "peer".
+            source: where a cache got the bytes: "resident", "origin" or "peer"; "" for other work.
             num_samples: samples that were ingested.
             num_shards: shards that were ingested.
         """
@@ -41,7 +41,7 @@ NO_PROGRESS: Final = Progress()
 
 
 class SourceCounter(Progress):
-    """Counts the bytes of each source."""
+    """Counts the bytes from each source: resident in the cache, from the origin, or from a peer."""
 
     def __init__(self) -> None:
         self._bytes_by_source: Counter[str] = Counter()
@@ -49,7 +49,7 @@ class SourceCounter(Progress):
 
     @property
     def bytes_by_source(self) -> Counter[str]:
-        """Number of bytes by source; a copy, which does not change."""
+        """Number of bytes by source; a copy, which later calls of `advance` do not change."""
         with self._lock:
             return Counter(self._bytes_by_source)
 
@@ -74,15 +74,14 @@ class _Bar(SourceCounter):
 
         super().advance(amount, source=source)
         counted = self.bytes_by_source
-        sources = ", ".join(
-            f"{label} {format_size(counted[key])}" for key, label in _SOURCE_LABELS.items() if counted[key]
-        )
+        shown = [(label, counted[key]) for key, label in _SOURCE_LABELS.items() if counted[key]]
+        sources = ", ".join(f"{label} {format_size(size_bytes)}" for label, size_bytes in shown)
         self._bar.update(self._task, advance=amount, sources=sources)
 
 
 @contextmanager
 def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress]:
-    """Show a bar with bytes, rate, time left and the bytes of each source.
+    """Show a bar with bytes, rate, time left and the bytes from each source, until the end of the block.
 
     Args:
         title: text before the bar.
@@ -104,7 +103,7 @@ def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress
 
 @contextmanager
 def entry_progress(title: str) -> Iterator[Progress]:
-    """Show a bar for a number of entries on standard error, from `begin` to the end of the block."""
+    """Show a bar that counts entries on standard error, from `begin` to the end of the block; then remove it."""
     yield from _show(title, sys.stderr, is_brief=True)
 
 

@@ -1,4 +1,4 @@
-"""Column checks that the export formats share: the kind of a column's values, and errors for unsupported columns."""
+"""Functions for columns that the export formats share: kinds of values, JSON, and errors for unsupported columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_siz
 
 
 def given_columns(schema: pa.Schema) -> list[pa.Field]:
-    """Return all columns except the key and the image's width and height, which a reader can measure again."""
+    """Return the columns that an export must hold: all except the key, and the width and height of an image.
+
+    Each format stores the key in a way of its own. A reader can measure width and height again.
+    """
     measured = (WIDTH, HEIGHT) if IMAGE in schema.names else ()
     return [field for field in schema if field.name != KEY and field.name not in measured]
 
@@ -75,7 +78,7 @@ def encode_json(value: Any, key: str) -> bytes:
 
     Raises:
         ConfigError: `value` holds NaN or an infinity, which JSON cannot represent. The message names the sample by
-            its `key`.
+            `key`, the key of the sample.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -41,7 +41,7 @@ class Destination:
 
     @property
     def folder(self) -> Path:
-        """The local folder. Raise ConfigError for other destinations."""
+        """The local folder. Raises ConfigError: the destination is not local."""
         folder = self.storage.local_path("")
         if folder is None:
             raise ConfigError(
@@ -80,6 +80,7 @@ class Destination:
 
     def sweep(self) -> None:
         """Remove the temporary files of an interrupted export. For errors, see `writing`."""
+        # Only local files have a temporary name while they are written; a remote store gets whole files.
         if not self.is_local:
             return
         with map_exceptions("clean up", self.location):

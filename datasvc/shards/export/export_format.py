@@ -24,7 +24,8 @@ class WrittenFiles:
         num_samples: number of samples in the files.
         num_files: number of files.
         size_bytes: total size of the files.
-        about: JSON values about a unit, which `write` returns and `join` reads.
+        about: JSON values about a unit: `write` returns them, the records of the export keep them, and `join` reads
+            them.
     """
 
     num_samples: int
@@ -38,8 +39,8 @@ class ExportFormat(ABC):
 
     Attributes:
         name: name for `--format`.
-        is_local_only: whether it can be written only to a local folder.
-        is_one_per_split: whether a unit is a whole split; otherwise each shard is a unit.
+        is_local_only: whether the destination must be a local folder.
+        is_one_per_split: whether a split is one unit; otherwise each shard is a unit.
     """
 
     name: ClassVar[str]

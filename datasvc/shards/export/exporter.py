@@ -1,13 +1,13 @@
-"""Export data-set versions to other formats, for `datasvc export`.
+"""Exports data-set versions to other formats, for `datasvc export`.
 
 Each split is divided into units, usually one for each shard. One worker writes the files of a unit. After all units,
-the format writes the files that describe the whole split. The files depend only on the version and
-the format, not on the number of workers or on interruptions.
+the format writes the files that describe the whole split. The files depend only on the version and the format, not on
+the number of workers or on interruptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,7 @@ def export(
     tables = {chosen.name: chosen.digest for chosen in splits}
     plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
     with open_records(target, plan) as records:
-        # A previous run was killed after the summary: only the removal of its records is left.
+        # A previous run ended between the summary and the removal of its records: only that removal is left.
         if records.summary is not None:
             records.tidy()
             return _repeat_report(dataset, records.summary, target)
@@ -129,12 +129,12 @@ def _write_units(
             progress.advance(unit.stored_bytes)
     # A `memory:` destination exists only in this process, so worker processes cannot write to it.
     is_in_memory = destination.storage.url.startswith("memory:")
-    in_processes = workers > 1 and len(missing) > 1 and not is_in_memory
-    done = (
-        write_in_processes(missing, export_format, destination, min(workers, len(missing)))
-        if in_processes
-        else ((unit, export_format.write(unit, destination)) for unit in missing)
-    )
+    done: Iterable[tuple[ExportUnit, WrittenFiles]]
+    if workers > 1 and len(missing) > 1 and not is_in_memory:
+        done = write_in_processes(missing, export_format, destination, min(workers, len(missing)))
+    else:
+        # A generator, so that each unit is recorded before the next one is written.
+        done = ((unit, export_format.write(unit, destination)) for unit in missing)
     for unit, written in done:
         records.record(unit.split.name, unit.number, written)
         progress.advance(unit.stored_bytes)
@@ -153,7 +153,7 @@ def _join(
     for unit in units:
         if unit.split is split:
             written = records.written(split.name, unit.number)
-            assert written is not None
+            assert written is not None  # `_write_units` has recorded every unit
             parts.append(written)
     all_files = [*parts, export_format.join(split, parts, destination)]
     return WrittenFiles(
@@ -175,7 +175,7 @@ def _describe(split: Split, written: WrittenFiles) -> dict[str, Any]:
 
 
 def _repeat_report(dataset: DatasetVersion, summary: Mapping[str, Any], destination: Destination) -> ExportReport:
-    """Return the report of a finished export from its summary."""
+    """Return the report of an export that an earlier run finished, from its summary."""
     splits = {
         name: WrittenFiles(totals["samples"], totals["files"], totals["bytes"])
         for name, totals in summary["splits"].items()

@@ -1,7 +1,7 @@
 """Export format of image folders: unchanged images as `SPLIT/CLASS/KEY.jpg`, other columns in `SPLIT/metadata.jsonl`.
 
-The metadata file has the layout of Hugging Face's image folder: `file_name` and columns. It is written if a sample
-has more than its image and label, or a file name that differs from its key.
+The metadata file has the layout of Hugging Face's image folder: a line of JSON per sample, with `file_name` and the
+columns. It is written if there are other columns than image and label, or if a file name differs from its key.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class FolderExport(ExportFormat):
         split_name = safe_part(unit.split.name)
         lines: list[bytes] = []
         size_bytes = 0
-        # Plain: the image paths give keys and labels, and there are no other columns, so metadata would add nothing.
+        # A unit is plain if its image paths give keys and labels, and there are no other columns. If all units are
+        # plain, `join` writes no metadata file.
         is_plain = not _extra_columns(unit.split)
         with ThreadPoolExecutor(_WRITING_THREADS, thread_name_prefix="datasvc-export") as pool:
             for batch in unit.batches():
@@ -79,7 +80,7 @@ class FolderExport(ExportFormat):
             ConfigError: two samples have the same file name.
             UnavailableError: a store failed, or the disk is full.
         """
-        # Checked after all units, because samples of different shards may have the same file name.
+        # Check after all units are written, because samples of different shards may have the same file name.
         _check_unique(split, len(written), destination)
         if all(files.about["is_plain"] for files in written):
             return WrittenFiles(0, 0, 0)
@@ -96,7 +97,10 @@ def _extra_columns(split: Split) -> list[str]:
 
 
 def _file_name(sample: Mapping[str, Any], split: Split) -> str:
-    """Return the path of a sample's image below its split. Raise ConfigError for a null or an unknown class."""
+    """Return the path of a sample's image, relative to the folder of its split.
+
+    Raises ConfigError: the image or label is null, or the label has no class.
+    """
     image = sample[IMAGE]
     key: str = sample[KEY]
     if image is None:
@@ -108,7 +112,9 @@ def _file_name(sample: Mapping[str, Any], split: Split) -> str:
         key, folder = key.removeprefix(f"{name}/"), f"{safe_part(name)}/"
     extension = image_extension(image)
     stem, key_extension = split_extension(key, extension)
-    return f"{folder}{safe_path(stem)}" + (f".{key_extension or extension}" if extension else "")
+    # Keep the spelling of the extension in the key, such as ".JPEG".
+    suffix = f".{key_extension or extension}" if extension else ""
+    return f"{folder}{safe_path(stem)}{suffix}"
 
 
 def _class_name(sample: Mapping[str, Any], split: Split) -> str:
@@ -128,7 +134,7 @@ def _class_name(sample: Mapping[str, Any], split: Split) -> str:
 
 
 def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> bytes:
-    """Return the line of a sample in the metadata file; columns that are null are left out."""
+    """Return the line of a sample in the metadata file; further columns that are null are left out."""
     described = {FILE_NAME: file, KEY: sample[KEY]}
     if has_label(split.table.sample_schema):
         described[LABEL] = _class_name(sample, split) if split.classes else sample[LABEL]
@@ -139,12 +145,13 @@ def _metadata_line(sample: Mapping[str, Any], file: str, *, split: Split) -> byt
 def _check_unique(split: Split, num_units: int, destination: Destination) -> None:
     """Raise ConfigError if two samples have the same file name, such as "1" and "1.jpg"."""
     names = _all_names(split, num_units, destination)
-    # Digests of 16 bytes are compared instead of the names, so that those of a large split fit into memory.
+    # Compare digests of 16 bytes instead of names, so that all digests of a large split fit into memory.
     digests = np.frombuffer(b"".join(blake3(name.encode()).digest(16) for name in names), "V16")
     ordered = np.sort(digests)
     duplicates = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(duplicates):
         digest = bytes(duplicates[0])
+        # Read the names again to find the one with this digest; the first iterator is exhausted.
         names = _all_names(split, num_units, destination)
         name = next(name for name in names if blake3(name.encode()).digest(16) == digest)
         raise ConfigError(
@@ -155,7 +162,7 @@ def _check_unique(split: Split, num_units: int, destination: Destination) -> Non
 
 def _all_names(split: Split, num_units: int, destination: Destination) -> Iterator[str]:
     """Yield the names of all files in the folder of the split, from the metadata that `write` kept."""
-    yield METADATA_FILE  # written last, so it would replace an image of this name
+    yield METADATA_FILE  # `join` writes this file last, so it would replace an image of the same name
     for number in range(num_units):
         for line in destination.storage.read(unit_path(split.name, number, "jsonl")).splitlines():
             yield json.loads(line)[FILE_NAME]

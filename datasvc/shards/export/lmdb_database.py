@@ -28,7 +28,7 @@ from datasvc.shards.sources.common.protobuf import bytes_field, varint_field
 from datasvc.shards.versions.dataset import Split
 
 _DATA, _LABEL, _ENCODED = 4, 5, 7  # fields of Datum in caffe.proto
-_MAX_KEY_BYTES: Final = 511
+_MAX_KEY_BYTES: Final = 511  # limit of LMDB
 _PAGE_BYTES: Final = 4096
 _SUPPORTED_BY: Final = "webdataset, parquet, mds, tfrecord"
 _TRANSACTION_BYTES: Final = 64 << 20
@@ -68,7 +68,7 @@ class LmdbExport(ExportFormat):
 
 
 def _fill(transaction: Any, samples: Iterator[tuple[int, dict[str, Any]]], digits: int) -> bool:
-    """Write samples up to about `_TRANSACTION_BYTES`; return whether samples may remain."""
+    """Write samples until about `_TRANSACTION_BYTES` are written or none is left; return whether some may remain."""
     size_bytes = 0
     for number, sample in samples:
         name = f"{number:0{digits}d}_{sample[KEY]}".encode()
@@ -99,7 +99,7 @@ def _datum(sample: dict[str, Any]) -> bytes:
 
 @contextmanager
 def _open_database(folder: Path, map_bytes: int) -> Iterator[Any]:
-    """Open a new database; sync it once when the block ends. Raise UnavailableError."""
+    """Open a new database, and sync it once at the end of the block. Raises UnavailableError: LMDB cannot write."""
     try:
         # No lock file and no earlier sync is needed, because the folder has a temporary name until it is complete.
         with lmdb.open(str(folder), map_size=map_bytes, lock=False, sync=False, metasync=False) as database:
@@ -119,7 +119,8 @@ def _replacing_folder(target: Path) -> Iterator[Path]:
         try:
             durable.make_folder(temporary)
             yield temporary
-            if target.is_dir():  # an earlier run completed it, but was interrupted before it recorded this
+            # An earlier run completed `target`, but was interrupted before it recorded the unit.
+            if target.is_dir():
                 shutil.rmtree(target)
             durable.fsync_folder(temporary)
             os.rename(temporary, target)

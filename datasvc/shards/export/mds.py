@@ -34,9 +34,9 @@ from datasvc.shards.format.schema import IMAGE, KEY, is_blob
 from datasvc.shards.versions.dataset import Split
 
 _VERSION: Final = 2
-_MAX_FILE_BYTES: Final = (1 << 32) - 1
+_MAX_FILE_BYTES: Final = (1 << 32) - 1  # the largest offset, a uint32
 _IMAGE_ENCODINGS: Final = {frozenset({"JPEG"}): "jpeg", frozenset({"PNG"}): "png"}
-_SIZE = np.dtype("<u4")
+_SIZE = np.dtype("<u4")  # of sizes and offsets
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class MdsExport(ExportFormat):
         """Write one file. For errors, see `ExportFormat.write`."""
         schema = unit.split.table.sample_schema
         batches = list(unit.batches())  # views of the mapped shard, without a copy
+        # MDS orders columns by name.
         fields = sorted([schema.field(KEY), *given_columns(schema)], key=lambda field: field.name)
         columns = [_choose_encoding(field, batches, unit.split) for field in fields]
         described = {
@@ -86,6 +87,7 @@ class MdsExport(ExportFormat):
         header = json.dumps(described, sort_keys=True).encode()
         samples = [sample for batch in batches for sample in _encode_batch(batch, columns)]
         sizes = [sum(len(piece) for piece in sample) for sample in samples]
+        # Before the samples are the number of samples, the offsets (one more than samples) and the header.
         start = 4 + 4 * (len(samples) + 1) + len(header)
         # Summed as int64: a uint32 would wrap around, and the check below would miss a file that is too large.
         offsets = start + np.cumsum([0, *sizes], dtype=np.int64)
@@ -122,7 +124,7 @@ def _choose_encoding(field: pa.Field, batches: list[pa.RecordBatch], split: Spli
     if is_blob(data_type):
         kinds = frozenset(split.table.image_kinds if field.name == IMAGE else ())
         return _ColumnEncoding(field, _IMAGE_ENCODINGS.get(kinds, "bytes"))
-    # Only JSON has a value for null.
+    # Of the encodings below, only JSON has a value for null.
     if any(array.null_count for array in arrays):
         return _ColumnEncoding(field, "json")
     if is_text(data_type):
@@ -165,11 +167,12 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
     if is_blob(array.type):
         views = blob_views(array)
         if array.null_count:
-            first = next(key for key, view in zip(keys, views, strict=True) if view is None)
-            raise refused_null("mds", column.field.name, first, "parquet, webdataset")
+            key = next(key for key, view in zip(keys, views, strict=True) if view is None)
+            raise refused_null("mds", column.field.name, key, "parquet, webdataset")
         return views
     if column.encoding == "str":
         return [text.encode() for text in array.to_pylist()]
+    # All other encodings without a numpy type are JSON.
     if column.dtype is None:
         return [encode_json(value, key) for value, key in zip(array.to_pylist(), keys, strict=True)]
     little_endian = column.dtype.newbyteorder("<")
@@ -177,9 +180,11 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
         raw = array.to_numpy(zero_copy_only=False).astype(little_endian).tobytes()
         width = little_endian.itemsize
         return [raw[start : start + width] for start in range(0, len(raw), width)]
+    # A list: the numbers of all samples are encoded together, and cut at the end of each list.
     values = array.flatten().to_numpy(zero_copy_only=False).astype(little_endian).tobytes()
     stops = np.cumsum(array.value_lengths().to_numpy()) * column.dtype.itemsize
     parts = [values[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)]
+    # The encoding names the length of lists of fixed size. Otherwise, each value starts with its length.
     if column.size_bytes is not None:
         return parts
     return [_shape(len(part) // column.dtype.itemsize) + part for part in parts]

@@ -1,7 +1,7 @@
-"""Derive the file names of an export from keys: no name leads out of the destination, and no two keys share a name.
+"""Derives the file names of an export from keys: no name leads out of the destination, and no two keys share a name.
 
-Characters that are special in a file system, a URL or a shell are percent-encoded, byte by byte of their UTF-8. A `%`
-without two hexadecimal digits after it marks an empty part of a path, or a name that was shortened.
+Characters that are special in a file system, a URL or a shell are percent-encoded: each byte of their UTF-8 becomes
+%XX. A `%` without two hexadecimal digits after it marks an empty part of a path, or a name that was shortened.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, Final
 from blake3 import blake3
 
 _UNSAFE: Final = re.compile(r'[\x00-\x1f\x7f%/\\:*?"<>|]|^\.|[. ]$')
-# File systems allow 255 bytes per name; the rest is left for an extension.
+# File systems allow 255 bytes per name; the other 55 bytes are left for what a format adds, such as an extension.
 _MAX_PART_BYTES: Final = 200
 _MAX_PATH_BYTES: Final = 1000
 # A shortened name keeps this many bytes of the name, so that it stays readable. The result fits into a part even if
 # each of these bytes is percent-encoded as three bytes.
 _KEPT_BYTES: Final = 50
+# Extension by the first bytes of a file.
 _MAGIC: Final = {b"\xff\xd8\xff": "jpg", b"\x89PNG\r\n": "png", b"GIF8": "gif", b"BM": "bmp"}
 # All extensions of an image format, by the usual extension of the format.
 _SPELLINGS: Final = {
@@ -46,7 +47,7 @@ def percent_encoded(match: re.Match[str]) -> str:
 
 
 def image_extension(blob: Any) -> str | None:
-    """Return the usual extension of an encoded image, such as "jpg"; None if `blob` does not start like one."""
+    """Return the usual extension of an encoded image, such as "jpg"; None if `blob` has no known image format."""
     start = bytes(memoryview(blob)[:16])
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return "webp"
@@ -72,7 +73,7 @@ def _cut(name: str, limit_bytes: int) -> str:
     raw = name.encode()
     if len(raw) <= limit_bytes:
         return name
-    # The digest keeps shortened names different.
+    # The digest keeps shortened names different. Only `safe_path` passes slashes: a shortened path is one part.
     kept = raw[:_KEPT_BYTES].decode(errors="ignore").replace("/", "%2F")
-    # Remove an incomplete escape at the end: it would look like the mark of a shortened name.
+    # Remove an incomplete "%XX" at the end: its `%` would look like the mark of a shortened name.
     return f"{re.sub('%[0-9A-F]?$', '', kept)}%~{blake3(raw).hexdigest(16)}"

@@ -31,7 +31,7 @@ class ParquetExport(ExportFormat):
     def write(self, unit: ExportUnit, destination: Destination) -> WrittenFiles:
         """Write one file. For errors, see `ExportFormat.write`."""
         schema = described_schema(unit.split)
-        # Dictionary encoding of images costs time and saves nothing, because they differ.
+        # Dictionary encoding of blobs costs time and saves nothing, because the blobs differ.
         dictionary_columns = [field.name for field in schema if not is_blob(field.type)]
         name = f"{safe_part(unit.split.name)}-{unit.number:05d}-of-{unit.num_units:05d}.parquet"
         with destination.writing(name) as file:
@@ -43,7 +43,7 @@ class ParquetExport(ExportFormat):
 
 
 def described_schema(split: Split) -> pa.Schema:
-    """Return the columns of a split; class names, if any, are in the metadata that Hugging Face `datasets` reads."""
+    """Return the schema of a split's files; Hugging Face `datasets` reads the class names in its metadata."""
     schema = split.table.sample_schema
     if not split.classes or not has_label(schema):
         return schema
@@ -55,5 +55,6 @@ def described_schema(split: Split) -> pa.Schema:
 
 
 def _has_empty_struct(data_type: pa.DataType) -> bool:
+    """Return whether a type is a struct without fields, or has one at any depth."""
     inner = [data_type.field(number).type for number in range(data_type.num_fields)]
     return (pa.types.is_struct(data_type) and not inner) or any(map(_has_empty_struct, inner))

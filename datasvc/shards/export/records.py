@@ -35,8 +35,8 @@ class ExportRecords:
 
     Args:
         destination: destination of the export.
-        plan: JSON values that identify the export.
-        summary: summary of a finished export whose records were not yet removed; None: unfinished.
+        plan: JSON values that identify the export: version, format and shard tables.
+        summary: summary of an export that is finished, but whose records were not yet removed; None: unfinished.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ExportRecords:
         self.summary = summary
         self._destination = destination
         self._plan = plan
-        # The folder is listed once, which replaces one request for each unit.
+        # List the folder once, instead of one request for each unit.
         self._recorded = set(destination.storage.list(_FOLDER))
 
     def written(self, split: str, number: int) -> WrittenFiles | None:
@@ -81,9 +81,11 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
         ConflictError: another process exports into it.
         UnavailableError: the store failed, or the disk is full.
     """
-    _inspect(destination, plan)  # before the lock creates a file, so that a folder of other files stays unchanged
+    # Check before the lock creates its file, so that a refused folder of other files stays unchanged.
+    _inspect(destination, plan)
     with _exclusive(destination):
-        summary, is_started = _inspect(destination, plan)  # again: it may have changed before the lock
+        # Check again: another process may have changed the destination before this one had the lock.
+        summary, is_started = _inspect(destination, plan)
         if is_started:
             destination.sweep()
         else:
@@ -92,17 +94,24 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
 
 
 def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
-    """Return the summary if a finished export still has its records, else None; and whether an export was started."""
+    """Check that the plan can be started or continued in the destination.
+
+    Returns:
+        The summary if this export is finished but still has its records, else None; and whether it was started.
+
+    Raises:
+        ConfigError: the destination holds other files, a finished export or another export.
+    """
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)
-        # The export was interrupted before it removed its records; a repeated call only removes them.
+        # This export was interrupted before it removed its records; a repeated call only removes them.
         if _FOLDER in names and {name: summary.get(name) for name in plan} == plan:
             return summary, True
         raise ConfigError(
             f"{destination.location} holds a finished export ({SUMMARY_FILE}); choose a new or empty folder"
         )
-    # Without a plan, the export was interrupted before it began, and its folder holds at most the lock.
+    # Without a plan, no unit was written: the folder of records does not exist, or holds only the lock.
     if _FOLDER not in names or destination.storage.size(_PLAN_FILE) is None:
         if names - {_FOLDER}:
             raise ConfigError(
@@ -123,7 +132,7 @@ def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping
 @contextmanager
 def _exclusive(destination: Destination) -> Iterator[None]:
     """Lock a local folder against other exports. Raise ConflictError if another process has the lock."""
-    # A store has no lock and needs none, since two runs of the same export write the same bytes.
+    # A remote store has no lock and needs none, because two runs of the same export write the same bytes.
     if not destination.is_local:
         yield
         return
@@ -146,6 +155,7 @@ def _encode(value: Mapping[str, Any]) -> bytes:
 
 
 def _read_json(destination: Destination, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CorruptDataError, NotFoundError or UnavailableError."""
     raw = destination.storage.read(name)
     try:
         value = json.loads(raw)
