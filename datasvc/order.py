@@ -1,9 +1,9 @@
 """Access order: a pure function from each position of an epoch to the sample that is served there.
 
 The function `position -> (shard, row)` depends only on the data-set version, the seed and the epoch. It does not
-depend on the world size, batch size, workers or nodes. So the epoch and one position are all that a run needs to
-resume, also with another number of ranks. A cache computes all future accesses, and provenance computes which samples
-a model version consumed.
+depend on the world size, batch size, workers or nodes. So a run can resume from an epoch and a position, also with
+another number of ranks. A cache computes all future accesses, and provenance computes which samples a model version
+consumed.
 
 The order of an epoch is computed as follows:
 
@@ -363,7 +363,7 @@ def _merge(many: Integers, few: Integers) -> Integers:
 def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:
     """Return an upper bound of the number of shards that `run` consecutive positions may need, anywhere in any epoch.
 
-    Prefetch uses it to choose how far it may fetch ahead within its budget.
+    Loaders and forecasts use it to refuse an order that does not fit the cache.
     """
     counts = np.sort(np.asarray(samples_per_shard, np.int64))
     counts = counts[counts > 0]
