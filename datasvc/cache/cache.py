@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +65,10 @@ class Cache(CacheJob):
         if budget_bytes is not None:
             catalogue.configure(lambda current: replace(current, budget_bytes=budget_bytes))
         elif not catalogue.read(lambda tables: tables.configuration).budget_bytes:
-            raise ConfigError(f"the cache {path} has no budget yet; set one, such as budget='50GB'")
+            raise ConfigError(
+                f"the cache {path} has no budget yet; set one: Cache({str(folder)!r}, budget='50GB'), or "
+                "`datasvc stage --budget 50GB`"
+            )
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
         """Return the bytes available for `digests`: the budget minus the pinned objects that are not among them."""
@@ -190,3 +194,21 @@ class Cache(CacheJob):
         opened = self._open()
         opened.count_hits()
         return opened.catalogue.read(CatalogueTables.counters)
+
+
+@contextmanager
+def use_cache(cache: Cache | str | Path, *, peers: Peers | None = None) -> Iterator[Cache]:
+    """Yield a cache, or open the one in a folder for the block; only a cache that was opened here is closed.
+
+    Args:
+        cache: a cache of this node, or the folder of one that has a budget.
+        peers: other nodes to read objects from, for a cache that is given by its folder.
+
+    Raises:
+        ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, see `Cache`.
+    """
+    if isinstance(cache, Cache):
+        yield cache
+        return
+    with Cache(cache, peers=peers) as opened:
+        yield opened

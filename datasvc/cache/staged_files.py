@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasvc.cache.cache import Cache
+from datasvc.cache.cache import Cache, use_cache
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.job import Outcome
 from datasvc.cache.sources.remote_file import RemoteFile
@@ -34,11 +34,11 @@ class StagedFile:
     size_bytes: int
 
 
-def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGRESS) -> list[StagedFile]:
+def stage_files(cache: Cache | str | Path, urls: Sequence[str], progress: Progress = NO_PROGRESS) -> list[StagedFile]:
     """Fetch files onto the node within the budget; after this call, they may be evicted.
 
     Args:
-        cache: cache of the node.
+        cache: cache of the node, or the folder of one that has a budget.
         urls: URLs that fsspec reads, of one file each.
         progress: counts the bytes that arrive, by source.
 
@@ -50,6 +50,11 @@ def stage_files(cache: Cache, urls: Sequence[str], progress: Progress = NO_PROGR
         ConfigError, NotFoundError, UnavailableError: see `RemoteFile`.
         SourceChangedError: a file changed while it was read.
     """
+    with use_cache(cache) as opened:
+        return _stage(opened, urls, progress)
+
+
+def _stage(cache: Cache, urls: Sequence[str], progress: Progress) -> list[StagedFile]:
     held: list[Digest] = []
 
     def stage_one(url: str) -> StagedFile:

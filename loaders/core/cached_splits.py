@@ -6,7 +6,10 @@ hold the windows of all splits. Otherwise creating the loader fails, before anyt
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from datasvc.cache import Cache
+from datasvc.cache.cache import use_cache
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import check_window, window_bytes
@@ -17,28 +20,39 @@ from datasvc.shards import Split
 
 
 def follow_splits(
-    samples: Split | Mixture, order: OrderConfig, cache: Cache, ranks: DataRanks, *, global_batch: int, prefetch: int
+    samples: Split | Mixture,
+    order: OrderConfig,
+    cache: Cache | str | Path,
+    ranks: DataRanks,
+    *,
+    global_batch: int,
+    prefetch: int,
 ) -> list[PrefetchingShardStore]:
     """Return a prefetching shard store for each split, for one rank of a loader.
 
-    For the arguments see `Loader`; `global_batch` is the number of samples of a step over all ranks.
+    For the arguments see `Loader`; `global_batch` is the number of samples of a step over all ranks. A cache that is
+    given by its folder is opened here and closed again; the stores keep jobs of their own on it.
 
     Raises:
         CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has both sizes.
+        ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, see `Cache`.
     """
-    _check_windows(samples, order, cache, global_batch * (prefetch + 1))
-    # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
-    lanes = (
-        None
-        if isinstance(samples, Mixture)
-        else lanes_of_rank(global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
-    )
-    return [
-        PrefetchingShardStore(cache, split, split_order, lanes, num_ranks=ranks.world_size, step_bytes=step_bytes)
-        for split, split_order, step_bytes in zip(
-            splits_of(samples), split_orders(samples, order), clock_steps(samples), strict=True
+    with use_cache(cache) as opened:
+        _check_windows(samples, order, opened, global_batch * (prefetch + 1))
+        # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
+        lanes = (
+            None
+            if isinstance(samples, Mixture)
+            else lanes_of_rank(global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
         )
-    ]
+        return [
+            PrefetchingShardStore(
+                opened, split, split_order, lanes, num_ranks=ranks.world_size, step_bytes=step_bytes
+            )
+            for split, split_order, step_bytes in zip(
+                splits_of(samples), split_orders(samples, order), clock_steps(samples), strict=True
+            )
+        ]
 
 
 def _check_windows(samples: Split | Mixture, order: OrderConfig, cache: Cache, run: int) -> None:

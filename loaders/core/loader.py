@@ -66,7 +66,8 @@ class Loader(ABC, Generic[B]):
         columns: further columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
         training: True: shuffled order, full batches only; False: order of the shard table, last batch padded.
-        cache: cache of the node; None: read a local repository in place, and a remote one into memory.
+        cache: cache of the node, or the folder of one that has a budget; None: read a local repository in place, and
+            a remote one into memory.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
         shuffle: "global", None (order of the shard table), or "auto": "global" in training, None otherwise.
         order: all parameters of the order, in place of `seed` and `shuffle`; needed for the shuffle "windowed".
@@ -94,7 +95,7 @@ class Loader(ABC, Generic[B]):
         columns: Sequence[str],
         batch_size: int,
         training: bool,
-        cache: Cache | None = None,
+        cache: Cache | str | Path | None = None,
         seed: int | None = None,
         shuffle: Shuffle | Literal["auto"] = "auto",
         order: OrderConfig | None = None,

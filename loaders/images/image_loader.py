@@ -87,7 +87,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         *,
         batch_size: int,
         training: bool,
-        cache: Cache | None = None,
+        cache: Cache | str | Path | None = None,
         size: int = 224,
         seed: int | None = None,
         shuffle: Shuffle | Literal["auto"] = "auto",

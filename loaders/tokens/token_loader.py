@@ -88,7 +88,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         *,
         batch_size: int,
         training: bool,
-        cache: Cache | None = None,
+        cache: Cache | str | Path | None = None,
         tokens: TokenFormat | str = TOKENS,
         labels: Labels = None,
         documents: bool = False,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from datasvc.cache import Cache
+from datasvc.cache import Cache, process_handle
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.staged_files import stage_files
 from datasvc.cli.main import app
@@ -263,3 +263,14 @@ def test_the_command_prints_paths_in_the_order_of_the_urls(site, tmp_path):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert [Path(line).read_text() for line in result.stdout.split()] == ["two", "one"]
+
+
+def test_the_folder_of_a_cache_is_enough_and_is_closed_again(site, tmp_path):
+    folder, url, server = site
+    (folder / "a.bin").write_bytes(b"abc")
+    Cache(tmp_path / "cache", budget="64MB").close()
+    for place in (tmp_path / "cache", str(tmp_path / "cache")):
+        (found,) = stage_files(place, [f"{url}/a.bin"])
+        assert found.path.read_bytes() == b"abc"
+        assert tmp_path / "cache" not in process_handle._folders
+    assert server.num_bytes == 3

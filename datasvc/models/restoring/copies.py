@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from datasvc.cache import Cache
+from datasvc.cache.cache import use_cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.restoring.cached_source import DIRECT, CachedSource, count_bytes
@@ -71,13 +72,8 @@ class StoredCopies:
             self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
-            cache = self._cache
-            opened_cache = (
-                cache if isinstance(cache, Cache) else opened.enter_context(Cache(cache, peers=self._peers))
-            )
-            source = opened.enter_context(
-                closing(CachedSource(opened_cache, self._repositories, self.direct, records))
-            )
+            cache = opened.enter_context(use_cache(self._cache, peers=self._peers))
+            source = opened.enter_context(closing(CachedSource(cache, self._repositories, self.direct, records)))
             yield source
             self._bytes_by_place.update(source.came_bytes)
 

@@ -1,6 +1,7 @@
 """ImageLoader with real shards and DALI on the CPU."""
 
 import dataclasses
+import gc
 import io
 import json
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from datasvc.cache import Cache
+from datasvc.cache import Cache, process_handle
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.prefetch.window_budget import window_bytes
 from datasvc.errors import (
@@ -510,3 +511,24 @@ def test_a_large_image_is_smoothed_and_not_merely_sampled(repository, tmp_path):
     with make(split, 1, training=False, **plain, augment=AugmentConfig(resize=32)) as loader:
         images = next(iter(loader)).images
     assert images.max() < 0.6
+
+
+def test_a_loader_reads_through_a_cache_given_by_its_folder_and_leaves_nothing_open(digits, tmp_path):
+    folder = tmp_path / "cache"
+    Cache(folder, budget="64MB").close()
+    with make(digits["val"], 64) as loader:
+        expected = take(loader, 3)
+    for cache in (folder, str(folder)):
+        loader = make(digits["val"], 64, cache=cache)
+        with loader:
+            assert all(same(first, second) for first, second in zip(expected, take(loader, 3), strict=True))
+        del loader
+        gc.collect()
+        assert folder.resolve() not in process_handle._folders
+    with Cache(folder) as cache:
+        assert cache.counters()["hits"] > 0
+
+
+def test_the_folder_of_a_cache_without_a_budget_is_refused_with_what_to_do(digits, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no budget yet; set one: Cache\('.*/cache', budget='50GB'\)"):
+        make(digits["val"], 64, cache=str(tmp_path / "cache"))

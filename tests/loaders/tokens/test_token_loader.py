@@ -294,11 +294,13 @@ def test_a_rank_may_get_an_empty_last_batch(numbered):
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_through_a_cache_the_batches_are_the_same(numbered, tmp_path, staged):
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_through_a_cache_the_batches_are_the_same(numbered, tmp_path, staged, by_folder):
     with Cache(tmp_path / "cache", budget=64 << 20) as cache:
         if staged:
             cache.stage([numbered])
-        with make(numbered, training=True, cache=cache) as loader, make(numbered, training=True) as other:
+        place = str(cache.folder) if by_folder else cache
+        with make(numbered, training=True, cache=place) as loader, make(numbered, training=True) as other:
             for one, expected in zip(loader.numpy(), other.numpy(), strict=True):
                 assert np.array_equal(one.tokens, expected.tokens)
 
