@@ -360,26 +360,6 @@ def _merge(many: Integers, few: Integers) -> Integers:
     return np.insert(many, indices[~is_duplicate], few[~is_duplicate])
 
 
-def max_live_shards(samples_per_shard: Sequence[int] | Integers, config: OrderConfig, run: int) -> int:
-    """Return an upper bound of the number of shards that `run` consecutive positions may need, anywhere in any epoch.
-
-    Loaders and forecasts use it to refuse an order that does not fit the cache.
-    """
-    counts = np.sort(np.asarray(samples_per_shard, np.int64))
-    counts = counts[counts > 0]
-    if config.shuffle == "global" or not len(counts):
-        return len(counts)
-    per_lane = -(-run // config.lanes)  # rounded up
-    block = config.block or 1
-    # The positions may start and end inside a block, so they may overlap one more block than their number implies.
-    num_blocks = -(-per_lane // block) + (1 if block > 1 else 0)
-    # Each end of a span may cut a shard. Between these two shards, most shards fit if they are the smallest ones.
-    num_inside = int(np.searchsorted(np.cumsum(counts), num_blocks * block - 2, side="right"))
-    # With sticky lanes, the parts of the two shards at the ends of a lane may be anywhere in it.
-    num_cut_by_lanes = 2 if config.sticky else 0
-    return min(len(counts), config.lanes * (num_inside + 2 + num_cut_by_lanes))
-
-
 @dataclass(frozen=True)
 class Step:
     """Positions [start, stop) of one global batch in an epoch of `num_samples` samples.

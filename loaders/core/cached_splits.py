@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from datasvc.cache import Cache
 from datasvc.cache.cache import use_cache
-from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
-from datasvc.cache.prefetch.window_budget import check_window, window_bytes
+from datasvc.cache.prefetch.window_budget import (
+    BatchesAtOnce,
+    Need,
+    check_window,
+    choose_windowed,
+    window_bytes,
+)
+from datasvc.keyed_random import Integers
 from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture, clock_steps, most_of, split_orders, splits_of
 from datasvc.order import OrderConfig, lanes_of_rank
@@ -25,25 +33,27 @@ def follow_splits(
     cache: Cache | str | Path,
     ranks: DataRanks,
     *,
-    global_batch: int,
-    prefetch: int,
+    batches: BatchesAtOnce,
 ) -> list[PrefetchingShardStore]:
     """Return a prefetching shard store for each split, for one rank of a loader.
 
-    For the arguments see `Loader`; `global_batch` is the number of samples of a step over all ranks. A cache that is
-    given by its folder is opened here and closed again; the stores keep jobs of their own on it.
+    For the arguments see `Loader`; `batches` are those in progress on all ranks. A cache that is given by its folder
+    is opened here and closed again; the stores keep jobs of their own on it.
 
     Raises:
-        CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has both sizes.
+        CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has both sizes,
+            their parts, and values that fit.
         ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, see `Cache`.
     """
     with use_cache(cache) as opened:
-        _check_windows(samples, order, opened, global_batch * (prefetch + 1))
+        available_bytes = _available_bytes(samples, opened)
+        need = _need(samples)
+        check_window(order, batches, need, available_bytes, _samples_per_shard(samples), f"the order of {samples!r}")
         # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
         lanes = (
             None
             if isinstance(samples, Mixture)
-            else lanes_of_rank(global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
+            else lanes_of_rank(batches.global_batch, rank=ranks.rank, world_size=ranks.world_size, lanes=order.lanes)
         )
         return [
             PrefetchingShardStore(
@@ -55,13 +65,48 @@ def follow_splits(
         ]
 
 
-def _check_windows(samples: Split | Mixture, order: OrderConfig, cache: Cache, run: int) -> None:
-    """Raise CacheFullError unless the cache can hold the shards of any `run` consecutive positions."""
+def derive_windowed(
+    samples: Split | Mixture, cache: Cache | str | Path | None, batches: BatchesAtOnce, *, seed: int
+) -> OrderConfig:
+    """Return a windowed order for the shards of `samples`, and for the cache if there is one.
+
+    See `choose_windowed`. Raises the errors of `Cache`, if the cache is given by its folder.
+    """
+    budget_bytes = None
+    if cache is not None:
+        with use_cache(cache) as opened:
+            budget_bytes = _available_bytes(samples, opened)
+    return choose_windowed(
+        _samples_per_shard(samples), batches, seed=seed, need=_need(samples), budget_bytes=budget_bytes
+    )
+
+
+def _need(samples: Split | Mixture) -> Need:
+    """Return a function that returns the bytes of all shards that batches in progress need at once."""
     tables = [split.table for split in splits_of(samples)]
-    needed = 0
-    for table, split_run in zip(tables, most_of(samples, run), strict=True):
-        window = window_bytes(table.samples_per_shard, table.bytes_per_shard, order, split_run)
-        # At the boundary of two epochs the last shards of one and the first of the next are needed together.
-        needed += min(2 * window, int(footprint(table.bytes_per_shard).sum())) if split_run else 0
-    available = cache.available_bytes({info.digest for table in tables for info in table.shards()})
-    check_window(needed, available, f"the order of {samples!r}")
+
+    def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
+        is_mixture = isinstance(samples, Mixture)
+        # Padding repeats samples from the start of the epoch; without a shuffle, so does the next epoch.
+        padding = batches.global_batch if batches.tail == "pad" and (is_mixture or order.shuffle == "windowed") else 0
+        # An epoch of a mixture ends anywhere in the epochs of its splits, so the positions that it skips count there.
+        skipped = 0 if is_mixture else batches.skipped
+        runs = most_of(samples, batches.run + batches.skipped - skipped)
+        needed = 0
+        for table, run, padding_run in zip(tables, runs, most_of(samples, padding), strict=True):
+            counts, sizes = table.samples_per_shard, table.bytes_per_shard
+            if run:
+                window = window_bytes(counts, sizes, order, run, skipped=skipped)
+                padded = window_bytes(counts, sizes, order, padding_run) if padding_run else 0
+                needed += min(window + padded, window_bytes(counts, sizes, OrderConfig(), run))
+        return needed
+
+    return need
+
+
+def _available_bytes(samples: Split | Mixture, cache: Cache) -> int:
+    return cache.available_bytes({info.digest for split in splits_of(samples) for info in split.table.shards()})
+
+
+def _samples_per_shard(samples: Split | Mixture) -> Integers:
+    return np.concatenate([split.table.samples_per_shard for split in splits_of(samples)])

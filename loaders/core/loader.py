@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 from datasvc.cache import Cache
+from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.batches import Cursor, SampleBatch, SampleBatches
 from datasvc.loaders.core.cached_splits import follow_splits
@@ -118,9 +119,7 @@ class Loader(ABC, Generic[B]):
         # A step that starts before this position is a full global batch.
         self._full_until = len(split) - self._global_batch + 1
         self._cached_stores = (
-            []
-            if cache is None
-            else follow_splits(split, order, cache, ranks, global_batch=self._global_batch, prefetch=prefetch)
+            [] if cache is None else follow_splits(split, order, cache, ranks, batches=self._batches_at_once)
         )
         stores: Sequence[ShardStore] = self._cached_stores or [part.origin for part in splits_of(split)]
         self._batches = SampleBatches(
@@ -252,6 +251,10 @@ class Loader(ABC, Generic[B]):
     @property
     def _global_batch(self) -> int:
         return self.batch_size * self.ranks.world_size
+
+    @property
+    def _batches_at_once(self) -> BatchesAtOnce:
+        return BatchesAtOnce(self.batch_size, self.ranks.world_size, self._prefetch, self.tail)
 
     def _deliver(self, decoded: B) -> B:
         """Return a decoded batch in the form that the caller gets, such as in page-locked memory."""

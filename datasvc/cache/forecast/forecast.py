@@ -18,9 +18,10 @@ from datasvc.cache.catalogue.next_use import Uses, plan_uses
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.forecast.replay import EpochTraffic, replay
 from datasvc.cache.forecast.workload import Rates, Workload
-from datasvc.cache.prefetch.window_budget import check_window, choose_ahead_bytes, window_bytes
+from datasvc.cache.prefetch.window_budget import BatchesAtOnce, check_window, choose_ahead_bytes, window_bytes
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
+from datasvc.order import OrderConfig
 
 _EPOCHS: Final = 6
 _STEADY_EPOCHS: Final = 2  # the last of the simulated epochs, which stand for all later ones
@@ -96,17 +97,18 @@ def forecast(
     num_samples, data_bytes = int(samples_per_shard.sum()), int(bytes_per_shard.sum())
     if not num_samples:
         raise ConfigError("cannot forecast a run: the data set has no samples")
-    window = window_bytes(samples_per_shard, bytes_per_shard, workload.order, workload.run)
-    # At the end of an epoch, its last shards and the first ones of the next epoch are needed together.
-    window = min(2 * window, int(footprint(bytes_per_shard).sum()))
-    check_window(window, budget_bytes, "this order")
+
+    def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
+        return window_bytes(samples_per_shard, bytes_per_shard, order, batches.run, skipped=batches.skipped)
+
+    check_window(workload.order, workload.batches, need, budget_bytes, samples_per_shard, "this order")
     epochs, resident_bytes = _replay_chosen(samples_per_shard, bytes_per_shard, budget_bytes, workload)
     return Forecast(
         num_samples=num_samples,
         num_shards=len(samples_per_shard),
         data_bytes=data_bytes,
         budget_bytes=budget_bytes,
-        window_bytes=window,
+        window_bytes=need(workload.order, workload.batches),
         resident_bytes=resident_bytes,
         first_epoch=_with_rates(epochs[0], num_samples, workload.nodes, rates),
         later_epochs=_with_rates(_mean(epochs[-_STEADY_EPOCHS:]), num_samples, workload.nodes, rates),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
 from datasvc.order import OrderConfig, lanes_of_rank
 
@@ -42,9 +43,9 @@ class Workload:
             raise ConfigError(f"prefetch is {self.prefetch}; expected 0 or more")
 
     @property
-    def run(self) -> int:
-        """Number of consecutive positions that all ranks together have in progress at once."""
-        return self._global_batch * (self.prefetch + 1)
+    def batches(self) -> BatchesAtOnce:
+        """Batches that all ranks together have in progress at once."""
+        return BatchesAtOnce(self.batch_size, self._world_size, self.prefetch)
 
     @property
     def splits_lanes(self) -> bool:

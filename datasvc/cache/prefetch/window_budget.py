@@ -1,26 +1,221 @@
 """Cache space of an access order: shards in use at the same time, and the distance to fetch ahead. Pure.
 
-Loaders and forecasts refuse an order that does not fit. The stager and forecasts choose how far to fetch ahead.
+Loaders and forecasts refuse an order that does not fit. Loaders derive a windowed order that does. The stager and
+forecasts choose how far to fetch ahead.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from datasvc.cache.catalogue.records import footprint
 from datasvc.errors import CacheFullError
 from datasvc.keyed_random import Integers
-from datasvc.order import OrderConfig, max_live_shards
+from datasvc.order import OrderConfig, Tail
+from datasvc.sizes import format_size
 
 _MIN_SHARDS_AHEAD = 4
+_MAX_LANES: Final = 8  # a multiple of most numbers of nodes, so that each can read lanes of its own
+_MAX_SHARDS_PER_BLOCK: Final = 4
+_AHEAD_SHARE: Final = 4
+_UNCACHED_SHARE: Final = 4  # without a budget, a derived order uses at most a quarter of the data at once
 
 
-def window_bytes(samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int) -> int:
-    """Return an upper bound, in bytes, of the disk space of the shards that `run` consecutive positions use."""
-    live = max_live_shards(samples_per_shard, config, run)
-    # Which shards these are depends on the epoch; the largest ones are an upper bound.
-    used: Integers = footprint(np.sort(bytes_per_shard)[::-1][:live])
-    return int(used.sum())
+@dataclass(frozen=True)
+class BatchesAtOnce:
+    """Batches that the ranks of a job have in progress at the same time.
+
+    Attributes:
+        batch_size: samples per rank and step.
+        num_ranks: number of data ranks.
+        prefetch: batches that each rank prepares in advance.
+        tail: treatment of the last samples of an epoch, see `plan_step`.
+    """
+
+    batch_size: int
+    num_ranks: int = 1
+    prefetch: int = 2
+    tail: Tail = "drop"
+
+    @property
+    def global_batch(self) -> int:
+        """Number of positions of a step."""
+        return self.batch_size * self.num_ranks
+
+    @property
+    def num_batches(self) -> int:
+        """Number of global batches in progress at once: one in use, those prefetched, and one for a faster rank."""
+        # Ranks share the cache of their node, and one of them may be a step ahead of the others.
+        return 1 + self.prefetch + (self.num_ranks > 1)
+
+    @property
+    def run(self) -> int:
+        """Number of consecutive positions in progress at once."""
+        return self.num_batches * self.global_batch
+
+    @property
+    def skipped(self) -> int:
+        """Upper bound of the positions at the end of an epoch that fill no batch, or only batches of other ranks."""
+        return {"drop": self.global_batch - 1, "short": self.num_ranks - 1, "pad": 0}[self.tail]
+
+    def describe(self) -> str:
+        """Return the parts of `run` in words."""
+        per_rank = f"{self.batch_size} samples" + (f" x {self.num_ranks} ranks" if self.num_ranks > 1 else "")
+        faster = ", 1 for a rank that is a step ahead" if self.num_ranks > 1 else ""
+        return (
+            f"{self.run} positions in progress: {self.num_batches} batches (1 in use, {self.prefetch} prefetched"
+            f"{faster}) of {per_rank}"
+        )
+
+
+Need = Callable[[OrderConfig, BatchesAtOnce], int]
+"""Returns the bytes of the cache that an order needs at once, such as `window_bytes` of a split."""
+
+
+def window_bytes(
+    samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int, *, skipped: int = 0
+) -> int:
+    """Return an upper bound, in bytes, of the disk space of the shards that `run` consecutive positions use.
+
+    The positions may be in two epochs: the last ones of an epoch, and the first ones of the next. The bound is exact
+    without a shuffle. The shards of a windowed order depend on the epoch; its bound holds for all epochs.
+
+    Args:
+        samples_per_shard: `int64[num_shards]`.
+        bytes_per_shard: `int64[num_shards]`, sizes of the files.
+        config: parameters of the order.
+        run: number of positions.
+        skipped: upper bound of the positions at the end of an epoch that are not served, see `BatchesAtOnce`.
+    """
+    used = samples_per_shard > 0
+    counts, sizes = samples_per_shard[used], footprint(bytes_per_shard[used])
+    total = int(sizes.sum())
+    if config.shuffle == "global" or run + skipped >= counts.sum():
+        return total
+    if config.shuffle is None:
+        return min(total, _max_in_sequence(counts, sizes, run, skipped))
+    lanes, block, num_samples = config.lanes, config.block or 1, int(counts.sum())
+    lane_size = -(-num_samples // lanes)
+    # With sticky lanes, the parts of a shard that two lanes share may be anywhere in these lanes.
+    num_shared = lanes - 1 if config.sticky else 0
+    span = min(blocks_at_once(config, run) * block, lane_size)
+    inside = _max_of_spans(counts, sizes, span - 2, lanes, 2 * lanes + num_shared)
+    # At the end of an epoch, the last blocks of each lane and the first blocks of the next epoch are in use. Without
+    # sticky lanes, lanes also cut shards in two where they end and begin, except at the ends of the data.
+    num_cut = 2 * lanes + num_shared if config.sticky else 4 * lanes - 2
+    spans = _max_boundary_samples(num_samples // lanes, lane_size, block, -(-(run + skipped) // lanes) + 1)
+    return min(total, max(inside, _max_of_spans(counts, sizes, spans - 2, lanes, num_cut)))
+
+
+def blocks_at_once(config: OrderConfig, run: int) -> int:
+    """Return the largest number of blocks of one lane that `run` consecutive positions may need."""
+    per_lane = -(-run // config.lanes)
+    return -(-(per_lane - 1) // (config.block or 1)) + 1
+
+
+def _max_in_sequence(counts: Integers, sizes: Integers, run: int, skipped: int) -> int:
+    """Return the largest sum of sizes of the shards of `run` positions in the order of the shard table."""
+    stops = np.cumsum(counts)
+    num_samples = int(stops[-1])
+    # The largest sums begin with the last sample of a shard. The first epoch is followed by a second one.
+    last = stops + run - 2
+    last += np.where(last >= num_samples - skipped, skipped, 0)
+    ends = np.searchsorted(np.concatenate([stops, stops + num_samples]), last, side="right")
+    before = np.concatenate([[0], np.cumsum(np.concatenate([sizes, sizes]))])
+    return int((before[np.minimum(ends + 1, 2 * len(sizes))] - before[np.arange(len(sizes))]).max())
+
+
+def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
+    """Return the largest number of samples of a lane in the last blocks of an epoch and the first ones of the next.
+
+    Args:
+        short: samples of most lanes.
+        long: samples of the other lanes, if there are any.
+        block: samples of a block.
+        run: positions of the lane in both epochs together, at least 2.
+    """
+    best = 0
+    for size in {short, long}:
+        at_end = np.arange(1, max(min(run - 1, size), 1) + 1)
+        last_blocks = size - (size - at_end) // block * block
+        first_blocks = np.minimum(-(-(run - at_end) // block) * block, size)
+        best = max(best, int((last_blocks + first_blocks).max()))
+    return best
+
+
+def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_cut: int) -> int:
+    """Return an upper bound of the sum of sizes of the shards that overlap one span of samples in each lane.
+
+    Args:
+        counts: `int64[n]`, samples of each shard, at least 1.
+        sizes: `int64[n]`, bytes of each shard.
+        span: samples of the shards that are completely inside the span of one lane.
+        lanes: number of spans.
+        num_cut: number of shards that are only partly inside.
+    """
+    span = max(span, 0)
+    by_count = np.argsort(counts, kind="stable")
+    ascending, small = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
+    largest = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
+    # First bound: most shards are inside if they are the smallest ones.
+    num_inside = lanes * int(np.searchsorted(np.cumsum(ascending), span, side="right"))
+    most = int(largest[min(num_inside + num_cut, len(counts))])
+    # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards that are
+    # smaller than shard i, and as many of its size as fit into each span.
+    num_large = np.minimum(lanes * (span // ascending) + num_cut, len(counts))
+    mixed = int((small[:-1] + largest[num_large]).min())
+    # Third bound, for long spans: all samples have the highest bytes per sample.
+    by_density = np.argsort(-sizes / counts, kind="stable")
+    dense_counts = np.concatenate([[0], np.cumsum(counts[by_density])])
+    dense = np.interp(lanes * span, dense_counts, np.concatenate([[0], np.cumsum(sizes[by_density])]))
+    return min(most, mixed, int(dense) + 1 + int(largest[min(num_cut, len(counts))]))
+
+
+def choose_windowed(
+    samples_per_shard: Integers, batches: BatchesAtOnce, *, seed: int, need: Need, budget_bytes: int | None
+) -> OrderConfig:
+    """Return a windowed order for shards of these sizes: as many lanes and as large blocks as the budget holds.
+
+    A quarter of the budget stays free for shards that are fetched ahead. There are at most 8 lanes, and about 4
+    shards in a block. If no order fits into the rest, the result may use all of the budget; if none fits at all, it
+    is the smallest one.
+
+    Args:
+        samples_per_shard: `int64[num_shards]`, of all splits.
+        batches: batches in progress.
+        seed: seed of the order.
+        need: returns the bytes that an order needs at once.
+        budget_bytes: bytes available in the cache; None: there is no cache, so use at most a quarter of the data.
+    """
+    num_shards, num_samples = int((samples_per_shard > 0).sum()), int(samples_per_shard.sum())
+    mean = max(1, num_samples // max(1, num_shards))
+    sizes = [mean * shards for shards in (_MAX_SHARDS_PER_BLOCK, 2, 1)] + [
+        max(1, mean // part) for part in (2, 4, 16)
+    ]
+    candidates = [
+        OrderConfig(seed, "windowed", lanes, block)
+        for lanes in (_MAX_LANES, 4, 2, 1)
+        for block in dict.fromkeys([*sizes, 1])
+        if lanes <= max(num_shards, 1)
+    ]
+    candidates.sort(key=lambda order: (order.lanes * (order.block or 1), order.lanes), reverse=True)
+    everything = need(OrderConfig(seed), batches)
+    limits = (
+        [everything // _UNCACHED_SHARE]
+        if budget_bytes is None
+        else [budget_bytes - budget_bytes // _AHEAD_SHARE, budget_bytes]
+    )
+    if budget_bytes is not None and everything <= budget_bytes:
+        limits = [budget_bytes]
+    for limit in limits:
+        for order in candidates:
+            if need(order, batches) <= limit:
+                return order
+    return candidates[-1]
 
 
 def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
@@ -36,13 +231,82 @@ def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
     return max(largest, min(max(_MIN_SHARDS_AHEAD * largest, shard_budget // 32), shard_budget // 16))
 
 
-def check_window(needed_bytes: int, budget_bytes: int, what: str) -> None:
+def check_window(
+    order: OrderConfig, batches: BatchesAtOnce, need: Need, budget_bytes: int, samples_per_shard: Integers, what: str
+) -> None:
     """Raise CacheFullError if the shards in use at the same time do not fit: the run would fail later.
 
-    `what` names the access order in the message.
+    The message names the parts of the space, and the largest lanes, block and batch that fit.
+
+    Args:
+        order: parameters of the access order.
+        batches: batches in progress.
+        need: returns the bytes that an order needs at once.
+        budget_bytes: bytes available.
+        samples_per_shard: `int64[num_shards]`, of all splits.
+        what: the access order in the message.
     """
-    if needed_bytes > budget_bytes:
-        raise CacheFullError(
-            f"{what} needs {needed_bytes} bytes of the cache at once, and {budget_bytes} are available beside pinned "
-            "objects; raise the budget, or use shuffle='windowed' with fewer lanes or smaller blocks"
-        )
+    needed = need(order, batches)
+    if needed <= budget_bytes:
+        return
+    raise CacheFullError(
+        f"{what} needs {needed} bytes of the cache at once, and {budget_bytes} are available beside pinned objects "
+        f"({format_size(needed)} of {format_size(budget_bytes)}). It needs {_describe(order, batches)}. Raise the "
+        f"budget to {-(-needed // 10**6)}MB; or {_advise(order, batches, need, budget_bytes, samples_per_shard)}"
+    )
+
+
+def _describe(order: OrderConfig, batches: BatchesAtOnce) -> str:
+    """Return the parts of a window in words."""
+    if order.shuffle == "global":
+        return "all shards, because shuffle='global' permutes all samples of an epoch"
+    boundary = "at the end of an epoch also those of the first positions of the next"
+    if order.shuffle is None:
+        return f"the shards of {batches.describe()}; {boundary}"
+    num_blocks = blocks_at_once(order, batches.run)
+    return (
+        f"the shards of {order.lanes} lane{'s' * (order.lanes > 1)} x {num_blocks} block{'s' * (num_blocks > 1)} of "
+        f"{order.block} samples, which hold {batches.describe()}; a shard that a block or lane cuts counts in full; "
+        f"{boundary}"
+    )
+
+
+def _advise(
+    order: OrderConfig, batches: BatchesAtOnce, need: Need, budget_bytes: int, samples_per_shard: Integers
+) -> str:
+    """Return what fits: the largest lanes, block and batch, each with the others unchanged, or another order."""
+
+    def fits(order: OrderConfig, batches: BatchesAtOnce = batches) -> bool:
+        return need(order, batches) <= budget_bytes
+
+    found: dict[str, tuple[int, int]] = {}  # name -> value and its bytes
+    if order.shuffle == "windowed":
+        lanes = _largest_that(lambda value: fits(replace(order, lanes=value)), order.lanes - 1)
+        block = _largest_that(lambda value: fits(replace(order, block=value)), (order.block or 1) - 1)
+        if lanes:
+            found["lanes"] = lanes, need(replace(order, lanes=lanes), batches)
+        if block:
+            found["block"] = block, need(replace(order, block=block), batches)
+    batch_size = _largest_that(lambda value: fits(order, replace(batches, batch_size=value)), batches.batch_size - 1)
+    if batch_size:
+        found["batch_size"] = batch_size, need(order, replace(batches, batch_size=batch_size))
+    if found:
+        parts = [f"{name}={value} ({format_size(size)})" for name, (value, size) in found.items()]
+        return f"give one of the largest values that fit, with all others unchanged: {', '.join(parts)}"
+    windowed = choose_windowed(samples_per_shard, batches, seed=order.seed, need=need, budget_bytes=budget_bytes)
+    size = need(windowed, batches)
+    if size <= budget_bytes:
+        return f"use shuffle='windowed', lanes={windowed.lanes}, block={windowed.block} ({format_size(size)})"
+    return (
+        f"ingest smaller shards, or give smaller batches: even one lane in blocks of one sample needs "
+        f"{format_size(size)}"
+    )
+
+
+def _largest_that(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest value from 1 to `most` that fits, by bisection; 0 if none does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

@@ -111,11 +111,11 @@ def test_a_window_that_does_not_fit_is_refused_with_the_number():
         forecast(COUNTS, SIZES, 100, Workload(OrderConfig(), batch_size=8), Rates())
 
 
-def test_it_needs_two_windows_of_what_is_under_way():
-    # At an epoch's boundary the last shards of one and the first of the next are needed together.
+def test_it_needs_the_window_of_what_is_under_way_on_all_ranks():
     shape = run_shape(nodes=2, ranks_per_node=3, prefetch=4)
-    assert shape.run == 8 * 2 * 3 * (4 + 1)
-    assert forecast_of(0.5, shape).window_bytes == 2 * window_bytes(COUNTS, SIZES, shape.order, shape.run) < DATA
+    run = 8 * 2 * 3 * (4 + 2)  # one batch in use, four prefetched, and one for a rank that is a step ahead
+    window = window_bytes(COUNTS, SIZES, shape.order, run, skipped=8 * 2 * 3 - 1)
+    assert forecast_of(0.5, shape).window_bytes == window < DATA
 
 
 def test_small_shards_take_whole_blocks_of_the_disk():

@@ -449,10 +449,11 @@ def test_an_interrupt_between_a_batch_and_the_cursor_repeats_the_batch(digits):
 def test_the_window_counts_prefetched_batches_of_all_ranks_and_the_next_epochs_first_shards(digits, tmp_path):
     table = digits["train"].table
     order = OrderConfig(shuffle="windowed", lanes=1, block=60)
-    window = window_bytes(table.samples_per_shard, table.bytes_per_shard, order, 30 * 2 * (3 + 1))
-    assert 2 * window < table.size_bytes
-    cache = Cache(tmp_path / "cache", budget=2 * window - 1)
-    with pytest.raises(CacheFullError, match=f"needs {2 * window} bytes"):
+    run, skipped = 30 * 2 * (3 + 2), 30 * 2 - 1
+    window = window_bytes(table.samples_per_shard, table.bytes_per_shard, order, run, skipped=skipped)
+    assert window < table.size_bytes
+    cache = Cache(tmp_path / "cache", budget=window - 1)
+    with pytest.raises(CacheFullError, match=f"needs {window} bytes"):
         make(digits["train"], 30, cache=cache, order=order, ranks=DataRanks(0, 2), decode=DecodeConfig(prefetch=3))
 
 
