@@ -2,7 +2,6 @@
 
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.core.batch import Batch
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.decode.backend import DecodeConfig
@@ -10,6 +9,7 @@ from datasvc.loaders.decode.pixels import IMAGENET_MEAN, IMAGENET_STD, PixelForm
 from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_loader import ImageLoader
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.tokens.token_batch import TokenBatch
 from datasvc.loaders.tokens.token_loader import TokenFormat, TokenLoader
 from datasvc.order import OrderConfig

@@ -100,7 +100,7 @@ ROOMS = {
     "datasvc.node": ["transfers", "http", "."],
     "datasvc.cli": ["terminal", "nodes datasets", "models", "."],
     "datasvc.loaders": [
-        "augment profiling",
+        "augment profiling ranks",
         "core",
         "tokens decode_sharing decode",
         "torch images",

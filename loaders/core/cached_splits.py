@@ -17,12 +17,11 @@ from datasvc.cache.prefetch.window_budget import (
     BatchesAtOnce,
     Need,
     check_window,
-    choose_windowed,
     window_bytes,
 )
 from datasvc.keyed_random import Integers
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture, clock_steps, most_of, split_orders, splits_of
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, lanes_of_rank
 from datasvc.shards import Split
 
@@ -46,9 +45,9 @@ def follow_splits(
         ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, see `Cache`.
     """
     with use_cache(cache) as opened:
-        available_bytes = _available_bytes(samples, opened)
-        need = _need(samples)
-        check_window(order, batches, need, available_bytes, _samples_per_shard(samples), f"the order of {samples!r}")
+        available_bytes = find_available_bytes(samples, opened)
+        need = window_need(samples)
+        check_window(order, batches, need, available_bytes, samples_per_shard(samples), f"the order of {samples!r}")
         # Consecutive positions of a mixture have no fixed relation to its splits' lanes: every rank reads all lanes.
         lanes = (
             None
@@ -65,23 +64,7 @@ def follow_splits(
         ]
 
 
-def derive_windowed(
-    samples: Split | Mixture, cache: Cache | str | Path | None, batches: BatchesAtOnce, *, seed: int
-) -> OrderConfig:
-    """Return a windowed order for the shards of `samples`, and for the cache if there is one.
-
-    See `choose_windowed`. Raises the errors of `Cache`, if the cache is given by its folder.
-    """
-    budget_bytes = None
-    if cache is not None:
-        with use_cache(cache) as opened:
-            budget_bytes = _available_bytes(samples, opened)
-    return choose_windowed(
-        _samples_per_shard(samples), batches, seed=seed, need=_need(samples), budget_bytes=budget_bytes
-    )
-
-
-def _need(samples: Split | Mixture) -> Need:
+def window_need(samples: Split | Mixture) -> Need:
     """Return a function that returns the bytes of all shards that batches in progress need at once."""
     tables = [split.table for split in splits_of(samples)]
 
@@ -104,9 +87,11 @@ def _need(samples: Split | Mixture) -> Need:
     return need
 
 
-def _available_bytes(samples: Split | Mixture, cache: Cache) -> int:
+def find_available_bytes(samples: Split | Mixture, cache: Cache) -> int:
+    """Return the bytes of a cache that its pins of other objects leave for `samples`."""
     return cache.available_bytes({info.digest for split in splits_of(samples) for info in split.table.shards()})
 
 
-def _samples_per_shard(samples: Split | Mixture) -> Integers:
+def samples_per_shard(samples: Split | Mixture) -> Integers:
+    """Return the samples of each shard of all splits: `int64[num_shards]`."""
     return np.concatenate([split.table.samples_per_shard for split in splits_of(samples)])

@@ -35,8 +35,8 @@ from datasvc.ledger.file import (
 )
 from datasvc.ledger.strided_range import contiguous, describe_positions, split_runs
 from datasvc.loaders.core.batches import SampleBatch
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.split_reader import Cursor
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import Tail
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
 
 from datasvc.cache import Cache
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.batches import Cursor, SampleBatch, SampleBatches
 from datasvc.loaders.core.cached_splits import follow_splits
-from datasvc.loaders.core.data_ranks import DataRanks, choose_data_ranks
+from datasvc.loaders.core.derived_order import derive_windowed, order_of_state
 from datasvc.loaders.core.ledger import Ledger
 from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
 from datasvc.loaders.core.single_thread import SingleThreadGuard
@@ -29,6 +30,7 @@ from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.loaders.profiling.timed_shards import TimedShards
 from datasvc.loaders.profiling.trace import write_trace
+from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
 from datasvc.shards import ShardStore, Split
 
@@ -70,8 +72,10 @@ class Loader(ABC, Generic[B]):
         cache: cache of the node, or the folder of one that has a budget; None: read a local repository in place, and
             a remote one into memory.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
-        shuffle: "global", None (order of the shard table), or "auto": "global" in training, None otherwise.
-        order: all parameters of the order, in place of `seed` and `shuffle`; needed for the shuffle "windowed".
+        shuffle: "global"; None (order of the shard table); "windowed", with lanes and block for the sizes of the
+            shards and of the cache; or "auto": "global" in training, None otherwise. After `load_state_dict`, a
+            windowed order has the numbers of the state.
+        order: all parameters of the order, in place of `seed` and `shuffle`.
         ranks: data-parallel rank of this process, or a `torch.distributed` device mesh of one axis, such as
             `mesh["data"]`. Tensor- and pipeline-parallel peers give the same rank and get the same batches. Default:
             rank 0 of 1.
@@ -85,7 +89,7 @@ class Loader(ABC, Generic[B]):
             a column; a batch is larger than the epoch with `tail="drop"`; the ledger belongs to other data or
             another order.
         CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
-            sizes.
+            sizes, their parts, and the largest values that fit.
     """
 
     def __init__(
@@ -110,7 +114,6 @@ class Loader(ABC, Generic[B]):
             raise ConfigError(f"prefetch is {prefetch}; expected at least 0")
         self.split = split
         self.batch_size = batch_size
-        self.order = order = choose_order(order, seed=seed, shuffle=shuffle, training=training)
         self.tail = parse_tail(tail or ("drop" if training else "pad"))
         self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
@@ -118,21 +121,16 @@ class Loader(ABC, Generic[B]):
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._full_until = len(split) - self._global_batch + 1
-        self._cached_stores = (
-            [] if cache is None else follow_splits(split, order, cache, ranks, batches=self._batches_at_once)
-        )
-        stores: Sequence[ShardStore] = self._cached_stores or [part.origin for part in splits_of(split)]
-        self._batches = SampleBatches(
-            split,
-            [TimedShards(store, self.profiler) for store in stores],
+        self._is_derived = order is None and shuffle == "windowed"
+        self.order = choose_order(
             order,
-            batch_size=batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            tail=self.tail,
-            blob=blob,
-            columns=tuple(columns),
+            seed=seed,
+            shuffle=shuffle,
+            training=training,
+            derive=lambda chosen: derive_windowed(split, cache, ranks, self._batches_at_once, seed=chosen),
         )
+        self._cache, self._blob, self._columns = cache, blob, tuple(columns)
+        self._cached_stores, self._batches = self._open(self.order)
 
         self._cursor = Cursor(0, 0)
         self._decoder: BatchDecoder[B] | None = None
@@ -140,7 +138,10 @@ class Loader(ABC, Generic[B]):
         self._in_progress: deque[SampleBatch] = deque()
         self._num_decoding = 0  # batches in progress that have samples
         self._thread_guard = SingleThreadGuard()
-        self._ledger = None if ledger is None else self._make_ledger(ledger)
+        self._ledger_folder = ledger
+        self._ledger: Ledger | None = None
+        if not self._is_derived:  # the state to load may have other numbers, those of the ledger
+            self._open_ledger()
 
     @abstractmethod
     def _make_decoder(self) -> BatchDecoder[B]:
@@ -177,6 +178,7 @@ class Loader(ABC, Generic[B]):
             ConfigError: the loader is used in a forked process, or by two threads at once.
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
+        self._open_ledger()
         epoch = self._cursor.epoch
         try:
             # The first comparison is cheap; `steps_left` is needed for the last batch of an epoch only.
@@ -203,10 +205,14 @@ class Loader(ABC, Generic[B]):
             StateMismatchError: the state belongs to another version, mixture or order; the message has both.
         """
         # Checked before prefetched batches are dropped: after a refused state the loader continues as before.
-        cursor = restore_state(state, self.split, self.order)
+        order = order_of_state(state, self.order) if self._is_derived else self.order
+        cursor = restore_state(state, self.split, order)
+        opened = None if order == self.order else self._open(order)
         with self._thread_guard:
             self._discard()
             self._cursor = cursor
+            if opened is not None:
+                self._change_order(order, *opened)
             if self._ledger is not None:
                 self._ledger.begin(cursor.epoch, cursor.position)
 
@@ -237,10 +243,7 @@ class Loader(ABC, Generic[B]):
             return  # a forked child must not close its parent's resources
         with self._thread_guard:
             self._discard()
-            for store in self._cached_stores:
-                store.close()
-            if self._ledger is not None:
-                self._ledger.close()
+            self._close_stores()
 
     def __enter__(self) -> Self:
         return self
@@ -264,10 +267,47 @@ class Loader(ABC, Generic[B]):
         """Return the indices in a batch of the samples that did not decode and were masked."""
         return ()
 
-    def _make_ledger(self, folder: Path | str) -> Ledger:
+    def _open(self, order: OrderConfig) -> tuple[list[PrefetchingShardStore], SampleBatches]:
+        """Return the shard stores on the cache, if there is one, and the batches in an order."""
+        cached = (
+            []
+            if self._cache is None
+            else follow_splits(self.split, order, self._cache, self.ranks, batches=self._batches_at_once)
+        )
+        stores: Sequence[ShardStore] = cached or [part.origin for part in splits_of(self.split)]
+        return cached, SampleBatches(
+            self.split,
+            [TimedShards(store, self.profiler) for store in stores],
+            order,
+            batch_size=self.batch_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            tail=self.tail,
+            blob=self._blob,
+            columns=self._columns,
+        )
+
+    def _change_order(
+        self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches
+    ) -> None:
+        """Read in another order from now on; no batch is in progress."""
+        self._close_stores()
+        self.order, self._cached_stores, self._batches = order, cached_stores, batches
+        self._ledger = None  # the next loop opens that of the new order
+
+    def _close_stores(self) -> None:
+        for store in self._cached_stores:
+            store.close()
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _open_ledger(self) -> None:
+        """Open the ledger, if there is one and it is not open. Raises ConfigError: it is of another order."""
+        if self._ledger is not None or self._ledger_folder is None:
+            return
         state = save_state(self.split, self.order, self._cursor)
-        return Ledger(
-            folder,
+        self._ledger = Ledger(
+            self._ledger_folder,
             order={name: value for name, value in state.items() if name not in {"epoch", "position"}},
             source=" + ".join(map(name_of, splits_of(self.split))),
             num_samples=len(self.split),
@@ -275,6 +315,7 @@ class Loader(ABC, Generic[B]):
             batch_size=self.batch_size,
             tail=self.tail,
         )
+        self._ledger.begin(*self._cursor)
 
     def _resources(self) -> Resources:
         """Return the resources of this loader, for the advice of a report."""
@@ -332,9 +373,16 @@ class Loader(ABC, Generic[B]):
 
 
 def choose_order(
-    order: OrderConfig | None, *, seed: int | None, shuffle: Shuffle | Literal["auto"], training: bool
+    order: OrderConfig | None,
+    *,
+    seed: int | None,
+    shuffle: Shuffle | Literal["auto"],
+    training: bool,
+    derive: Callable[[int], OrderConfig],
 ) -> OrderConfig:
     """Return the parameters of a loader's access order; for the arguments see `Loader`.
+
+    `derive` returns the windowed order for a seed; it is called if only the name of that shuffle is given.
 
     Raises:
         ConfigError: `order` is given together with `seed` or `shuffle`; a value is out of range.
@@ -347,10 +395,7 @@ def choose_order(
             )
         return order
     if shuffle == "windowed":
-        raise ConfigError(
-            "shuffle='windowed' needs the number of samples that are permuted together; give "
-            "order=OrderConfig(shuffle='windowed', block=N, seed=...)"
-        )
+        return derive(OrderConfig(seed=seed or 0).seed)  # an invalid seed is refused first
     chosen = ("global" if training else None) if shuffle == "auto" else shuffle
     return OrderConfig(seed=seed or 0, shuffle=chosen)
 

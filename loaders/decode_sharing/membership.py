@@ -16,8 +16,8 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.decode_sharing.links import LinkFolder, target_of
+from datasvc.loaders.ranks.data_ranks import DataRanks
 
 _ROOT: Final = Path("/dev/shm")  # noqa: S108 - local to the node, and the same for all its jobs, unlike TMPDIR
 _JOB: Final = "job-"

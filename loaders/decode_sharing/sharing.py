@@ -23,7 +23,7 @@ B = TypeVar("B")
 # Fields of `DecodeConfig` that may differ between the jobs of a group, because they do not affect the batches.
 _MAY_DIFFER: Final = {"num_threads", "prefetch"}
 # Arguments that `_describe` takes from the loader instead.
-_COMPARED_OTHERWISE: Final = {"order", "tail", "ranks"}
+_COMPARED_OTHERWISE: Final = {"tail", "ranks"}
 
 
 class Sharing(Generic[B]):

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy.typing as npt
 
 from datasvc.cache import Cache
+from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig
-from datasvc.loaders.core.data_ranks import DataRanks
-from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes, choose_order
+from datasvc.loaders.core.batches import SampleBatches
+from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
 from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
 from datasvc.loaders.core.other_columns import sort_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
@@ -32,6 +33,7 @@ from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.images.image_plan import ImagePlan
 from datasvc.loaders.profiling.bottleneck import Resources
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail
 from datasvc.shards import Split
 from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH
@@ -107,8 +109,6 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         decode = DecodeConfig(decode) if isinstance(decode, str) else decode
         group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
         augment = augment or AugmentConfig()
-        order = choose_order(order, seed=seed, shuffle=shuffle, training=training)
-        self._plan = ImagePlan(training, size, order.seed, augment)
         check_column(split, IMAGE, "images")
         self._numbers, self._lists = sort_columns(split, columns)
         labels = [LABEL] if LABEL in columns_of(split) else []
@@ -119,12 +119,15 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             batch_size=batch_size,
             training=training,
             cache=cache,
+            seed=seed,
+            shuffle=shuffle,
             order=order,
             ranks=ranks,
             tail=tail,
             prefetch=decode.prefetch,
             ledger=ledger,
         )
+        self._plan = ImagePlan(training, size, self.order.seed, augment)
         self._config = BackendConfig(
             batch_size=batch_size,
             size=size,
@@ -150,6 +153,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         if decode.backend == "auto" and candidates[0] == "pillow":
             _LOG.warning("images are decoded by Pillow, about half as fast as decode='cpu': %s", missing["cpu"])
         self.num_bad = 0
+        self._sharing_arguments: tuple[DecodeGroup, Mapping[str, Any]] | None = None
         self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
         if group is not None:
             if self._config.device_id is not None:
@@ -161,7 +165,6 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 "batch_size": batch_size,
                 "training": training,
                 "size": size,
-                "order": order,
                 "ranks": self.ranks,
                 "tail": self.tail,
                 "pixels": pixels,
@@ -169,6 +172,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
                 "columns": tuple(columns),
                 "decode": decode,
             }
+            self._sharing_arguments = group, arguments
             self.sharing = Sharing(self, group, arguments)
 
     def __iter__(self) -> Iterator[ImageBatch[torch.Tensor]]:
@@ -269,6 +273,14 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         decode = parse_backend(state[DECODE]) if DECODE in state else None
         super().load_state_dict(state)
         self._choice.restore(decode)
+
+    def _change_order(
+        self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches
+    ) -> None:
+        super()._change_order(order, cached_stores, batches)
+        if self.sharing is not None and self._sharing_arguments is not None:
+            self.sharing.close()
+            self.sharing = Sharing(self, *self._sharing_arguments)  # jobs with another order do not share batches
 
     def _deliver(self, decoded: ImageBatch[Any]) -> ImageBatch[Any]:
         # If the images were decoded to pinned memory, this copies only labels, mask and numbers.

@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
 from datasvc.loaders.core.mixture import Mixture, weighted_splits
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.profiling.bottleneck import Resources
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.tokens.token_batch import TokenBatch, to_torch
 from datasvc.loaders.tokens.token_blocks import choose_format
 from datasvc.loaders.tokens.token_decoder import Labels, TokenConfig, TokenDecoder

@@ -38,8 +38,9 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         batches.order.check_split(dataset.split)
         self.dataset = dataset
         self.order: RankOrder = batches.order
-        # Epoch and position in shared memory, so that persistent workers read the start of the next epoch.
-        self._start: torch.Tensor = torch.tensor(batches.cursor).share_memory_()  # type: ignore[no-untyped-call]
+        # Epoch, position, lanes and block, in shared memory: persistent workers read them at the start of an epoch.
+        start = torch.tensor([*batches.cursor, *self.order.numbers])
+        self._start: torch.Tensor = start.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def batch_size(self) -> int:
@@ -54,7 +55,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
     @property
     def cursor(self) -> tuple[int, int]:
         """Epoch and position at which a `for` starts."""
-        epoch, position = self._start.tolist()
+        epoch, position = self._start[:2].tolist()
         return epoch, position
 
     def __len__(self) -> int:
@@ -63,6 +64,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> ServedSamples:
         epoch, position = self.cursor
+        self.order.use_numbers(*self._start[2:].tolist())
         info = torch.utils.data.get_worker_info()
         worker, num_workers = (0, 0) if info is None else (info.id, info.num_workers)
         batches = DrawnBatches(self.order, epoch, position, worker=worker, num_workers=num_workers)
@@ -85,7 +87,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def seek(self, epoch: int, position: int) -> None:
         """Set the epoch and position at which a `for` starts."""
-        self._start.copy_(torch.tensor([epoch, position]))
+        self._start.copy_(torch.tensor([epoch, position, *self.order.numbers]))
 
 
 class ServedSamples(Iterator[Any]):

@@ -6,6 +6,7 @@ The computation is a pure function of split, order, rank, epoch and step, so eve
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy.typing as npt
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
-from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.core.derived_order import order_of_state
 from datasvc.loaders.core.loader import check_num_steps
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.torch.served import ServedIndex
 from datasvc.loaders.torch.states import order_state
 from datasvc.order import AccessOrder, OrderConfig, OrderState, Step, Tail, count_steps, plan_step, slice_step
@@ -22,10 +24,32 @@ from datasvc.shards import Split
 
 
 class RankOrder:
-    """One rank's part of an access order. Raises ConfigError: see `check_num_steps`."""
+    """One rank's part of an access order.
 
-    def __init__(self, split: Split, config: OrderConfig, *, batch_size: int, ranks: DataRanks, tail: Tail) -> None:
+    Args:
+        split: split to read.
+        config: parameters of the order.
+        batch_size: samples of this rank per step.
+        ranks: data rank of this process.
+        tail: see `Loader`.
+        is_derived: whether lanes and block were not given, so that those of a state replace them.
+
+    Raises:
+        ConfigError: see `check_num_steps`.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        config: OrderConfig,
+        *,
+        batch_size: int,
+        ranks: DataRanks,
+        tail: Tail,
+        is_derived: bool = False,
+    ) -> None:
         self.split = split
+        self._is_derived = is_derived
         self.config = config
         self.batch_size = batch_size
         self.ranks = ranks
@@ -75,13 +99,32 @@ class RankOrder:
     def parse_state(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Return epoch and position of a state; it may be any state that `order_state` accepts.
 
+        An order that was derived takes the lanes and block of the state.
+
         Raises:
             ConfigError: `state` is no loader state, or has a later format.
             StateMismatchError: the state belongs to another version or order; the message has both.
         """
-        parsed = OrderState.from_dict(order_state(state))
-        parsed.check_matches(self.split.digest, self.config, self.num_samples)
+        stored = order_state(state)
+        parsed = OrderState.from_dict(stored)
+        config = order_of_state(stored, self.config) if self._is_derived else self.config
+        parsed.check_matches(self.split.digest, config, self.num_samples)
+        self._use(config)
         return parsed.epoch, parsed.position
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """Lanes and block of the order; 0 stands for no block."""
+        return self.config.lanes, self.config.block or 0
+
+    def use_numbers(self, lanes: int, block: int) -> None:
+        """Use other lanes and another block, if the order is derived; see `numbers`."""
+        if self._is_derived:
+            self._use(replace(self.config, lanes=lanes, block=block))
+
+    def _use(self, config: OrderConfig) -> None:
+        if config != self.config:
+            self.config, self._epoch_order = config, None
 
     def _part(self, step: Step) -> tuple[Integers, npt.NDArray[np.bool_]]:
         return slice_step(step, rank=self.ranks.rank, world_size=self.ranks.world_size, lanes=self.config.lanes)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.utils.data
 
+from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.data_ranks import DataRanks, choose_data_ranks
+from datasvc.loaders.core.derived_order import derive_windowed
 from datasvc.loaders.core.loader import check_sizes, choose_order
+from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
 from datasvc.loaders.torch.dataset import Dataset
 from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
@@ -32,7 +34,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         data: a split, or a `Dataset` of a split.
         batch_size: samples of this rank per step.
         seed, order, ranks: see `Loader`.
-        shuffle: "global" or None (order of the shard table); "auto" is "global".
+        shuffle: "global", None (order of the shard table), or "windowed", see `Loader`; "auto" is "global".
         tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad". With "pad",
             samples have a `mask`, which is False for padding. With "short", some ranks may get one batch fewer.
 
@@ -53,12 +55,22 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
     ) -> None:
         check_sizes(batch_size=batch_size)
         self.batch_size = batch_size
+        split = data.split if isinstance(data, Dataset) else data
+        data_ranks = choose_data_ranks(ranks)
+        batches = BatchesAtOnce(batch_size, data_ranks.world_size, tail=parse_tail(tail))
         self.order = RankOrder(
-            data.split if isinstance(data, Dataset) else data,
-            choose_order(order, seed=seed, shuffle=shuffle, training=True),
+            split,
+            choose_order(
+                order,
+                seed=seed,
+                shuffle=shuffle,
+                training=True,
+                derive=lambda chosen: derive_windowed(split, None, data_ranks, batches, seed=chosen),
+            ),
             batch_size=batch_size,
-            ranks=choose_data_ranks(ranks),
-            tail=parse_tail(tail),
+            ranks=data_ranks,
+            tail=batches.tail,
+            is_derived=order is None and shuffle == "windowed",
         )
         self._epoch, self._position = 0, 0
 

@@ -4,8 +4,8 @@ from collections import deque
 
 import numpy as np
 
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.loader import Loader
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 

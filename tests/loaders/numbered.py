@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
 from datasvc.shards.versions.dataset import Split

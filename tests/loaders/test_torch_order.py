@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.loaders.core.data_ranks import DataRanks
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler
 from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
@@ -204,7 +204,7 @@ def test_wrong_arguments_and_states_are_refused(digits, dataset):
         ({"batch_size": 1, "ranks": 2}, "ranks is 2; expected DataRanks"),
         ({"batch_size": 1, "ranks": DataRanks(1, 361)}, "fewer samples than there are ranks"),
         ({"batch_size": 1, "tail": "wrap"}, "tail is 'wrap'"),
-        ({"batch_size": 1, "shuffle": "windowed"}, "shuffle='windowed' needs the number of samples"),
+        ({"batch_size": 1, "shuffle": "windowed", "order": OrderConfig()}, "give them in the OrderConfig only"),
     ):
         with pytest.raises(ConfigError, match=said):
             OrderBatchSampler(split, **options)

@@ -8,7 +8,7 @@ SHARDS", FAST 2015).
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,14 @@ from datasvc.cache.catalogue.next_use import Uses, plan_uses
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.forecast.replay import EpochTraffic, replay
 from datasvc.cache.forecast.workload import Rates, Workload
-from datasvc.cache.prefetch.window_budget import BatchesAtOnce, check_window, choose_ahead_bytes, window_bytes
+from datasvc.cache.prefetch.window_budget import (
+    BatchesAtOnce,
+    Need,
+    check_window,
+    choose_ahead_bytes,
+    choose_windowed,
+    window_bytes,
+)
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.order import OrderConfig
@@ -97,10 +104,7 @@ def forecast(
     num_samples, data_bytes = int(samples_per_shard.sum()), int(bytes_per_shard.sum())
     if not num_samples:
         raise ConfigError("cannot forecast a run: the data set has no samples")
-
-    def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
-        return window_bytes(samples_per_shard, bytes_per_shard, order, batches.run, skipped=batches.skipped)
-
+    need = _need(samples_per_shard, bytes_per_shard)
     check_window(workload.order, workload.batches, need, budget_bytes, samples_per_shard, "this order")
     epochs, resident_bytes = _replay_chosen(samples_per_shard, bytes_per_shard, budget_bytes, workload)
     return Forecast(
@@ -113,6 +117,27 @@ def forecast(
         first_epoch=_with_rates(epochs[0], num_samples, workload.nodes, rates),
         later_epochs=_with_rates(_mean(epochs[-_STEADY_EPOCHS:]), num_samples, workload.nodes, rates),
     )
+
+
+def derive_order(
+    workload: Workload, samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int
+) -> Workload:
+    """Return a workload with the windowed order that a loader derives, see `choose_windowed`, and the same seed."""
+    order = choose_windowed(
+        samples_per_shard,
+        workload.batches,
+        seed=workload.order.seed,
+        need=_need(samples_per_shard, bytes_per_shard),
+        budget_bytes=budget_bytes,
+    )
+    return replace(workload, order=order)
+
+
+def _need(samples_per_shard: Integers, bytes_per_shard: Integers) -> Need:
+    def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
+        return window_bytes(samples_per_shard, bytes_per_shard, order, batches.run, skipped=batches.skipped)
+
+    return need
 
 
 def _replay_chosen(

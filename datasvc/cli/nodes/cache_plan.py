@@ -14,6 +14,7 @@ from datasvc.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from datasvc.cache.forecast.forecast import EpochForecast, Forecast
     from datasvc.cache.forecast.workload import Workload
+    from datasvc.order import OrderConfig
 
 
 def plan(
@@ -26,7 +27,13 @@ def plan(
     split: Annotated[str, typer.Option(help="Split to train on.")] = "train",
     shuffle: Annotated[Literal["global", "windowed", "none"], typer.Option(help="Shuffle of the loader.")] = "global",
     lanes: Annotated[int, typer.Option(help="With windowed: parts of the data set that are read in parallel.")] = 1,
-    block: Annotated[int | None, typer.Option(help="With windowed: samples permuted together within a lane.")] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(
+            help="With windowed: samples permuted together within a lane. Without lanes and block: those that a "
+            "loader derives."
+        ),
+    ] = None,
     sticky: Annotated[
         bool, typer.Option("--sticky", help="With windowed: each lane reads the same samples in every epoch.")
     ] = False,
@@ -54,31 +61,38 @@ def plan(
     The exit status is 1 if the order's window exceeds the budget; the message states the bytes needed.
     """
     from datasvc.cache import parse_budget
-    from datasvc.cache.forecast.forecast import forecast
+    from datasvc.cache.forecast.forecast import derive_order, forecast
     from datasvc.cache.forecast.workload import Rates, Workload
     from datasvc.order import OrderConfig
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
 
-    order_shuffle = None if shuffle == "none" else shuffle
+    table = open_dataset(Repository.open(repo), ref)[split].table
+    # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
+    budget_bytes = parse_budget(budget, Path.cwd())
+    is_derived = shuffle == "windowed" and block is None and lanes == 1 and not sticky
     workload = Workload(
-        OrderConfig(seed=seed, shuffle=order_shuffle, lanes=lanes, block=block, sticky=sticky),
+        # An order that needs all shards stands for the one to derive, which depends on the rest of the workload.
+        OrderConfig(seed=seed)
+        if is_derived
+        else OrderConfig(
+            seed=seed, shuffle=None if shuffle == "none" else shuffle, lanes=lanes, block=block, sticky=sticky
+        ),
         batch_size,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         prefetch=prefetch,
         has_peers=peers and nodes > 1,
     )
+    if is_derived:
+        workload = derive_order(workload, table.samples_per_shard, table.bytes_per_shard, budget_bytes)
     origin_bytes_s, peer_bytes_s = (
         None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate)
     )
     rates = Rates(images_per_second, origin_bytes_s, peer_bytes_s)
-    table = open_dataset(Repository.open(repo), ref)[split].table
-    # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
-    budget_bytes = parse_budget(budget, Path.cwd())
     result = forecast(table.samples_per_shard, table.bytes_per_shard, budget_bytes, workload, rates)
     if as_json:
-        print_json(asdict(result))
+        print_json(asdict(result) | {"order": asdict(workload.order)})
     else:
         _print_forecast(result, workload, rates.samples_per_second)
 
@@ -88,6 +102,7 @@ def _print_forecast(result: Forecast, workload: Workload, images_per_second: flo
         {
             "data": f"{result.num_samples} samples in {result.num_shards} shards, {format_size(result.data_bytes)}",
             "nodes": f"{workload.nodes}, each reads {'its own lanes' if workload.splits_lanes else 'all shards'}",
+            "order": _order_facts(workload.order),
             "budget": f"{format_size(result.budget_bytes)} per node",
             "minimum": f"{format_size(result.window_bytes)} per node, the window of the access order",
             "resident": f"{format_size(result.resident_bytes)} per node after several epochs, "
@@ -96,6 +111,12 @@ def _print_forecast(result: Forecast, workload: Workload, images_per_second: flo
             "each later epoch": _epoch_facts(result.later_epochs, result.data_bytes, images_per_second),
         }
     )
+
+
+def _order_facts(order: OrderConfig) -> str:
+    if order.shuffle != "windowed":
+        return order.shuffle or "that of the shard table"
+    return f"windowed, {order.lanes} lane{'s' * (order.lanes > 1)}, blocks of {order.block} samples"
 
 
 def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float | None) -> dict[str, str]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 from datasvc.errors import ConfigError, DeviceError
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode
-from datasvc.loaders.decode.choice.agree import agree, default_store
 from datasvc.loaders.decode.choice.choose import ON_GPU
 from datasvc.loaders.decode.choice.trial import TrialBatch, Trials, try_backends
+from datasvc.loaders.ranks.agree import agree, default_store
+from datasvc.loaders.ranks.data_ranks import DataRanks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -49,6 +49,15 @@ def test_facts_come_as_json(digits, data_bytes):
     assert found["num_samples"] == len(digits["train"])
 
 
+def test_a_windowed_plan_without_numbers_has_those_that_a_loader_derives(digits, data_bytes):
+    needed = ("--budget", data_bytes * 8 // 10, "--shuffle", "windowed", "--batch-size", 8)
+    found = json.loads(plan(digits, *needed, "--json").stdout)
+    order = found["order"]
+    assert order["shuffle"] == "windowed"
+    assert found["window_bytes"] <= data_bytes * 8 // 10
+    assert f"order: windowed, {order['lanes']} lane" in plan(digits, *needed).stdout
+
+
 @pytest.mark.slow
 def test_a_run_that_will_starve_is_told_so(digits, data_bytes):
     needed = ("--budget", data_bytes + BLOCKS, "--images-per-second", 1000)
@@ -69,7 +78,7 @@ def test_a_run_that_will_starve_is_told_so(digits, data_bytes):
         (("--budget", "100kB"), 1, "bytes of the cache at once, and 100000 are available"),
         (("--budget", "nothing"), 2, "'nothing' is not a valid size"),
         (("--budget", "1GB", "--nodes", "0"), 2, "nodes is 0; expected 1 or more"),
-        (("--budget", "1GB", "--shuffle", "windowed"), 2, "needs lanes >= 1 and block >= 1"),
+        (("--budget", "1GB", "--shuffle", "windowed", "--lanes", "2"), 2, "needs lanes >= 1 and block >= 1"),
         (("--budget", "1GB", "--lanes", "4"), 2, "apply only to shuffle='windowed'"),
         (("--budget", "1GB", "--split", "exam"), 1, "digits@1 has no split 'exam'"),
         (("--budget", "1GB", "--origin-rate", "fast"), 2, "'fast' is not a valid size"),

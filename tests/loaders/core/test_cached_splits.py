@@ -21,7 +21,7 @@ ORDERS = [
 
 
 def needed_by(samples, order, batches):
-    return cached_splits._need(samples)(order, batches)
+    return cached_splits.window_need(samples)(order, batches)
 
 
 @pytest.fixture

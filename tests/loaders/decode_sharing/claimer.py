@@ -10,8 +10,8 @@ import os
 import sys
 
 from datasvc.loaders.core.batches import Cursor
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.decode_sharing.group_folder import GroupFolder
+from datasvc.loaders.ranks.data_ranks import DataRanks
 
 
 def main():

@@ -7,10 +7,10 @@ import pytest
 
 from datasvc.errors import LagError
 from datasvc.loaders.core.batches import Cursor
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.loaders.decode_sharing.decoder import Pace, SharingCounts
 from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep
+from datasvc.loaders.ranks.data_ranks import DataRanks
 
 EPOCH, BATCH = 10, 8
 

@@ -19,12 +19,12 @@ import pytest
 from datasvc.errors import BadSampleError, ConfigError, LagError
 from datasvc.loaders import AugmentConfig, DecodeConfig, ImageLoader, PixelFormat
 from datasvc.loaders.core.batches import Cursor
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.loaders.decode_sharing import DecodeGroup
 from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep
 from datasvc.loaders.decode_sharing.membership import folder_of
 from datasvc.loaders.profiling.step_times import Stage
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.decode_sharing.job import OPTIONS, describe, endless
 

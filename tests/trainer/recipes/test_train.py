@@ -90,6 +90,17 @@ def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
     assert equal_weights(repository, "mixed", "mixed-resumed")
 
 
+def test_a_windowed_run_needs_no_numbers_and_resumes_with_those_it_began_with(repository, tmp_path):
+    windowed = {"shuffle": "windowed", "cache": str(tmp_path / "cache"), "cache_budget": "50MB"}
+    run(repository, "windowed", max_steps=6, **windowed)
+    run(repository, "windowed-resumed", max_steps=3, **windowed)
+    numbers = state_of(repository, "windowed-resumed")["loader"]
+    run(repository, "windowed-resumed", max_steps=6, shuffle="windowed")  # without a cache
+    assert numbers["shuffle"] == "windowed"
+    assert state_of(repository, "windowed-resumed")["loader"]["block"] == numbers["block"]
+    assert equal_weights(repository, "windowed", "windowed-resumed")
+
+
 def small_growing_scale(precision, device):
     return torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=2, enabled=precision == "fp16")
 

@@ -117,7 +117,8 @@ class TrainConfig:
         flip: probability of a horizontal flip.
         seed: seed of initialisation, order, augmentation and, together with the rank, dropout.
         shuffle: "global", which needs a cache for all of the data, or "windowed", which needs a small one.
-        lanes: lanes of a windowed shuffle; see `OrderConfig`.
+        lanes: lanes of a windowed shuffle; see `OrderConfig`. With `lanes=1` and without `block`, the loader derives
+            both from the sizes of the shards and of the cache.
         block: block of a windowed shuffle; see `OrderConfig`.
         prefetch: batches that the loader prepares ahead; 0: none.
         evaluate_every: epochs between evaluations; each evaluation is followed by a checkpoint. None: evaluate at the

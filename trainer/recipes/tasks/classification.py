@@ -59,7 +59,7 @@ class Classification:
             training=training,
             cache=cache,
             size=config.size,
-            order=choose_order(config, training=training),
+            **order_arguments(config, training=training),
             ranks=DataRanks(place.rank, place.world_size),
             pixels=PixelFormat(layout="NHWC" if config.channels_last else "NCHW"),
             augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip, resize=config.resize),
@@ -163,8 +163,13 @@ def _check_labels(split: Split, num_classes: int) -> None:
         )
 
 
-def choose_order(config: TrainConfig, *, training: bool) -> OrderConfig:
-    """Return the access order: that of the run's settings for training, the order of the shard table otherwise."""
+def order_arguments(config: TrainConfig, *, training: bool) -> dict[str, Any]:
+    """Return the loader's arguments of the order: the run's settings for training, else the order of the shard table.
+
+    Without `block` and `lanes`, the loader derives them from the sizes of the shards and of the cache.
+    """
     if training and config.shuffle == "windowed":
-        return OrderConfig(config.seed, "windowed", config.lanes, config.block)
-    return OrderConfig(config.seed, "global" if training else None)
+        if config.block is None and config.lanes == 1:
+            return {"seed": config.seed, "shuffle": "windowed"}
+        return {"order": OrderConfig(config.seed, "windowed", config.lanes, config.block)}
+    return {"order": OrderConfig(config.seed, "global" if training else None)}

@@ -16,7 +16,7 @@ from datasvc.loaders import DataRanks, Loader, TokenBatch, TokenLoader
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.classification import choose_order
+from datasvc.trainer.recipes.tasks.classification import order_arguments
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
 _NO_TARGET: Final = -100  # the label that cross entropy ignores; the loader sets it
@@ -53,7 +53,7 @@ class LanguageModelling:
             cache=cache,
             labels="within" if self._config.documents else "across",
             documents=self._config.documents,
-            order=choose_order(self._config, training=training),
+            **order_arguments(self._config, training=training),
             ranks=DataRanks(place.rank, place.world_size),
             prefetch=self._config.prefetch,
         )

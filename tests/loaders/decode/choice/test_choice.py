@@ -8,9 +8,9 @@ import pytest
 from torch.distributed import HashStore
 
 from datasvc.errors import ConfigError, DeviceError
-from datasvc.loaders.core.data_ranks import DataRanks
 from datasvc.loaders.decode.choice.choice import DecodeChoice, parse_backend
 from datasvc.loaders.decode.choice.trial import TrialBatch, Trials
+from datasvc.loaders.ranks.data_ranks import DataRanks
 from tests.loaders.decode.photos import config, windows
 
 ALL = ["cpu", "gpu-window", "gpu-whole"]

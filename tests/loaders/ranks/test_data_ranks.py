@@ -3,7 +3,7 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.core.data_ranks import DataRanks, choose_data_ranks
+from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
 
 
 class Mesh:

@@ -68,9 +68,10 @@ def agree(
         reply = json.loads(store.get(key))
     except RuntimeError as error:  # raised by the store: a timeout, or its process has exited
         raise UnavailableError(
-            f"data rank 0 did not report within {timeout} which backend it has chosen; create and iterate the same "
-            "loaders on every rank of a job, or give the backend, with decode='cpu' or another"
+            f"data rank 0 did not report within {timeout} what it has chosen; create and iterate the same loaders on "
+            "every rank of a job, or choose for all ranks: decode='cpu' or another backend, and the order as "
+            "order=OrderConfig(...)"
         ) from error
     if "error" in reply:
-        raise ConfigError(f"data rank 0 could not choose a backend: {reply['error']}")
+        raise ConfigError(f"data rank 0 could not choose: {reply['error']}")
     return str(reply["chosen"])

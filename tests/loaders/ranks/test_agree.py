@@ -8,7 +8,7 @@ from torch import distributed
 from torch.distributed import HashStore
 
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.loaders.decode.choice.agree import agree, default_store
+from datasvc.loaders.ranks.agree import agree, default_store
 from datasvc.trainer.rendezvous.round_store import RoundStore
 
 SHORT = timedelta(milliseconds=50)
@@ -41,7 +41,7 @@ def test_an_error_of_the_first_rank_is_raised_on_all():
 
     with pytest.raises(ConfigError, match="decodes nothing"):
         agree("q", fail, is_first=True, store=store)
-    with pytest.raises(ConfigError, match=r"data rank 0 could not choose a backend: .*decodes nothing"):
+    with pytest.raises(ConfigError, match=r"data rank 0 could not choose: .*decodes nothing"):
         agree("q", never, is_first=False, store=store)
 
 

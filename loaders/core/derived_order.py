@@ -1,0 +1,97 @@
+"""Derives lanes and block of `shuffle="windowed"`, the same on all ranks, or takes those of a state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from datasvc.cache import Cache
+from datasvc.cache.cache import use_cache
+from datasvc.cache.prefetch.window_budget import BatchesAtOnce, choose_windowed
+from datasvc.loaders.core.cached_splits import find_available_bytes, samples_per_shard, window_need
+from datasvc.loaders.core.mixture import Mixture, name_of, splits_of
+from datasvc.loaders.ranks.agree import agree, default_store
+from datasvc.loaders.ranks.data_ranks import DataRanks
+from datasvc.order import OrderConfig
+from datasvc.shards import Split
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+_LOG = logging.getLogger(__name__)
+_MIN_PREFETCH: Final = 2  # of a loader that prefetches less, so that its state fits one with the default
+
+
+def derive_windowed(
+    samples: Split | Mixture,
+    cache: Cache | str | Path | None,
+    ranks: DataRanks,
+    batches: BatchesAtOnce,
+    *,
+    seed: int,
+    find_store: Callable[[], Store | None] = default_store,
+) -> OrderConfig:
+    """Return a windowed order for the sizes of the shards, and for the cache if there is one; see `choose_windowed`.
+
+    The budgets of several nodes may differ, so all ranks take the choice of data rank 0, if there is a process group.
+
+    Args:
+        samples: the split or mixture to read.
+        cache: cache of the node, or its folder.
+        ranks: data rank of this process.
+        batches: batches in progress.
+        seed: seed of the order.
+        find_store: function that returns the store of the process group, or None.
+
+    Raises:
+        ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, or data rank 0 does not report.
+    """
+    batches = replace(batches, prefetch=max(batches.prefetch, _MIN_PREFETCH))
+
+    def choose(budget_bytes: int | None) -> OrderConfig:
+        return choose_windowed(
+            samples_per_shard(samples), batches, seed=seed, need=window_need(samples), budget_bytes=budget_bytes
+        )
+
+    if cache is None:
+        return choose(None)  # the same on all ranks
+    with use_cache(cache) as opened:
+        budget_bytes = find_available_bytes(samples, opened)
+    store = find_store() if ranks.world_size > 1 else None
+    if store is None:
+        order = choose(budget_bytes)
+        if ranks.world_size > 1:
+            _LOG.warning(
+                "each of %d ranks derives lanes=%d, block=%d from the budget of its own cache, because "
+                "torch.distributed has no process group: give all nodes the same budget, or give "
+                "order=OrderConfig(...)",
+                ranks.world_size,
+                order.lanes,
+                order.block,
+            )
+    else:
+        question = repr([[split.digest for split in splits_of(samples)], seed, batches])
+        answer = agree(
+            hashlib.sha256(f"windowed {question}".encode()).hexdigest(),
+            lambda: json.dumps([choose(budget_bytes).lanes, choose(budget_bytes).block]),
+            is_first=ranks.rank == 0,
+            store=store,
+        )
+        lanes, block = json.loads(answer)
+        order = OrderConfig(seed, "windowed", lanes, block)
+    names = " + ".join(map(name_of, splits_of(samples)))
+    _LOG.info("shuffle='windowed' of %s is lanes=%d, block=%d", names, order.lanes, order.block)
+    return order
+
+
+def order_of_state(state: Mapping[str, Any], derived: OrderConfig) -> OrderConfig:
+    """Return a derived order with lanes and block of a loader state; unchanged if the state is of another shuffle."""
+    lanes, block = state.get("lanes"), state.get("block")
+    if state.get("shuffle") != "windowed" or type(lanes) is not int or type(block) is not int:
+        return derived
+    return replace(derived, lanes=lanes, block=block) if lanes > 0 and block > 0 else derived

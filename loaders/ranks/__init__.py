@@ -1,0 +1,1 @@
+"""The data rank of a process, and decisions of data rank 0 that all ranks follow."""
