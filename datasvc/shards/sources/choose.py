@@ -1,4 +1,7 @@
-"""Choose the source class for the URL of an ingest: by `--format`, or else by the names of the files there."""
+"""Choose the source class for the URL of an ingest: by `--format`, or else by the names of the files there.
+
+`ingest` and its dry run open their sources by `open_source`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
 
-# A class is imported when it is chosen, so that an image folder needs neither tokenizers nor lmdb.
+# Source classes by format, as paths below `datasvc.shards.sources`. A class is imported only when it is chosen, so
+# that an image folder needs neither tokenizers nor lmdb.
 _CLASSES: Final = {
     "image-folder": "images.image_folder.ImageFolderSource",
     "manifest": "images.manifest.ManifestSource",
@@ -37,7 +41,7 @@ _CLASSES: Final = {
     "tokens": "text.tokens.TokenSource",
 }
 FORMATS: Final = tuple(_CLASSES)
-_CHOOSE_FORMAT: Final = f"choose it with --format: {', '.join(FORMATS)}"
+_FORMAT_HINT: Final = f"choose it with --format: {', '.join(FORMATS)}"
 _EXTENSIONS: Final = {
     "webdataset": (".tar", ".tgz"),
     "parquet": (".parquet", ".pq"),
@@ -50,18 +54,22 @@ _EXTENSIONS: Final = {
     "tokens": (".txt",),
     "image-folder": tuple(IMAGES),
 }
-_BY_EXTENSION: Final = {extension: kind for kind, extensions in _EXTENSIONS.items() for extension in extensions}
+_FORMAT_OF_EXTENSION: Final = {
+    extension: format_name for format_name, extensions in _EXTENSIONS.items() for extension in extensions
+}
 # Files that identify the format of a folder, whatever other files it contains.
-_BY_NAME: Final = {
+_FORMAT_OF_NAME: Final = {
     "dataset_dict.json": "huggingface",
     "state.json": "huggingface",
     "dataset_info.json": "huggingface",
     "data.mdb": "lmdb",
     "index.json": "mds",
 }
+# Tars that are not WebDataset: the training tar holds other tars, the validation tar has no labels.
 _IMAGENET_TARS: Final = frozenset({"ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"})
 # The summary that `datasvc export` writes into the folder of the exported files.
 _EXPORT_SUMMARY: Final = "datasvc-export.json"
+# This many names are enough to detect the format; a folder may hold millions.
 _MAX_SCANNED_FILES: Final = 1000
 
 
@@ -69,20 +77,21 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     """Return the source at `url`, with its files listed.
 
     Raises:
-        ConfigError: the format is unknown or cannot be detected; or see the `list` method of the source class.
+        ConfigError: the format is unknown or cannot be detected.
         NotFoundError: there are no files at `url`.
         UnavailableError: the store does not respond.
+        DatasvcError: any error of the `list` method of the source class.
     """
     options = options or SourceOptions()
-    kind = options.format or choose_format(url, options)
+    format_name = options.format or choose_format(url, options)
     # An option may select another reader of the same files.
-    if kind == "image-folder" and options.manifest is not None:
-        kind = "manifest"
-    if kind == "json-lines" and options.tokenizer is not None:
-        kind = "tokens"
-    if kind not in _CLASSES:
-        raise ConfigError(f"format {kind!r} is unknown; expected one of {', '.join(FORMATS)}")
-    module, _, name = _CLASSES[kind].rpartition(".")
+    if format_name == "image-folder" and options.manifest is not None:
+        format_name = "manifest"
+    if format_name == "json-lines" and options.tokenizer is not None:
+        format_name = "tokens"
+    if format_name not in _CLASSES:
+        raise ConfigError(f"format {format_name!r} is unknown; expected one of {', '.join(FORMATS)}")
+    module, _, name = _CLASSES[format_name].rpartition(".")
     source_class: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
     return cast("Source", source_class.list(url, options))
 
@@ -91,39 +100,42 @@ def choose_format(url: str, options: SourceOptions) -> str:
     """Return the format of the files at `url`. For errors, see `open_source`."""
     if options.manifest is not None:
         return "manifest"
+    # Brace notation names several files or folders; the first one decides.
     first = expand_braces(url)[0]
-    format_of_name = _by_file_name(first)
-    if format_of_name is not None:
-        return format_of_name
+    format_name = _format_of_file_name(first)
+    if format_name is not None:
+        return format_name
     file_system, root = resolve_url(first)
     with map_exceptions("list", redact_url(url)):
         if file_system.isfile(root):
-            raise ConfigError(f"cannot detect the format of {redact_url(url)} from its name; {_CHOOSE_FORMAT}")
+            raise ConfigError(f"cannot detect the format of {redact_url(url)} from its name; {_FORMAT_HINT}")
         names = _scan_names(file_system, root)
         is_folder = bool(names) or file_system.isdir(root)
     if not names:
         problem = "it is empty" if is_folder else "there is no such folder"
         raise NotFoundError(f"cannot ingest {redact_url(url)}: {problem}")
-    return _by_all_names(names, url)
+    return _format_of_folder(names, url)
 
 
-def _by_all_names(names: list[str], url: str) -> str:
+def _format_of_folder(names: list[str], url: str) -> str:
     """Return the format of a folder that holds files of these names. Raise ConfigError if the format is unclear."""
     unique_names = set(names)
     if unique_names & _IMAGENET_TARS:
         return "imagenet"
-    for name, kind in _BY_NAME.items():
+    for name, format_name in _FORMAT_OF_NAME.items():
         if name in unique_names:
-            return kind
-    kinds = Counter(kind for kind in map(_by_file_name, names) if kind is not None)
+            return format_name
+    num_files = Counter(format_name for format_name in map(_format_of_file_name, names) if format_name is not None)
     # Image folders often hold notes and lists too, so a single image decides.
-    if len(kinds) == 1 or "image-folder" in kinds:
-        return "image-folder" if "image-folder" in kinds else next(iter(kinds))
-    counts = ", ".join(f"{count} of {kind}" for kind, count in kinds.most_common()) or "of no supported format"
-    raise ConfigError(f"cannot detect the format of {redact_url(url)}: its files are {counts}; {_CHOOSE_FORMAT}")
+    if "image-folder" in num_files:
+        return "image-folder"
+    if len(num_files) == 1:
+        return next(iter(num_files))
+    counts = ", ".join(f"{count} of {name}" for name, count in num_files.most_common()) or "of no supported format"
+    raise ConfigError(f"cannot detect the format of {redact_url(url)}: its files are {counts}; {_FORMAT_HINT}")
 
 
-def _by_file_name(name: str) -> str | None:
+def _format_of_file_name(name: str) -> str | None:
     """Return the format that the name of a file indicates; None if it indicates none."""
     file_name = os.path.basename(name.rstrip("/"))
     if file_name in _IMAGENET_TARS:
@@ -131,17 +143,21 @@ def _by_file_name(name: str) -> str | None:
     base, last = os.path.splitext(file_name)
     if last.lower() in COMPRESSIONS:
         base, last = os.path.splitext(base)
-    if last.lower() in _BY_EXTENSION:
-        return _BY_EXTENSION[last.lower()]
-    # TensorFlow writes the number after the extension, and its ImageNet files have no extension.
+    if last.lower() in _FORMAT_OF_EXTENSION:
+        return _FORMAT_OF_EXTENSION[last.lower()]
+    # In TensorFlow's names, the number follows the extension (`pets.tfrecord-00000-of-00004`); those of its ImageNet
+    # files have no extension (`train-00000-of-01024`).
     is_numbered = "-of-" in file_name and (".tfrecord" in file_name or not last)
     return "tfrecord" if is_numbered else None
 
 
 def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
-    """Return the names of about `_MAX_SCANNED_FILES` files below a folder, those of parent folders first."""
+    """Return the names of files below a folder (without their folders), those in parent folders first.
+
+    The scan ends after the folder with which `_MAX_SCANNED_FILES` names are reached.
+    """
     names: list[str] = []
-    repositories: list[str] = []
+    repositories: list[str] = []  # paths of the repositories below `root`, each with a slash at its end
     is_local = isinstance(file_system, LocalFileSystem)
     # fsspec's own walk of local files reads the attributes of each file; only the names are needed here.
     walk = os.walk(root, followlinks=True) if is_local else file_system.walk(root)

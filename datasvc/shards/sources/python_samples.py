@@ -1,4 +1,7 @@
-"""Source that reads samples from a Python iterable of dicts, for data that a program makes or fetches."""
+"""Source that reads samples from a Python iterable of dicts, for data that a program makes or fetches.
+
+`ingest` uses it if it gets an iterable in place of a URL.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource, printable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT
 
-_NUM_FIRST_SAMPLES: Final = 100
+_NUM_FIRST_SAMPLES: Final = 100  # from which the columns are inferred
 
 
 class PythonSource(StreamedSource):
@@ -45,11 +48,13 @@ class PythonSource(StreamedSource):
             raise NotFoundError("cannot ingest an iterable without samples; expected at least one dict")
         for sample in first:
             _check_mapping(sample)
+        # Each sample needs a key: if one of the first samples has none, all samples get their numbers as keys.
         has_keys = options.key is not None or all(KEY in sample for sample in first)
-        keyed = first if has_keys else [_numbered(sample, number) for number, sample in enumerate(first)]
+        keyed = first if has_keys else [_with_number(sample, number) for number, sample in enumerate(first)]
         self._has_keys = has_keys
         self._columns: ColumnMap = infer_columns(keyed, key=options.key)
         names = self._columns.raw_names
+        # Columns and types of the samples as they are given; `ColumnMap` converts them to `schema`.
         self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in keyed]).type) for name in names])
         self._samples = itertools.chain(first, iterator)
         self.url = "python"
@@ -63,12 +68,16 @@ class PythonSource(StreamedSource):
         return digest_of(secrets.token_bytes(32))
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples; a second call yields none. Raise ConfigError for a sample that is not a mapping."""
+        """Yield the samples; a second call yields none.
+
+        Raises:
+            ConfigError: a sample is not a mapping, or its key or image is missing.
+        """
         names = set(self._raw.names)
         batcher = SampleBatcher(self._raw, part.split)
         for number, original in enumerate(self._samples):
             _check_mapping(original)
-            sample = original if self._has_keys else _numbered(original, number)
+            sample = original if self._has_keys else _with_number(original, number)
             key = str(sample.get(self._columns.key or KEY))
             reason = _rejection_reason(key, sample.keys() - names)
             if reason:
@@ -78,18 +87,20 @@ class PythonSource(StreamedSource):
         yield from self._convert(batcher.flush())
 
     def _convert(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
-        """Convert batches of the given columns to batches of `schema`; one given column holds the keys."""
+        """Convert batches of the given columns to batches of `schema`."""
         for piece in pieces:
+            # No keys are passed, because one of the given columns holds them.
             yield piece if isinstance(piece, BadSample) else self._columns.convert(piece, [])
 
 
-def _numbered(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _with_number(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a sample with its number as its key."""
-    # Bad samples are counted too, so that repairing one does not change the keys of the others.
+    # Bad samples are numbered too, so that the repair of one does not change the keys of the others.
     return {**sample, KEY: f"{number:09d}"}
 
 
 def _rejection_reason(key: str, unknown: Collection[str]) -> str | None:
+    """Return why a sample with this key and these unknown columns is rejected; None if it is not."""
     if unknown:
         return f"has unknown columns {sorted(unknown)}"
     return None if printable(key) == key else "its key is not UTF-8"

@@ -1,5 +1,6 @@
-"""Map raw types (those of a column in its file) to types in samples, and join the types of a column in several files.
+"""Map raw types (those of a column in its file) to types in samples, and join the schemas of several files.
 
+Two types are joined to one that holds the values of both.
 In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.
 """
@@ -29,8 +30,10 @@ def sample_type(raw: pa.DataType) -> pa.DataType:
     # All columns of bytes get one type, because readers return the values of this type as zero-copy views.
     if is_binary(raw) or is_file(raw):
         return pa.large_binary()
-    if pa.types.is_list_view(raw) or pa.types.is_large_list_view(raw):
-        raw = pa.list_(raw.value_type) if pa.types.is_list_view(raw) else pa.large_list(raw.value_type)
+    if pa.types.is_list_view(raw):
+        raw = pa.list_(raw.value_type)
+    elif pa.types.is_large_list_view(raw):
+        raw = pa.large_list(raw.value_type)
     return _nested_type(raw)
 
 
@@ -45,14 +48,16 @@ def is_binary(data_type: pa.DataType) -> bool:
 
 
 def is_file(data_type: pa.DataType) -> bool:
-    """Return whether this is the type of images and audio in Hugging Face data sets: `struct<bytes, path>`."""
+    """Return whether this is a file struct, `struct<bytes, path>`: images and audio in Hugging Face data sets."""
     if not pa.types.is_struct(data_type):
         return False
     return set(data_type.names) == {"bytes", "path"} and is_binary(data_type.field("bytes").type)
 
 
 def decode_column(column: pa.Array) -> pa.Array:
-    """Return a raw column without dictionary, run-end encoding, list views or file structs.
+    """Return the values of a raw column without dictionary, run-end encoding, list views or file structs.
+
+    Only the outermost type is decoded. From a file struct, only its bytes are kept.
 
     Raises:
         ConfigError: a file struct holds a path without bytes.
@@ -65,7 +70,7 @@ def decode_column(column: pa.Array) -> pa.Array:
         return _list_from_views(column)
     if is_file(column.type):
         content = pc.struct_field(column, "bytes")
-        # A path alone refers to a file of the machine that wrote the data set; it cannot be read here.
+        # A path alone refers to a file on the machine that wrote the data set, so its content cannot be read here.
         has_only_path = pc.and_(content.is_null(), pc.struct_field(column, "path").is_valid())
         if content.null_count and pc.any(has_only_path).as_py():
             path = pc.struct_field(column, "path").filter(has_only_path)[0].as_py()
@@ -117,14 +122,21 @@ def checked_names(schema: pa.Schema) -> pa.Schema:
 
 
 def check_unique(names: list[str], location: str) -> None:
-    """Raise ConfigError if a column name occurs twice."""
+    """Raise ConfigError if one of the column `names` of `location` occurs twice."""
     duplicates = sorted({name for name in names if names.count(name) > 1})
     if duplicates:
         raise ConfigError(f"{location} has two columns called {duplicates}; rename one of them")
 
 
 def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequence[str]) -> None:
-    """Raise ConfigError if the column `names` of the file `name` differ from `expected`, those of file `first`."""
+    """Raise ConfigError if two files differ in their columns; the order may differ.
+
+    Args:
+        first: name of the first file.
+        expected: names of its columns.
+        name: name of the file to check.
+        names: names of its columns.
+    """
     missing = [column for column in expected if column not in names]
     extra = [column for column in names if column not in expected]
     if missing or extra:
@@ -135,7 +147,7 @@ def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequ
 
 
 def _join_two(first_name: str, joined: pa.Schema, name: str, schema: pa.Schema) -> pa.Schema:
-    """Return `joined`, the schema of the files from `first_name` on, joined with the schema of the file `name`."""
+    """Return `joined`, the joined schema of `first_name` and the files after it, joined with the file `name`."""
     check_same_names(first_name, joined.names, name, schema.names)
     fields = []
     for field in joined:
@@ -153,6 +165,7 @@ def _join_two(first_name: str, joined: pa.Schema, name: str, schema: pa.Schema) 
 
 def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Return a type that holds the values of both types; None if there is no such type."""
+    # Types that differ only in their encoding, such as text with and without a dictionary, are equal in samples.
     if sample_type(one) == sample_type(other) or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -170,28 +183,31 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
 
 
 def _list_from_views(views: pa.Array) -> pa.Array:
-    """Return the lists of an array of list views."""
+    """Return an array of list views as an array of lists."""
     # Arrow's own cast is not used, because it writes offsets out of range (seen in pyarrow 26).
     is_small = pa.types.is_list_view(views.type)
-    kind, offset = (pa.ListArray, pa.int32()) if is_small else (pa.LargeListArray, pa.int64())
+    list_class, offset_type = (pa.ListArray, pa.int32()) if is_small else (pa.LargeListArray, pa.int64())
+    # `flatten` skips nulls, so they have the length 0.
     lengths = pc.fill_null(pc.list_value_length(views), 0)
-    offsets = pc.cumulative_sum(pa.concat_arrays([pa.array([0], offset), lengths]))
-    return kind.from_arrays(offsets, views.flatten(), mask=views.is_null())
+    offsets = pc.cumulative_sum(pa.concat_arrays([pa.array([0], offset_type), lengths]))
+    return list_class.from_arrays(offsets, views.flatten(), mask=views.is_null())
 
 
 def _decoded(raw: pa.DataType) -> pa.DataType:
+    """Return the type of the values of a raw type, without dictionary or run-end encoding."""
     while pa.types.is_dictionary(raw) or pa.types.is_run_end_encoded(raw):
         raw = raw.value_type
     return raw
 
 
 def _nested_type(raw: pa.DataType) -> pa.DataType:
-    """Return a raw type with its dictionaries decoded and its text as `string`, at any depth."""
+    """Return a raw type without dictionaries, with text as `string` and binary views as bytes, at any depth."""
     raw = _decoded(raw)
     if is_text(raw) or pa.types.is_null(raw):
         return pa.string()  # a column of nulls becomes text, because later files may have text in it
     if pa.types.is_binary_view(raw):
         return pa.large_binary()
+    # Writers name the values of a list differently, such as `item` and `element`; samples use one name.
     if pa.types.is_list(raw):
         return pa.list_(_nested_field(raw.value_field, "item"))
     if pa.types.is_large_list(raw):
@@ -206,4 +222,5 @@ def _nested_type(raw: pa.DataType) -> pa.DataType:
 
 
 def _nested_field(field: pa.Field, name: str | None = None) -> pa.Field:
+    """Return a field with its type mapped by `_nested_type`, and called `name` if that is given."""
     return pa.field(field.name if name is None else name, _nested_type(field.type), nullable=field.nullable)

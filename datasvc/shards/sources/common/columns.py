@@ -4,7 +4,7 @@ Raw columns are those that the reader of a format yields. In samples, blobs are 
 first value starts like an encoded image is an image column. A single image column is renamed to `image`, the name
 that image loaders read, and the column of class indices to `label`. If there is an `image`, raw columns called
 `width` and `height` get the prefix `source_`, because the ingest adds its own columns of these names. Other columns
-keep their names.
+keep their names. Sources make the map when they list, and convert batches with it when they read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from datasvc.shards.format.schema import (
 from datasvc.shards.sources.common.column_types import cast_column, check_unique, decode_column, is_text, sample_type
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 
+# First bytes of JPEG, PNG and both byte orders of TIFF.
 _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
+# Names of an integer column that becomes `label` if no column has this name; the first one that exists is used.
 _LABELS: Final = ("cls", "class", "target")
 _SOURCE_PREFIX: Final = "source_"
 # Errors of building an Arrow array from Python values that do not have its type.
@@ -80,16 +82,17 @@ class ColumnMap:
         self.key = _choose_key(raw, key)
         # Width and height in an exported version are left out, because the ingest measures the images again.
         measured = measured_columns(raw)
-        given = [name for name in raw.names if name != self.key and name not in measured]
-        fields = {name: _sample_field(raw.field(name), first, images) for name in given}
-        blobs = [name for name, field in fields.items() if is_image(field)]
+        value_names = [name for name in raw.names if name != self.key and name not in measured]
+        fields = {name: _sample_field(raw.field(name), first, images) for name in value_names}
+        image_names = [name for name, field in fields.items() if is_image(field)]
         # Loaders read the column `image`: a single image column gets this name.
-        if len(blobs) == 1 and IMAGE not in fields:
-            fields[blobs[0]] = fields[blobs[0]].with_name(IMAGE)
+        if len(image_names) == 1 and IMAGE not in fields:
+            fields[image_names[0]] = fields[image_names[0]].with_name(IMAGE)
         label = _choose_label(fields, label)
         if label is not None:
             fields[label] = fields[label].with_name(LABEL)
         has_image = any(field.name == IMAGE and is_image(field) for field in fields.values())
+        # Sample fields by the name of their raw column, without the key.
         self._fields = {name: _final_field(field, has_image=has_image) for name, field in fields.items()}
         sample_fields = [pa.field(KEY, pa.string(), nullable=False), *self._fields.values()]
         _check_names([field.name for field in sample_fields])
@@ -120,6 +123,7 @@ class ColumnMap:
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
 
     def _keys(self, batch: pa.RecordBatch, keys: pa.Array | Sequence[str]) -> pa.Array:
+        """Return the keys in the raw column of keys; without such a column, `keys`."""
         if self.key is None:
             return keys if isinstance(keys, pa.Array) else pa.array(keys, pa.string())
         column = _convert(batch, self.key, pa.string())
@@ -143,7 +147,10 @@ class SampleBatcher:
         self._size_bytes = 0
 
     def add(self, sample: Mapping[str, Any]) -> Iterator[pa.RecordBatch | BadSample]:
-        """Add a sample; absent columns are null. Yield the previous samples once they fill a batch."""
+        """Add a sample; absent columns are null. Yield the previous samples first, if they fill a batch.
+
+        The sample is added only if the iterator is read to its end.
+        """
         unknown = sample.keys() - set(self._schema.names)
         if unknown:
             yield BadSample(self._split, str(sample.get(KEY)), f"has unknown columns {sorted(unknown)}")
@@ -156,22 +163,23 @@ class SampleBatcher:
         self._size_bytes += size_bytes
 
     def flush(self) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples that were added since the last batch."""
+        """Yield the samples that were added since the last batch, and a `BadSample` for each that does not fit."""
         samples, self._samples, self._size_bytes = self._samples, [], 0
         converted = bisect_errors(len(samples), lambda start, stop: self._batch(samples[start:stop]), _MISFITS)
-        for number, batch in converted:
+        for first, batch in converted:
             if isinstance(batch, Exception):
-                key = str(samples[number].get(KEY))
+                key = str(samples[first].get(KEY))
                 yield BadSample(self._split, key, f"does not fit the columns: {batch}")
             else:
                 yield batch
 
     def _batch(self, samples: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+        """Return samples as one batch. Raise one of `_MISFITS` if one of them does not fit the schema."""
         columns = []
         for field in self._schema:
             column = pa.array([sample.get(field.name) for sample in samples], field.type)
             if column.null_count and not field.nullable:
-                raise ValueError(f"column {field.name!r} is missing")
+                raise ValueError(f"column {field.name!r} is missing")  # one of `_MISFITS`, which `flush` handles
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
@@ -196,7 +204,7 @@ def to_batches(
         for name, content in contents:
             try:
                 if isinstance(content, BadSampleError):
-                    raise content
+                    raise content  # handled below, like an error of `to_sample`
                 sample = to_sample(name, content)
             except BadSampleError as error:
                 yield BadSample(part.split, name, str(error))
@@ -234,6 +242,7 @@ def bisect_errors(
                 continue
             # An error of Arrow does not name the sample. Bad samples are rare, so halving is faster than one by one.
             middle = (start + stop) // 2
+            # The last range of `pending` is converted next, so the first half goes last.
             pending += [(middle, stop), (start, middle)]
         else:
             yield start, converted
@@ -259,6 +268,7 @@ def infer_columns(samples: Sequence[Mapping[str, Any]], *, key: str | None = Non
 
 
 def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
+    """Return the raw column of the keys: `key`, else one called `key`, else None. For errors, see `ColumnMap`."""
     if key is None:
         if KEY not in raw.names:
             return None
@@ -272,7 +282,10 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
 
 
 def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | None:
-    """Return the column to rename to `label`; None if there is none, or if a column has this name already."""
+    """Return the column to rename to `label`: the given one, else an integer column of `_LABELS`.
+
+    Return None if there is no such column, or if no column is given and one is called `label` already.
+    """
     if label is not None or LABEL in fields:
         return label
     return next((name for name in _LABELS if name in fields and pa.types.is_integer(fields[name].type)), None)
@@ -288,6 +301,7 @@ def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images
 
 
 def _holds_images(column: pa.Array | pa.ChunkedArray) -> bool:
+    """Return whether the first value that is not null starts like an encoded image."""
     # Only the first value is inspected, because the type of a column is fixed before the other values are read.
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     for chunk in chunks:
@@ -298,7 +312,7 @@ def _holds_images(column: pa.Array | pa.ChunkedArray) -> bool:
 
 
 def _convert(batch: pa.RecordBatch, name: str, data_type: pa.DataType) -> pa.Array:
-    """Return the raw column `name` as `data_type`. Raise ConfigError, with the name of the column."""
+    """Return the raw column `name` as `data_type`. Raise ConfigError, with this name, if that is impossible."""
     if name not in batch.schema.names:
         raise ConfigError(f"column {name!r} is missing; found {batch.schema.names}")
     try:

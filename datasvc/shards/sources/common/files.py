@@ -1,5 +1,7 @@
 """List and read the files of a source on any fsspec URL.
 
+Source classes call `list_files` or `find_below` when they list, and read the files by a `FileReader`.
+
 A link that leads out of the source is an error, so an ingest never reads a file outside the folder that its user
 named.
 """
@@ -31,7 +33,7 @@ _MAX_EXPANDED = 1_000_000
 # A remote stream requests `_BLOCKS_AHEAD` blocks of this size at the same time, which bounds its memory.
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 4
-_BLOCKS_KEPT = 8
+_BLOCKS_KEPT = 8  # blocks that a file opened for random access keeps in memory
 
 
 class SourceFile(NamedTuple):
@@ -116,6 +118,11 @@ class FileReader:
 
     Args:
         url: URL of the source, or of a file in it.
+
+    Attributes:
+        file_system: file system of the URL.
+        root: path of the URL on `file_system`; with brace notation, the first path.
+        is_local: whether the files are on this machine.
     """
 
     def __init__(self, url: str) -> None:
@@ -155,8 +162,8 @@ class FileReader:
         raw: Any
         with map_exceptions("open", self.location(path)):
             if not self.is_local:
-                size_bytes = int(self.file_system.info(path)["size"]) if stop is None else stop
-                raw = io.BufferedReader(_ReadAheadFile(self, path, start, size_bytes), BUFFER_BYTES)
+                end = int(self.file_system.info(path)["size"]) if stop is None else stop
+                raw = io.BufferedReader(_ReadAheadFile(self, path, start, end), BUFFER_BYTES)
             elif stop is not None:
                 raw = io.BufferedReader(pa.OSFile(path).get_stream(start, stop - start), BUFFER_BYTES)
             else:
@@ -197,27 +204,27 @@ class _ReadAheadFile(io.RawIOBase):
     def __init__(self, reader: FileReader, path: str, start: int, stop: int) -> None:
         self._pool = ThreadPoolExecutor(_BLOCKS_AHEAD, thread_name_prefix="datasvc-ahead")
         self._reader, self._path = reader, path
-        self._offsets: Iterator[int] = iter(range(start, stop, _BLOCK_BYTES))
+        self._offsets: Iterator[int] = iter(range(start, stop, _BLOCK_BYTES))  # of the blocks not requested yet
         self._stop = stop
-        self._in_progress: deque[Future[bytes]] = deque()
-        self._block = memoryview(b"")
+        self._in_progress: deque[Future[bytes]] = deque()  # in the order of their offsets
+        self._unread = memoryview(b"")  # rest of the block that is being read
         for _ in range(_BLOCKS_AHEAD):
-            self._request()
+            self._request_next()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        if not self._block:
+        if not self._unread:
             if not self._in_progress:
                 return 0
-            self._block = memoryview(self._in_progress.popleft().result())
+            self._unread = memoryview(self._in_progress.popleft().result())
             # One request replaces the completed one, so that memory stays bounded.
-            self._request()
+            self._request_next()
         buffer = memoryview(target).cast("B")
-        count = min(len(buffer), len(self._block))
-        buffer[:count] = self._block[:count]
-        self._block = self._block[count:]
+        count = min(len(buffer), len(self._unread))
+        buffer[:count] = self._unread[:count]
+        self._unread = self._unread[count:]
         return count
 
     def close(self) -> None:
@@ -225,7 +232,8 @@ class _ReadAheadFile(io.RawIOBase):
             self._pool.shutdown(wait=True, cancel_futures=True)
         super().close()
 
-    def _request(self) -> None:
+    def _request_next(self) -> None:
+        """Send the request for the next block, if any."""
         offset = next(self._offsets, None)
         if offset is not None:
             length = min(_BLOCK_BYTES, self._stop - offset)
@@ -256,11 +264,14 @@ class _ErrorMappingFile(WrappingStream):
 def _list_one(url: str) -> list[SourceFile]:
     """Return the files at a URL without braces, ordered by name. For errors, see `list_files`."""
     file_system, root = resolve_url(url)
+    # In each case, names are relative to a folder: `base` for files and patterns, `root` for a folder.
     with map_exceptions("list", redact_url(url)):
-        # A file is tested before a pattern, because a question mark may start the query of a web address.
+        # The test for a file comes before that for a pattern, because a question mark may start the query of a web
+        # address.
         if file_system.isfile(root):
             base, infos = root.rpartition("/")[0], {root: file_system.info(root)}
         elif any(sign in root for sign in "*?["):
+            # The last folder before the first sign of a pattern.
             base = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
             infos = {
                 path: info for path, info in file_system.glob(root, detail=True).items() if info["type"] == "file"
@@ -272,6 +283,7 @@ def _list_one(url: str) -> list[SourceFile]:
         else:
             visible = [file for file in find_files(file_system, root) if not _is_hidden(file.name)]
             return sorted(visible, key=lambda file: file.name)
+    # A single file is read even if it is a link out of its folder, because the URL names it.
     if isinstance(file_system, LocalFileSystem) and len(infos) > 1:
         check_inside(base, list(infos))
     files = [
@@ -296,16 +308,17 @@ def find_files(file_system: AbstractFileSystem, root: str) -> list[SourceFile]:
             for path, info in file_system.find(root, detail=True).items()
         ]
     # `endswith` first: it is cheaper than splitting the name, and false for nearly all files.
-    repositories = [
-        file.name.removesuffix(MARKER) for file in files if file.name.endswith(MARKER) and is_marker(file.name)
-    ]
-    return [file for file in files if not file.name.startswith(tuple(repositories))] if repositories else files
+    markers = [file.name for file in files if file.name.endswith(MARKER) and is_marker(file.name)]
+    if not markers:
+        return files
+    repository_folders = tuple(marker.removesuffix(MARKER) for marker in markers)  # "" is the root
+    return [file for file in files if not file.name.startswith(repository_folders)]
 
 
 def _find_local(root: str) -> Iterator[SourceFile]:
     """Yield every file below a local folder, about ten times faster than fsspec. For errors, see `find_files`."""
     real_root = os.path.realpath(root)
-    # Folders to list: path, prefix of the names in it, and the real paths of the folder and its parents.
+    # Folders to list: path, prefix of the names in it, and the real paths from the root down to the folder.
     pending: list[tuple[str, str, tuple[str, ...]]] = [(root, "", (real_root,))]
     while pending:
         folder, prefix, parents = pending.pop()
@@ -359,15 +372,17 @@ def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
 
 
 def _shown_name(path: str) -> str:
-    """Return the name of a file without the query of a web address, which may hold a signature."""
+    """Return the name of a file from its path, without the query of a web address, which may hold a signature."""
     return path.lstrip("/").partition("?")[0] or path.lstrip("/")
 
 
 def _is_hidden(name: str) -> bool:
+    """Return whether a file, or a folder in its path below the source, is hidden (see `list_files`)."""
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
 def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, Any]) -> tuple[int, str]:
+    """Return size in bytes and stamp of a file; `info` is its description in the listing of `file_system`."""
     if isinstance(file_system, LocalFileSystem):
         status = os.stat(path)  # of the target of a link, since the target is what is read
         return status.st_size, str(status.st_mtime_ns)
@@ -390,7 +405,10 @@ def _stamp_of(info: dict[str, Any]) -> str:
 
 
 def _choices(inner: str) -> list[str]:
-    """Return the texts that `inner`, the text between two braces, stands for. Raise ConfigError for a false range."""
+    """Return the texts that `inner`, the text between two braces, stands for.
+
+    Raise ConfigError for a range that runs backwards.
+    """
     match = _RANGE.fullmatch(inner)
     if match is None:
         return inner.split(",")

@@ -1,6 +1,7 @@
 """Split a text file, or a range of it, into blocks of whole lines, each block with its offset and line number.
 
-Workers read ranges of one file in parallel, so each line must belong to exactly one range.
+JSON lines and text files are read this way. Workers read ranges of one file in parallel, so each line must belong to
+exactly one range.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
         content = lines.take()
         if content == b"":
             return
-        # A longer line is skipped and reported, since a file without newlines would need unbounded memory.
+        # `take` skips a line longer than `LINE_BYTES`: a file without newlines would need unbounded memory.
         if content is None:
             yield LineBlock(None, offset, line)
             line += 1
             continue
-        # The last line may end after `stop`; the lines after it belong to the next range.
+        # The line with the byte before `stop` is the last one of this range; the lines after it are cut off.
         if stop is not None and offset + len(content) > stop:
             newline = content.find(_NEWLINE, stop - 1 - offset)
             content = content if newline < 0 else content[: newline + 1]
@@ -64,25 +65,25 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
 
 
 class _Lines:
-    """Reads lines from a stream and counts its bytes."""
+    """Reads whole lines from a stream; `offset` is the offset in the file of the next line to return."""
 
     def __init__(self, stream: BinaryIO, offset: int) -> None:
         self.offset = offset
         self._stream = stream
-        self._unconsumed = b""  # bytes read after the last newline that `take` returned
+        self._unconsumed = b""  # bytes that are read from the stream, but neither returned nor skipped
 
     def take(self) -> bytes | None:
-        """Return the next lines, b"" at the end, or None after skipping a line longer than `LINE_BYTES`."""
+        """Return one or more whole lines, b"" at the end, or None after skipping a line longer than `LINE_BYTES`."""
         pieces, size_bytes = [self._unconsumed], len(self._unconsumed)
         self._unconsumed = b""
         while block := self._stream.read(BLOCK_BYTES):
-            cut = block.rfind(_NEWLINE) + 1
+            cut = block.rfind(_NEWLINE) + 1  # end of the last whole line; 0 without a newline
             # Only the first line can span several blocks: the loop ends at the first block with a newline.
             first_line_bytes = size_bytes + (block.find(_NEWLINE) if cut else len(block))
             if first_line_bytes > LINE_BYTES:
                 self.offset += size_bytes
                 self._unconsumed = block
-                pieces.clear()
+                pieces.clear()  # frees the memory before the rest of the line is read
                 self.skip_line()
                 return None
             pieces.append(block[:cut] if cut else block)

@@ -1,5 +1,6 @@
 """Decode and encode Protocol Buffers messages without generated code, for Caffe's Datum and TensorFlow's Example.
 
+The LMDB and TFRecord sources decode, the exports to these formats encode.
 Format: https://protobuf.dev/programming-guides/encoding/
 """
 
@@ -23,12 +24,12 @@ _MAX_VARINT_BYTES: Final = 10  # an int64 takes up to ten groups of seven bits
 
 
 def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | memoryview]]:
-    """Yield number, wire type and value of each field in the order of the message.
+    """Yield field number, wire type and value of each field in the order of the message.
 
     The value of a varint is an unsigned int; the value of any other field is a view of its bytes.
 
     Raises:
-        BadSampleError: the message is truncated, has a group, or has an unknown wire type.
+        BadSampleError: the message is truncated, or has a wire type other than the four above, such as a group.
     """
     view = memoryview(message)
     offset = 0
@@ -57,7 +58,7 @@ def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
     """Return the numbers of a packed list of varints: `int64[n]`.
 
     Raises:
-        BadSampleError: a number is truncated or too long.
+        BadSampleError: a number is truncated or has more than `_MAX_VARINT_BYTES`.
     """
     raw = np.frombuffer(packed, np.uint8)
     if not len(raw):
@@ -95,12 +96,14 @@ def varint(number: int) -> bytes:
 
 def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
     """Return the concatenated varints of `int64[n]`."""
-    # Each number gives a row of ten groups of seven bits; only the groups up to its last nonzero one are written.
+    # Each number gives a row of ten groups of seven bits, the lowest first.
     index = np.arange(_MAX_VARINT_BYTES, dtype=np.uint64)
     groups = (numbers.view(np.uint64)[:, None] >> (index * np.uint64(7))) & np.uint64(0x7F)
-    last = np.where(groups.any(axis=1), 9 - np.argmax(groups[:, ::-1] != 0, axis=1), 0)[:, None]
-    is_continued = (index < last).astype(np.uint8) << 7
-    raw: bytes = (groups.astype(np.uint8) | is_continued)[index <= last].tobytes()
+    # Only the groups up to the last nonzero one are written; of the number 0, the first group.
+    last_nonzero = 9 - np.argmax(groups[:, ::-1] != 0, axis=1)
+    last = np.where(groups.any(axis=1), last_nonzero, 0)[:, None]
+    continuation_bits = (index < last).astype(np.uint8) << 7
+    raw: bytes = (groups.astype(np.uint8) | continuation_bits)[index <= last].tobytes()
     return raw
 
 
@@ -116,7 +119,7 @@ def bytes_field(number: int, *pieces: Any) -> bytes:
 
 
 def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:
-    """Return the varint at `offset` and the offset after it."""
+    """Return the varint at `offset` and the offset after it. Raise BadSampleError if it is truncated or too long."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         if offset + index >= len(view):

@@ -23,7 +23,8 @@ from datasvc.repository.store.storage import redact_url
 from datasvc.shards.sources.common.files import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
-# A batch is larger only if it is a single sample. The limit is small, because many parts are read at the same time.
+# Limits of a batch that a source yields; only a single sample may have more bytes. They are small, because many parts
+# are read at the same time.
 BATCH_BYTES: Final = 1 << 20
 BATCH_SAMPLES: Final = 4096
 
@@ -81,7 +82,7 @@ class ImageFile(NamedTuple):
 
 
 class Source(ABC):
-    """A data set in a foreign format that can be ingested.
+    """A data set in another format than that of shards, which can be ingested.
 
     Attributes:
         kind: name of the format for `--format` and log entries, such as "webdataset".
@@ -113,7 +114,8 @@ class Source(ABC):
 
     def _digest(self, listed: list[Any]) -> Digest:
         """Return a digest of `listed` (JSON values of the listing) and of the attributes of the source."""
-        # The URL is redacted, because new credentials do not make another source.
+        # The URL is redacted, because new credentials do not make another source. Manifest values that are not JSON,
+        # such as dates, become text.
         described = [self.kind, redact_url(self.url), str(self.schema), list(self.classes), listed]
         return digest_of(json.dumps(described, sort_keys=True, default=str).encode())
 
@@ -163,7 +165,7 @@ class StreamedSource(Source):
 
     @abstractmethod
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples of one part in order; every call yields the same samples.
+        """Yield the samples of one part in order; every call yields the same samples (but see `PythonSource`).
 
         Yields:
             Batches of `schema` with at most `BATCH_SAMPLES` samples and `BATCH_BYTES` (only a single sample may be
@@ -207,5 +209,5 @@ def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourceP
 
 
 def printable(text: str) -> str:
-    """Return a name in which the bytes that are not UTF-8 are escaped."""
+    """Return a name or key as it is, but with any bytes that are not UTF-8 escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

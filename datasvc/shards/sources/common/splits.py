@@ -7,19 +7,20 @@ from typing import Final
 
 SPLIT_NAMES: Final = frozenset({"train", "val", "valid", "validation", "test"})
 DEFAULT_SPLIT: Final = "train"
-HELD_OUT_SPLIT: Final = "val"
-_PREFIX: Final = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.\d].*)?")
+HELD_OUT_SPLIT: Final = "val"  # split of the samples that an ingest holds out of the default split
+# The name of a split as a whole word of a file name: between separators, or before a digit.
+_SPLIT_WORD: Final = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.\d].*)?")
 
 
 def split_of(name: str) -> str:
     """Return the split of the file `name`, a path below the source's root.
 
-    The first folder with the name of a split decides, else a part of the file name, as in
+    The first folder with the name of a split decides, else the last word of the file name that is one, as in
     `data/validation-00000-of-00004.parquet` or `pets-train-000.tar`; the default is "train".
     """
     folders, _, file_name = name.rpartition("/")
     for folder in folders.split("/"):
         if folder.lower() in SPLIT_NAMES:
             return folder.lower()
-    match = _PREFIX.fullmatch(file_name.lower())
+    match = _SPLIT_WORD.fullmatch(file_name.lower())
     return match[2] if match else DEFAULT_SPLIT

@@ -18,7 +18,7 @@ COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 # Reading a stream from `decompress` raises these errors if it is truncated or damaged.
 DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, zstandard.ZstdError)
 BUFFER_BYTES: Final = 1 << 17
-_STEP_BYTES: Final = 4 << 20
+_STEP_BYTES: Final = 4 << 20  # largest read, whatever length is declared
 _COMPRESSED_BYTES: Final = 1 << 18
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib detects by the header which of the two it is
 
@@ -86,6 +86,8 @@ class _InflatedStream(WrappingStream):
 
     def readinto(self, target: Any) -> int:
         buffer = memoryview(target).cast("B")
+        # A step may give no content, such as at the header or the end of a member; only the end of the stream may
+        # return 0.
         while True:
             self._compressed = self._compressed or self._wrapped.read(_COMPRESSED_BYTES)
             if not self._compressed:
@@ -103,7 +105,7 @@ class _InflatedStream(WrappingStream):
             # Decompress at most the size of the buffer, so that a small file cannot fill the memory.
             content = self._inflater.decompress(self._compressed, len(buffer))
             self._compressed = self._inflater.unconsumed_tail
-            if self._inflater.eof:
+            if self._inflater.eof:  # at the end of a member; another one may follow it
                 self._compressed = self._inflater.unused_data
                 self._inflater = None
             if content:
@@ -123,6 +125,7 @@ class _ZstdStream(WrappingStream):
         try:
             return int(self._unpacked.readinto(target))
         except OSError as error:
+            # Arrow raises OSError for all damage; only its message tells a truncated stream.
             if "Truncated" in str(error):
                 raise EOFError("the compressed content is truncated") from error
             raise zstandard.ZstdError(str(error)) from error

@@ -1,8 +1,8 @@
 """Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-The reader of a format yields raw batches (with the columns as the file has them), and keys that are used if no column
-holds the keys. This module validates and converts the batches, and slices them to the limits of
-`StreamedSource.read`. If a sample of a batch does not convert, only this sample is left out.
+The reader of a format yields raw batches (with the columns as the file has them), and a key for each sample, which is
+used if no column is mapped to the key. This module validates and converts the batches, and slices them to the limits
+of `StreamedSource.read` (source.py). If a sample of a batch does not convert, only this sample is left out.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from datasvc.shards.sources.common.source import (
 from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS
 from datasvc.threads import map_in_threads
 
-EMPTY: Final = "(empty)"
+EMPTY: Final = "(empty)"  # how `Source.ignored` counts files without a sample
 # Errors of reading, decompressing and decoding a damaged file.
 UNREADABLE: Final = (pa.ArrowException, OSError, *DECOMPRESSION_ERRORS)
 # Files that the `datasets` library writes beside the data; they hold no samples.
 _DESCRIPTIONS: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-_LISTING_THREADS: Final = 16
+_FILE_THREADS: Final = 16
 _MAX_SHOWN_FILES: Final = 10
 _REASON_CHARACTERS: Final = 500
 
@@ -82,7 +82,10 @@ class TableSource(FileSource):
 
 
 def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-    """Yield raw samples as batches within the size limits of a source. Raise ConfigError for a missing column."""
+    """Yield raw samples as batches of samples within the limits of a source.
+
+    Raise ConfigError if a column is missing; `_convert` would report each sample of the part as bad.
+    """
     missing = [name for name in columns.raw_names if name not in raw.batch.schema.names]
     if missing:
         raise ConfigError(f"{part.name} has changed: the columns {missing} are missing now; list the source again")
@@ -97,7 +100,7 @@ def split_by_size(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield slices of `batch` of at most `BATCH_SAMPLES` samples and about `BATCH_BYTES` when decoded."""
     if not batch.num_rows:
         return
-    # Estimated before decoding: the values of a small dictionary may fill a large batch.
+    # Dictionary columns are small, but may be much larger when decoded, so the decoded size is estimated first.
     sample_bytes = sum(map(_decoded_bytes, batch.columns)) / batch.num_rows
     num_samples = max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
     for start in range(0, batch.num_rows, num_samples):
@@ -134,7 +137,7 @@ def list_tables(
         compressed: whether files may be compressed as a whole.
 
     Raises:
-        NotFoundError: there is no such file, or all are empty.
+        NotFoundError: no file has one of the extensions, or all such files are empty.
         ConfigError: a file is compressed and `compressed` is false, or a name is not UTF-8; or see `list_files`.
         UnavailableError: the store does not respond.
     """
@@ -164,14 +167,16 @@ def map_files(reader: FileReader, files: Sequence[SourceFile], func: Callable[[S
     """Return `func` of each file, in order; for remote files, calls run in parallel threads."""
     if reader.is_local or len(files) == 1:
         return [func(file) for file in files]
-    return map_in_threads(func, files, _LISTING_THREADS)
+    return map_in_threads(func, files, _FILE_THREADS)
 
 
 def _is_table(file: SourceFile, extensions: Collection[str]) -> bool:
+    """Return whether a file holds samples, by its name."""
     return file.extension in extensions and file.name.rpartition("/")[2] not in _DESCRIPTIONS
 
 
 def _check_names(files: Sequence[SourceFile], *, compressed: bool) -> None:
+    """Raise ConfigError for a name that is not UTF-8, or for a compressed file unless `compressed` allows it."""
     for file in files:
         # Names become keys, which are UTF-8.
         if printable(file.name) != file.name:
@@ -204,11 +209,11 @@ def _convert(
         piece.validate(full=True)  # finds text that is not UTF-8, and offsets out of range
         return columns.convert(piece, keys.slice(start, stop - start))
 
-    for number, samples in bisect_errors(batch.num_rows, convert, (ConfigError, pa.ArrowException)):
-        if isinstance(samples, Exception):
-            yield BadSample(split, keys[number].as_py(), reason_of(samples))
+    for first, result in bisect_errors(batch.num_rows, convert, (ConfigError, pa.ArrowException)):
+        if isinstance(result, Exception):
+            yield BadSample(split, keys[first].as_py(), reason_of(result))
         else:
-            yield from _halve(samples)
+            yield from _halve(result)
 
 
 def _halve(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -216,7 +221,7 @@ def _halve(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     if samples.num_rows == 1 or samples.nbytes <= BATCH_BYTES:
         yield samples
         return
-    # The size was estimated before decoding; decoded samples may be larger.
+    # `split_by_size` only estimated the size before decoding; the decoded samples may be larger.
     middle = samples.num_rows // 2
     yield from _halve(samples.slice(0, middle))
     yield from _halve(samples.slice(middle))

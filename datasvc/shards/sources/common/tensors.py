@@ -1,4 +1,4 @@
-"""Columns of tensors, which sources of arrays make: `fixed_size_list` in C order, with the shape in the metadata."""
+"""Make columns of tensors, for sources of arrays: `fixed_size_list` in C order, with the shape in the metadata."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Fi
 
 
 def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
-    """Return `values[samples, ...]` as the Arrow array of the column `field`, which `tensor_field` made."""
+    """Return `values[samples, ...]` as an Arrow array of `field`, which `tensor_field` made for the same type."""
     # Arrow needs contiguous values in the machine's byte order.
     native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     if not pa.types.is_fixed_size_list(field.type):
@@ -55,6 +55,8 @@ def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
 
 
 def _value_type(name: str, dtype: np.dtype[Any]) -> pa.DataType:
+    """Return the Arrow type of the values of column `name`. Raise ConfigError if there is none for `dtype`."""
+    # bool, signed and unsigned integers, and floats; Arrow has no wider ones than 8 bytes.
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ConfigError(f"{name!r} holds values of type {dtype}; expected bool, integers or floats")
     return pa.from_numpy_dtype(dtype.newbyteorder("="))

@@ -1,7 +1,7 @@
 """Source of image folders on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or flat without classes.
 
-Top folders with the name of a split are splits; the folders below them, or else the top folders, are classes. Files
-without an image extension are left out and counted.
+Top folders with the name of a split are splits. The folders below them are classes; without split folders, the top
+folders are. Files without an image extension are left out and counted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ImageFolderSource(ListedSource):
                 f"cannot ingest {redact_url(url)}: no images among its {len(files_below)} files; "
                 f"expected {', '.join(sorted(EXTENSIONS))}"
             )
-        # If a split is given, a top folder with the name of a split is a class folder.
+        # If the options give the split of all files, every top folder is a class folder, even one called "train".
         if options.split is None:
             _check_splits(folders, url)
         roles = {folder: _role(folder, options.split) for folder in sorted(folders)}
@@ -69,10 +69,10 @@ class ImageFolderSource(ListedSource):
         # One order of classes for all splits, so that a label means the same class in each of them.
         labels = {name: number for number, name in enumerate(classes)}
         splits: dict[str, list[ImageFile]] = {}
-        for folder, (split, class_name, start) in roles.items():
+        for folder, (split, class_name, key_start) in roles.items():
             label = labels[class_name] if class_name is not None else None
             files = [
-                ImageFile(name[start:], path, size_bytes, label, stamp)
+                ImageFile(name[key_start:], path, size_bytes, label, stamp)
                 for name, path, size_bytes, stamp in folders[folder]
             ]
             splits.setdefault(split, []).extend(files)
@@ -103,20 +103,23 @@ def _by_folder(files: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]]
 
 def _extension(name: str) -> str:
     """Return the lower-case extension, like `os.path.splitext`, but faster for ordinary names."""
-    before, dot, last = name.rpartition(".")
-    is_ordinary = dot and "/" not in last and before[-1:] not in ("", "/", ".")
+    base, dot, last = name.rpartition(".")
+    # Not ordinary: a dot in a folder, and file names that start with dots, which `splitext` counts as no extension.
+    is_ordinary = dot and "/" not in last and base[-1:] not in ("", "/", ".")
     return f".{last.lower()}" if is_ordinary else os.path.splitext(name)[1].lower()
 
 
 def _check_splits(folders: Iterable[str], url: str) -> None:
     """Raise ConfigError if the top folders could give two files of one split the same key."""
-    tops = {folder.partition("/")[0] for folder in folders}
-    spellings = [top for top in tops if top.lower() in SPLIT_NAMES]
+    top_folders = {folder.partition("/")[0] for folder in folders}  # "" for files at the top
+    split_folders = [top for top in top_folders if top.lower() in SPLIT_NAMES]
+    has_other_folders = len(top_folders) > len(split_folders)
+    has_split_twice = len({top.lower() for top in split_folders}) < len(split_folders)
     # "train/1.jpg", "Train/1.jpg" and "1.jpg" would have the same key in the same split.
-    if spellings and (len(tops) > len(spellings) or len({top.lower() for top in spellings}) < len(spellings)):
+    if split_folders and (has_other_folders or has_split_twice):
         raise ConfigError(
-            f"cannot ingest {redact_url(url)}: its top folders {sorted(tops)[:10]} mix splits with other folders, or "
-            "spell one split in two ways; keep only split folders at the top, or none"
+            f"cannot ingest {redact_url(url)}: its top folders {sorted(top_folders)[:10]} mix splits with other "
+            "folders, or spell one split in two ways; keep only split folders at the top, or none"
         )
 
 
@@ -129,23 +132,25 @@ class _FolderRole(NamedTuple):
 
 
 def _role(folder: str, only_split: str | None) -> _FolderRole:
-    """Return split and class of the files in a folder below the source."""
+    """Return the role of a folder ("" or "a/b/"); `only_split` is the split of all files, if the options give it."""
     top, _, below = folder.partition("/")
     if only_split is None and top.lower() in SPLIT_NAMES:
-        split, start = top, len(top) + 1
+        split, key_start = top, len(top) + 1
     else:
-        split, start, below = DEFAULT_SPLIT if only_split is None else only_split, 0, folder
-    return _FolderRole(split.lower(), below.partition("/")[0] or None, start)
+        split, key_start = DEFAULT_SPLIT if only_split is None else only_split, 0
+        below = folder
+    return _FolderRole(split.lower(), below.partition("/")[0] or None, key_start)
 
 
 def _classes(roles: Mapping[str, _FolderRole], folders: Mapping[str, list[SourceFile]], url: str) -> tuple[str, ...]:
     """Return the sorted class names. Raise ConfigError if only some images have a class, or a name is not UTF-8."""
     names = {role.class_name for role in roles.values()}
     if None in names and len(names) > 1:
-        flat = min(file.name for folder, role in roles.items() if role.class_name is None for file in folders[folder])
+        flat_folders = [folder for folder, role in roles.items() if role.class_name is None]
+        first_file = min(file.name for folder in flat_folders for file in folders[folder])
         raise ConfigError(
             f"cannot ingest {redact_url(url)}: some images are in class folders and some are not, such as "
-            f"{flat}; move these into a class folder or out of the source"
+            f"{first_file}; move these into a class folder or out of the source"
         )
     for name in names:
         if name is not None and printable(name) != name:

@@ -49,7 +49,7 @@ class ImageNetSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ImageNetSource:
-        """List the headers of the training tar and the labels of the validation images.
+        """List the source from the headers of the training tar and the labels of the validation images.
 
         For errors, see `FileSource.list`. ConfigError also means that ground truth, synsets and training tar
         contradict each other.
@@ -62,7 +62,7 @@ class ImageNetSource(FileSource):
         val_labels: tuple[int, ...] = ()
         ignored: Counter[str] = Counter()
         for tar in tars:
-            if _holds_images(reader, tar):
+            if _holds_images(reader, tar):  # the validation tar
                 synsets = read_synsets(folder, reader, options)
                 ids = read_ground_truth(folder, reader, options)
                 # The training tar, read first, defines the classes; `labels_of` checks that the synsets match.
@@ -70,10 +70,10 @@ class ImageNetSource(FileSource):
                 val_labels = tuple(labels_of(ids, synsets, classes))
                 parts.append(_val_part(tar, options.split or "val", val_labels))
             else:
-                members = _class_tars(reader, tar, ignored)
-                classes = tuple(sorted(members))
+                class_tars = _class_tars(reader, tar, ignored)
+                classes = tuple(sorted(class_tars))
                 parts += [
-                    _class_part(tar, options.split or "train", members[name], label)
+                    _class_part(tar, options.split or "train", class_tars[name], label)
                     for label, name in enumerate(classes)
                 ]
         label = pa.field(LABEL, pa.int32(), nullable=False)
@@ -100,7 +100,10 @@ class ImageNetSource(FileSource):
     def _members(
         self, tar: TarReader, part: SourcePart, label: int | None
     ) -> Iterator[tuple[str, TarMember | BadSampleError]]:
-        """Yield key and member of each image; at the end, an error if the validation tar has too few images."""
+        """Yield key and member of each image; at the end, an error if the validation tar has too few images.
+
+        Members whose names start with a dot are left out. `label` is None for the validation tar.
+        """
         num_images = 0
         for member in tar:
             name = member.name.rpartition("/")[2]
@@ -112,6 +115,10 @@ class ImageNetSource(FileSource):
             yield part.name, BadSampleError(reason)
 
     def _val_label(self, name: str) -> int:
+        """Return the label of the validation image `name`.
+
+        Raise BadSampleError if the name has no number, ConfigError if no line of the ground truth has this number.
+        """
         match = _VAL_IMAGE.fullmatch(name)
         if match is None or int(match[1]) == 0:
             raise BadSampleError("its name has no image number; expected a name like ILSVRC2012_val_00000001.JPEG")
@@ -146,7 +153,7 @@ class _HeaderFile:
 
 
 def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:
-    """Return the folder of the tars, and the tars that exist, training first."""
+    """Return the folder of the tars, and the tars that exist, training first. Raise NotFoundError if none exists."""
     with map_exceptions("open", redact_url(url)):
         is_folder = reader.file_system.isdir(reader.root)
     if not is_folder:
@@ -157,14 +164,14 @@ def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:
         try:
             tars += list_files(f"{url.rstrip('/')}/{name}")
         except NotFoundError:
-            continue
+            continue  # one of the two is enough
     if not tars:
         raise NotFoundError(f"cannot ingest {redact_url(url)}: expected {_TRAIN_TAR} or {_VAL_TAR} in it")
     return reader.root, tars
 
 
 def _holds_images(reader: FileReader, tar: SourceFile) -> bool:
-    """Return whether the first file of a tar is an image rather than a class tar."""
+    """Return true if a tar starts with an image, false for a class tar. Raise CorruptDataError for anything else."""
     first = next(iter(_walk(reader, tar)), None)
     if first is None or _extension(first.name) not in {".tar", *EXTENSIONS}:
         raise CorruptDataError(
@@ -175,21 +182,24 @@ def _holds_images(reader: FileReader, tar: SourceFile) -> bool:
 
 
 def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> dict[str, TarMember]:
-    """Return the class tars of the training tar by class; count the other members in `ignored`."""
-    by_class: dict[str, TarMember] = {}
+    """Return the class tars in the training tar by synset; count the other members in `ignored`.
+
+    Raise ConfigError if the name of a class tar is not a synset, or occurs twice.
+    """
+    by_synset: dict[str, TarMember] = {}
     for member in _walk(reader, tar):
         base, extension = member.name.rpartition("/")[2], _extension(member.name)
-        name = base[: -len(extension)] if extension else base
+        synset = base[: -len(extension)] if extension else base
         if extension != ".tar" or base.startswith("."):
             ignored[extension or "(none)"] += 1
             continue
-        if member.problem is not None or not SYNSET.fullmatch(name):
+        if member.problem is not None or not SYNSET.fullmatch(synset):
             problem = member.problem or "is not named after a synset, such as n01440764.tar"
             raise ConfigError(f"cannot ingest {reader.location(tar.path)}: its member {member.name} {problem}")
-        if name in by_class:
-            raise ConfigError(f"cannot ingest {reader.location(tar.path)}: it has the class {name} twice")
-        by_class[name] = member
-    return by_class
+        if synset in by_synset:
+            raise ConfigError(f"cannot ingest {reader.location(tar.path)}: it has the class {synset} twice")
+        by_synset[synset] = member
+    return by_synset
 
 
 def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
@@ -210,6 +220,7 @@ def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> SourcePart:
 
 
 def _open_part(reader: FileReader, part: SourcePart) -> BinaryIO:
+    """Open the tar of a part as a stream: a range of the training tar, or the validation tar."""
     if "offset" not in part.where:
         return open_tar(reader, part.where["path"])
     start = part.where["offset"]

@@ -1,8 +1,9 @@
 """Read the labels of ImageNet's validation images from the ground truth and the synset list of the devkit.
 
-Classes are the synsets in alphabetical order, and a label is an index into them, as is usual for class folders. The
-devkit numbers synsets differently: line i of its ground truth is the ILSVRC id of image i, id 1 is the first line of
-its synset list, and that list is not in alphabetical order.
+A synset is the name of a class, such as n01440764; the devkit is the development kit that ImageNet distributes with
+its tars. `ImageNetSource` orders the classes alphabetically by synset, as is usual for class folders, and a label is
+an index into them. The synset list of the devkit is not alphabetical; the ILSVRC id of a synset is its line in this
+list, from 1. Line i of the ground truth is the ILSVRC id of image i.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _HOW_TO_LIST: Final = (
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
     """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
 
-    The synset is the first word of a line. Only the first 1,000 lines, the classes, are read; the inner nodes of the
-    hierarchy follow them.
+    The synset is the first word of a line. Only the first 1,000 lines, the classes, are used; the lines after them
+    list the inner nodes of the hierarchy of synsets.
 
     Args:
         folder: path of the folder that holds the tars.
@@ -43,8 +44,9 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
         NotFoundError: there is no such file; the message tells how to get one.
         ConfigError: a line is not a synset or a duplicate, or the list is in alphabetical order.
     """
-    option = f"--synsets, a list of synsets; {_HOW_TO_LIST}"
-    location, text = _read_text(options.synsets, folder, reader, _SYNSETS, option)
+    advice = f"--synsets, a list of synsets; {_HOW_TO_LIST}"
+    location, text = _read_text(options.synsets, folder, reader, _SYNSETS, advice)
+    # An empty line gives "", which is refused below with its line number.
     synsets = [(line.split() or [""])[0] for line in text.rstrip().splitlines()][:_NUM_CLASSES]
     numbers: dict[str, int] = {}
     for number, synset in enumerate(synsets, 1):
@@ -66,11 +68,12 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
 
 def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -> list[int]:
     """Return the ILSVRC ids of the validation images; for arguments and errors, see `read_synsets`."""
-    option = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
-    location, text = _read_text(options.ground_truth, folder, reader, (_GROUND_TRUTH,), option)
+    advice = f"--ground-truth, the devkit's {_GROUND_TRUTH}"
+    location, text = _read_text(options.ground_truth, folder, reader, (_GROUND_TRUTH,), advice)
     ids = []
     for number, line in enumerate(text.rstrip().splitlines(), 1):
         word = line.strip()
+        # No id has ten digits, and `int` refuses very long texts.
         if not (word.isascii() and word.isdigit() and len(word) < 10):
             raise ConfigError(f"line {number} of {location} is {line[:40]!r}; expected one ILSVRC id, such as 490")
         ids.append(int(word))
@@ -83,7 +86,7 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
     """Return the label of each image.
 
     Args:
-        ids: ILSVRC ids, counted from 1 as indices into `synsets`.
+        ids: ILSVRC ids of the images; id 1 is the first of `synsets`.
         synsets: synsets in the order of the ids.
         classes: the same synsets in the order of the labels.
 
@@ -96,21 +99,24 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
             f"the synset list has {len(synsets)} classes, the training tar {len(classes)}; {len(differing)} are in "
             f"only one of them, such as {differing[0]}; use the list that belongs to this tar"
         )
-    index = {synset: label for label, synset in enumerate(classes)}
-    by_id = [index[synset] for synset in synsets]
+    label_of_synset = {synset: label for label, synset in enumerate(classes)}
+    labels = [label_of_synset[synset] for synset in synsets]  # label of the id `index + 1`
     for number, ilsvrc_id in enumerate(ids, 1):
-        if not 1 <= ilsvrc_id <= len(by_id):
+        if not 1 <= ilsvrc_id <= len(labels):
             raise ConfigError(
-                f"line {number} of the ground truth is the id {ilsvrc_id}, but the synset list has {len(by_id)} "
+                f"line {number} of the ground truth is the id {ilsvrc_id}, but the synset list has {len(labels)} "
                 "lines; use the list that belongs to it"
             )
-    return [by_id[ilsvrc_id - 1] for ilsvrc_id in ids]
+    return [labels[ilsvrc_id - 1] for ilsvrc_id in ids]
 
 
 def _read_text(
-    url: str | None, folder: str, reader: FileReader, names: Sequence[str], option: str
+    url: str | None, folder: str, reader: FileReader, names: Sequence[str], advice: str
 ) -> tuple[str, str]:
-    """Return location and text of the file at `url`; without a URL, of the first of `names` that exists."""
+    """Return location and text of the file at `url`; without a URL, of the first of `names` that exists in `folder`.
+
+    Raise NotFoundError, with `advice` on which option to give, if there is none.
+    """
     if url is not None:
         reader = FileReader(url)
         return redact_url(url), _decoded(reader.read(reader.root), redact_url(url))
@@ -123,11 +129,12 @@ def _read_text(
                 continue
     raise NotFoundError(
         f"the validation images have no labels: no {' or '.join(names)} in {reader.location(folder)} or its "
-        f"{_DEVKIT}; give {option}"
+        f"{_DEVKIT}; give {advice}"
     )
 
 
 def _decoded(content: bytes, location: str) -> str:
+    """Return the text of a file, with or without a byte order mark. Raise ConfigError if it is not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -35,9 +35,10 @@ class ManifestSource(ListedSource):
         url: URL of the folder of the images.
         schema: `key`, `image`, `label` if the manifest has one, and its other columns.
         classes: sorted class names; empty if labels are integers.
-        ignored: number of files that are not in the manifest.
+        ignored: number of files that are not in the manifest, all under one name.
     """
 
+    # A manifest is an option of an image folder; log entries name the format of the folder.
     kind: ClassVar[str] = "image-folder"
 
     url: str
@@ -76,28 +77,30 @@ class ManifestSource(ListedSource):
         for files in files_by_split.values():
             files.sort(key=lambda file: file.key)
         _check_keys(files_by_split)
-        ignored = _unlisted(files_below, names, root, options.manifest)
+        ignored = _count_unlisted(files_below, names, root, options.manifest)
         return cls(url, manifest.schema(labels), files_by_split, classes, ignored)
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:
-    """Return the paths in the manifest, relative to the source and unique."""
-    names: dict[str, int] = {}
+    """Return the paths in the manifest, relative to the source. Raise ConfigError if one is invalid or repeated."""
+    index_of_name: dict[str, int] = {}
     for index, path in enumerate(manifest.texts(manifest.file)):
         name = posixpath.normpath(path)
         if path.startswith("/") or "://" in path or ".." in path.split("/"):
             raise ConfigError(
                 f"{manifest.line(index)} lists {path!r}; expected a path below the source, without '..'"
             )
-        if name in names:
+        if name in index_of_name:
             raise ConfigError(
-                f"{manifest.line(index)} lists {name!r} again, after {manifest.line(names[name])}; remove one of them"
+                f"{manifest.line(index)} lists {name!r} again, after {manifest.line(index_of_name[name])}; "
+                "remove one of them"
             )
-        names[name] = index
-    return [*names]
+        index_of_name[name] = index
+    return [*index_of_name]
 
 
 def _check_exist(names: Sequence[str], files: Mapping[str, Any], url: str) -> None:
+    """Raise NotFoundError if the manifest lists a file that is not below the source."""
     missing = [name for name in names if name not in files]
     if missing:
         more = f" and {len(missing) - _MAX_SHOWN_FILES} more" if len(missing) > _MAX_SHOWN_FILES else ""
@@ -113,21 +116,21 @@ def _splits(names: Sequence[str], manifest: ManifestTable, options: SourceOption
         return [options.split] * len(names)
     if manifest.split is not None:
         return [split.lower() for split in manifest.texts(manifest.split)]
-    tops = [name.partition("/")[0].lower() if "/" in name else "" for name in names]
-    return [top if top in SPLIT_NAMES else DEFAULT_SPLIT for top in tops]
+    top_folders = [name.partition("/")[0].lower() if "/" in name else "" for name in names]
+    return [top if top in SPLIT_NAMES else DEFAULT_SPLIT for top in top_folders]
 
 
 def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
     """Raise ConfigError if two files of a split, which are ordered by key, have the same key."""
     for split, files in splits.items():
-        for one, other in pairwise(files):
-            if one.key == other.key:
+        for previous, file in pairwise(files):
+            if previous.key == file.key:
                 raise ConfigError(
-                    f"the key {one.key!r} occurs twice in split {split!r}; give each sample its own key"
+                    f"the key {file.key!r} occurs twice in split {split!r}; give each sample its own key"
                 )
 
 
-def _unlisted(files: Mapping[str, Any], names: Sequence[str], root: str, manifest_url: str) -> Counter[str]:
+def _count_unlisted(files: Mapping[str, Any], names: Sequence[str], root: str, manifest_url: str) -> Counter[str]:
     """Count the files that are not in the manifest; the manifest itself is not counted."""
     unlisted = files.keys() - set(names)
     manifest_path = resolve_url(manifest_url)[1]

@@ -1,4 +1,7 @@
-"""Read the manifest of an image folder (a table of its files): find the columns of files, labels, splits, keys."""
+"""Read the manifest of an image folder, a table of its files, for `ManifestSource`.
+
+The columns of files, keys, labels and splits are found by their names.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ from datasvc.shards.sources.tabular.parquet import ParquetSource
 FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image")
 LABEL_COLUMNS: Final = ("label", "class")
 SPLIT_COLUMN: Final = "split"
-# Names of columns that the source or the ingest makes.
-_TAKEN: Final = frozenset({KEY, IMAGE, LABEL, WIDTH, HEIGHT})
+# Columns that the source or the ingest makes; an extra column of such a name gets the prefix `source_`.
+_RESERVED_NAMES: Final = frozenset({KEY, IMAGE, LABEL, WIDTH, HEIGHT})
 _MAX_LABEL: Final = (1 << 31) - 1
 
 
@@ -117,7 +120,7 @@ class ManifestTable:
         """Return the label of each sample (None without one), and the sorted class names.
 
         Raises:
-            ConfigError: labels are neither class names nor integers from 0, or are both.
+            ConfigError: labels are neither class names nor integers from 0, or a CSV file mixes the two.
         """
         if self.label is None:
             return [None] * self.table.num_rows, ()
@@ -136,45 +139,49 @@ class ManifestTable:
                 f"column {self.label!r} of {self.location} has the type {column.type}; expected class names "
                 "or integers"
             )
-        class_names = [value or None for value in values]
+        class_names = [value or None for value in values]  # an empty text means no class
         # A CSV file has no types, so a column that mixes integers and names is read as text, without an error.
         if self.is_csv:
             _check_unmixed(class_names, self)
         classes = sorted({name for name in class_names if name is not None})
-        numbers: dict[str | None, int | None] = {name: number for number, name in enumerate(classes)}
-        return [numbers.get(name) for name in class_names], tuple(classes)
+        label_of_class: dict[str | None, int | None] = {name: label for label, name in enumerate(classes)}
+        return [label_of_class.get(name) for name in class_names], tuple(classes)
 
     def values(self, name: str) -> list[Any]:
         """Return the values of a column as Python values from which Arrow can build the same column again."""
         column = self.table.column(name)
-        # Python's times cannot hold nanoseconds. They become integers, which Arrow converts back.
+        # Python's types of these cannot hold nanoseconds. Such values become integers, which Arrow converts back.
         checks = (pa.types.is_timestamp, pa.types.is_duration, pa.types.is_time64)
-        is_moment = any(check(column.type) for check in checks)
-        values: list[Any] = (column.cast(pa.int64()) if is_moment else column).to_pylist()
+        if any(check(column.type) for check in checks):
+            column = column.cast(pa.int64())
+        values: list[Any] = column.to_pylist()
         return values
 
 
 def _check_unmixed(names: Sequence[str | None], table: ManifestTable) -> None:
     """Raise ConfigError if only some labels look like integers; a CSV file gives them as text."""
-    integers = [index for index, name in enumerate(names) if name is not None and name.lstrip("-").isdecimal()]
-    others = [index for index, name in enumerate(names) if name is not None and not name.lstrip("-").isdecimal()]
+    filled = [(index, name) for index, name in enumerate(names) if name is not None]
+    integers = [(index, name) for index, name in filled if name.lstrip("-").isdecimal()]
+    others = [(index, name) for index, name in filled if not name.lstrip("-").isdecimal()]
     if integers and others:
+        (integer_index, integer), (other_index, other) = integers[0], others[0]
         raise ConfigError(
-            f"labels mix integers and names: {names[integers[0]]!r} in {table.line(integers[0])}, "
-            f"{names[others[0]]!r} in {table.line(others[0])}; use one or the other"
+            f"labels mix integers and names: {integer!r} in {table.line(integer_index)}, "
+            f"{other!r} in {table.line(other_index)}; use one or the other"
         )
 
 
 def _extra_name(name: str) -> str:
-    return f"source_{name}" if name in _TAKEN else name
+    """Return the name of the sample column for the extra column `name`."""
+    return f"source_{name}" if name in _RESERVED_NAMES else name
 
 
 def _read_columns(url: str, location: str, key: str | None) -> pa.Table:
-    """Return the columns of a manifest, with their types in samples."""
+    """Return the columns of a manifest, with their types in samples. For errors, see `ManifestTable.read`."""
     extension = extension_of(location)
     source: TableSource
     if extension in CSV_EXTENSIONS:
-        # Names of files, splits and keys are text, even if all of them look like numbers.
+        # The columns of files, splits and keys are read as text, even if all of their values look like numbers.
         source = CsvSource.list(url, texts=[*FILE_COLUMNS, SPLIT_COLUMN, key or KEY])
     elif extension in JSON_EXTENSIONS:
         source = JsonLinesSource.list(url)

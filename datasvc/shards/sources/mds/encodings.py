@@ -20,7 +20,7 @@ from PIL import Image
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.shards.sources.common.tensors import tensor_field
 
-# Type codes of arrays whose type is stored with each value.
+# numpy types by the code that an array starts with if its encoding does not give the type.
 _ARRAY_TYPES: Final = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -36,12 +36,12 @@ SHAPE_SUFFIX: Final = ".shape"
 
 @dataclass(frozen=True)
 class MdsColumn:
-    """A column of an index.
+    """A column as an MDS index describes it.
 
     Attributes:
         name: name of the column.
         encoding: such as "jpeg" or "ndarray:float32:3,4".
-        size_bytes: size of each value; None: the size is stored with each sample.
+        size_bytes: size of each value; None: it varies, so each sample stores the size of its value.
     """
 
     name: str
@@ -80,10 +80,12 @@ class MdsColumn:
             BadSampleError: `content` does not have this encoding.
         """
         kind, _, settings = self.encoding.partition(":")
+        # ConfigError, also a ValueError, is not raised here: `fields`, called at the listing, refuses such encodings.
         try:
             if kind == "ndarray":
                 return self._decode_array(content, *array_type(self.name, settings))
             if self.encoding in _SCALARS:
+                # Raises ValueError unless `content` is exactly one number.
                 (value,) = np.frombuffer(content, np.dtype(_SCALARS[self.encoding]).newbyteorder("<"))
                 return {self.name: value.item()}
             return {self.name: _type_and_decoder(self)[1](content)}
@@ -91,7 +93,7 @@ class MdsColumn:
             raise BadSampleError(f"column {self.name!r} is not a valid {self.encoding}: {error}") from error
 
     def _decode_array(self, content: memoryview, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return the value of an array; a `dtype` or `shape` of None is read from the start of `content`."""
+        """Return an array, and its shape if that varies; a `dtype` or `shape` of None is stored before the values."""
         offset = 0
         if dtype is None:
             dtype, offset = _ARRAY_TYPES.get(_byte(content, 0), ""), 1
@@ -101,14 +103,17 @@ class MdsColumn:
             values = _numbers(content, offset, dtype)
             if len(values) != np.prod(shape):
                 raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
+            # `tensor_field` makes a scalar column for a single value.
             return {self.name: values if len(values) > 1 else values[0]}
-        # One byte packs the number of dimensions (upper 6 bits) and log2 of each one's bytes (lower 2 bits).
+        # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes of each one (lower 2 bits).
         packed = _byte(content, offset)
+        num_dimensions, log2_bytes = packed >> 2, packed & 3
         offset += 1
-        stop = offset + ((packed >> 2) << (packed & 3))
-        stored_shape = _numbers(content[:stop], offset, f"uint{8 << (packed & 3)}").tolist()
+        stop = offset + (num_dimensions << log2_bytes)
+        stored_shape = _numbers(content[:stop], offset, f"uint{8 << log2_bytes}").tolist()
         values = _numbers(content, stop, dtype)
-        if len(stored_shape) != packed >> 2 or len(values) != np.prod(stored_shape, dtype=object):
+        # The product of damaged sizes may be too large for int64, so it is one of Python integers.
+        if len(stored_shape) != num_dimensions or len(values) != np.prod(stored_shape, dtype=object):
             raise ValueError(f"it has {len(values)} values, but the shape {stored_shape}")
         return {self.name: values, self.name + SHAPE_SUFFIX: stored_shape}
 
@@ -130,17 +135,22 @@ def array_type(name: str, settings: str) -> tuple[str | None, tuple[int, ...] | 
 
 
 def _byte(content: memoryview, offset: int) -> int:
+    """Return the byte at `offset`. Raise ValueError beyond the end."""
     if offset >= len(content):
         raise ValueError("it is truncated")
     return int(content[offset])
 
 
 def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
+    """Return the bytes from `offset` to the end as numbers. Raise ValueError if the last one is not complete."""
     return np.frombuffer(content[offset:], np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
 
 
 def _type_and_decoder(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
-    """Return the type of the sample column and the function that decodes a value. Raise ConfigError without one."""
+    """Return the type of the sample column, and the function that decodes a value.
+
+    Raise ConfigError for pickles and for an unknown encoding.
+    """
     if column.encoding == "pkl":
         raise ConfigError(
             f"column {column.name!r} holds pickles, which run code when they are read, so datasvc never reads them; "
@@ -185,11 +195,12 @@ def _pieces(content: memoryview, offset: int) -> list[memoryview]:
     stops = np.cumsum(np.frombuffer(content[offset + 4 : start], "<u4"), dtype=np.int64) + start
     if (stops[-1] if count else start) != len(content):
         raise ValueError("the sizes of its pieces do not match its length")
-    return [content[begin:stop] for begin, stop in zip([start, *stops[:-1].tolist()], stops.tolist(), strict=False)]
+    starts = [start, *stops[:-1].tolist()]  # one more than `stops` if there are no pieces
+    return [content[begin:stop] for begin, stop in zip(starts, stops.tolist(), strict=False)]
 
 
 def _images(content: memoryview, offset: int = 4) -> list[bytes]:
-    # MosaicML's "list" has four bytes before the count, its "jpeg_array" has none.
+    # MosaicML's "list" encodings have four bytes before the count, which are not needed; "jpeg_array" has none.
     return list(map(bytes, _pieces(content, offset)))
 
 

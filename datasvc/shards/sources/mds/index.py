@@ -1,4 +1,4 @@
-"""Parse the index of a MosaicML MDS data set: its shards and their columns."""
+"""Parse the index of a MosaicML MDS data set, `index.json`, which lists its shards and their columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.shards.sources.mds.encodings import MdsColumn
 
 INDEX_FILE: Final = "index.json"
-_VERSION: Final = 2
+_VERSION: Final = 2  # of the index, and of each shard in it
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class MdsFile:
 
     Attributes:
         name: path below the folder of the index.
-        size_bytes: size according to the index.
+        size_bytes: size in the index.
         hashes: hexadecimal digests by name of the algorithm.
         compression: such as "zstd" or "gz"; None: not compressed.
     """
@@ -32,9 +32,13 @@ class MdsFile:
 
 @dataclass(frozen=True)
 class MdsShard:
-    """One shard of an index: its uncompressed and its compressed file. Only one of them has to exist.
+    """One shard of an index: its uncompressed and its compressed file, of which at least one must exist.
 
-    The columns are in the order of the values of a sample.
+    Attributes:
+        raw: the uncompressed file.
+        compressed: the compressed file; None: the index has none.
+        num_samples: number of samples.
+        columns: columns in the order of the values of a sample.
     """
 
     raw: MdsFile
@@ -61,19 +65,22 @@ def parse_index(content: bytes, location: str) -> list[MdsShard]:
                 "a current MosaicML Streaming"
             )
         return [_shard(shard, location) for shard in index["shards"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:  # a key is missing, or a value has another type
         raise ConfigError(f"{location} is not an index of MDS shards: {type(error).__name__} {error}") from error
 
 
 def _shard(shard: dict[str, Any], location: str) -> MdsShard:
+    """Return the shard that an element of the index describes. For errors, see `parse_index`."""
     if (shard["format"], shard["version"]) != ("mds", _VERSION):
         raise ConfigError(
             f"{location} lists shards of the format {shard['format']!r}, version {shard['version']}; expected 'mds', "
             f"version {_VERSION}: ingest CSV and JSON lines as sources of those formats"
         )
     columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=False)
+    # Compared before `columns` is read, for an error that names the columns.
     if not len(shard["column_names"]) == len(shard["column_encodings"]) == len(shard["column_sizes"]):
         raise ConfigError(f"{location} lists columns without encodings or sizes: {shard['column_names']}")
+    # The name may have a level, as in "zstd:7".
     compression = (shard["compression"] or "").partition(":")[0] or None
     return MdsShard(
         _file(shard["raw_data"], None, location),
@@ -85,6 +92,7 @@ def _shard(shard: dict[str, Any], location: str) -> MdsShard:
 
 
 def _file(described: dict[str, Any], compression: str | None, location: str) -> MdsFile:
+    """Return a file of a shard from its description in the index. Raise ConfigError if its path leads out."""
     # An index that was written on Windows has backslashes.
     name = described["basename"].replace("\\", "/")
     if name.startswith("/") or ".." in name.split("/"):

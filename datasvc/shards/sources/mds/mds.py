@@ -1,4 +1,8 @@
-"""Source of MosaicML Streaming data sets (MDS, version 2), read without its library. For the format, see `shard`."""
+"""Source of MosaicML Streaming data sets (MDS, version 2), read without the library of MosaicML.
+
+`shard.py` describes the format. A decoded name is the name of a column, or NAME.shape for the shapes of a column of
+arrays whose shape varies.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
 # The first readable sample gives the types that the index does not give. About this many are tried per shard.
-_FIRST_SAMPLES: Final = 64
+_MAX_TRIED_SAMPLES: Final = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class MdsSource(FileSource):
 
     Attributes:
         columns: columns of the shards, in the order of their values.
-        names: name in the schema by decoded name (see `decode_sample`), without the column of the keys.
+        names: name in the schema by decoded name, without the column of the keys.
         key: decoded name of the column that holds the keys; None: keys are made of shard and row.
     """
 
@@ -92,13 +96,15 @@ class MdsSource(FileSource):
         yield from to_batches(self.schema, part, read_samples(reader, part), self._sample)
 
     def _sample(self, name: str, content: bytes) -> dict[str, Any]:
+        """Return the sample `name` by the names in the schema. For errors, see `decode_sample`."""
         decoded = decode_sample(content, self.columns)
         key = name if self.key is None else str(decoded[self.key])
-        return {KEY: key, **{final: decoded[raw] for raw, final in self.names.items()}}
+        values = {schema_name: decoded[decoded_name] for decoded_name, schema_name in self.names.items()}
+        return {KEY: key, **values}
 
 
 def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> list[tuple[str, MdsShard]]:
-    """Return folder and description of each shard."""
+    """Return the folder of its index ("" or "a/b/") and the description of each shard."""
     # An index at the top includes the shards of all folders below.
     below = sorted(name for name in files if name.endswith(f"/{INDEX_FILE}"))
     indexes = [INDEX_FILE] if INDEX_FILE in files else below
@@ -115,6 +121,10 @@ def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> 
 
 
 def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: SourceOptions, url: str) -> SourcePart:
+    """Return the part for a shard; `where` has the path and the fields of `MdsFile` of the file that is read.
+
+    Raise NotFoundError if the shard has no file, ConfigError if its compression is not supported.
+    """
     # The uncompressed file is preferred; a data set may hold only one of the two.
     chosen = next((file for file in (shard.raw, shard.compressed) if file and folder + file.name in files), None)
     if chosen is None:
@@ -127,26 +137,27 @@ def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: S
             f"{folder}{chosen.name} is compressed by {chosen.compression!r}; datasvc reads "
             f"{' and '.join(COMPRESSIONS)}: decompress it in its folder, or write it again"
         )
-    file = files[folder + chosen.name]
-    where = {"path": file.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
+    listed = files[folder + chosen.name]
+    where = {"path": listed.path, "raw_bytes": shard.raw.size_bytes, **asdict(chosen)}
     name = folder + shard.raw.name
-    return SourcePart(split_of_file(name, options), name, file.size_bytes, shard.num_samples, file.stamp, where)
+    return SourcePart(split_of_file(name, options), name, listed.size_bytes, shard.num_samples, listed.stamp, where)
 
 
 def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
     """Return the first readable sample, by decoded name. Raise CorruptDataError if there is none."""
+    # Refuse pickles and unknown encodings before anything is read; an empty array stands for the first sample.
     for column in columns:
-        column.fields({column.name: np.empty(0)})  # refuses pickles before anything is read
+        column.fields({column.name: np.empty(0)})
     problem: Exception | str = "all shards are empty"
     for part in parts:
         for number, (_, content) in enumerate(read_samples(reader, part)):
             try:
                 if isinstance(content, BadSampleError):
-                    raise content
+                    raise content  # handled below, like an error of `decode_sample`
                 return decode_sample(content, columns)
             except BadSampleError as error:
                 problem = error
-            if number >= _FIRST_SAMPLES:
+            if number >= _MAX_TRIED_SAMPLES:
                 break
     raise CorruptDataError(
         f"none of the first samples of {reader.location(parts[0].where['path'])} can be read: {problem}; restore "
@@ -164,17 +175,18 @@ def _choose_columns(
         raise ConfigError(f"two columns would have the same name: {sorted(names)}; rename one of them")
     images = {column.name for column in columns if column.is_image}
     arrays = [
-        # The index declares which columns are images; `ColumnMap` detects them by these JPEG magic bytes.
+        # The index declares which columns are images. These magic bytes of JPEG make `ColumnMap` detect them,
+        # whatever the first sample holds.
         pa.array([b"\xff\xd8\xff" if field.name in images else first[field.name]], field.type)
         for field in fields
     ]
-    chosen = ColumnMap(pa.schema(fields), pa.table(dict(zip(names, arrays, strict=True))), key=key)
-    kept = [field for field in fields if field.name != chosen.key]
-    key_field, *final_fields = chosen.schema
+    column_map = ColumnMap(pa.schema(fields), pa.table(dict(zip(names, arrays, strict=True))), key=key)
+    value_fields = [field for field in fields if field.name != column_map.key]
+    key_field, *final_fields = column_map.schema
     # `ColumnMap` drops the metadata of fields, which hold the shapes of tensors.
     final_fields = [
         final.with_metadata(raw.metadata) if SHAPE in (raw.metadata or {}) else final
-        for raw, final in zip(kept, final_fields, strict=True)
+        for raw, final in zip(value_fields, final_fields, strict=True)
     ]
-    final_names = {raw.name: final.name for raw, final in zip(kept, final_fields, strict=True)}
-    return pa.schema([key_field, *final_fields]), final_names, chosen.key
+    final_names = {raw.name: final.name for raw, final in zip(value_fields, final_fields, strict=True)}
+    return pa.schema([key_field, *final_fields]), final_names, column_map.key

@@ -1,9 +1,11 @@
 """Read one shard of a MosaicML MDS data set.
 
 A shard consists of the number of samples, the offset of each sample and of the end (uint32, little-endian), a JSON
-description of the columns (not used here), and the samples. A sample consists of the sizes of its values of variable
-size, and then of all its values. Hashes of `hashlib` (md5, sha1, sha256, ...) are verified before a shard is read;
-MosaicML's xxhash variants (xxh64, ...) are not verified.
+description of the columns (not used here), and the samples. A sample begins with one size (uint32) for each column of
+variable size; the values of all columns follow.
+
+Hashes of `hashlib` (md5, sha1, sha256, ...) are verified before a shard is read; MosaicML's xxhash variants (xxh64,
+...) are not verified.
 """
 
 from __future__ import annotations
@@ -29,18 +31,19 @@ _STEP_BYTES: Final = 4 << 20
 
 
 def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
-    """Return the values of one sample by decoded name: the name of the column, or NAME.shape.
+    """Return the values of one sample by decoded name.
+
+    This is the name of the column. An array of varying shape also gives its shape, as NAME.shape.
 
     Raises:
         BadSampleError: its sizes do not match its length, or a value does not have the encoding of its column.
     """
-    # A sample stores sizes only for its values of variable size, before all values.
-    num_varying = sum(column.size_bytes is None for column in columns)
-    start = 4 * num_varying
+    num_sizes = sum(column.size_bytes is None for column in columns)
+    start = 4 * num_sizes
     if start > len(content):
-        raise BadSampleError(f"it has {len(content)} bytes; expected at least {start} for {num_varying} sizes")
-    varying = iter(np.frombuffer(content[:start], "<u4").tolist())
-    sizes = [next(varying) if column.size_bytes is None else column.size_bytes for column in columns]
+        raise BadSampleError(f"it has {len(content)} bytes; expected at least {start} for {num_sizes} sizes")
+    stored_sizes = iter(np.frombuffer(content[:start], "<u4").tolist())
+    sizes = [next(stored_sizes) if column.size_bytes is None else column.size_bytes for column in columns]
     offsets = list(accumulate(sizes, initial=start))
     if offsets[-1] != len(content):
         raise BadSampleError(
@@ -55,7 +58,7 @@ def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, A
 def check_hashes(reader: FileReader, part: SourcePart) -> str:
     """Return a description of the first mismatch with the hashes in the index; "" if there is none."""
     expected = {name: value for name, value in part.where["hashes"].items() if name in hashlib.algorithms_available}
-    # SHAKE digests have no fixed length.
+    # SHAKE is not verified: its digests have no fixed length, which `hexdigest` would need.
     hashers = {name: hashlib.new(name) for name in expected if not name.startswith("shake")}
     if not hashers:
         return ""
@@ -81,55 +84,63 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
                 yield f"{part.name}#{row}", _read_sample(stream, size_bytes)
             row = num_samples  # all samples are read; only the end is left to check
             _check_end(stream, part.where["raw_bytes"])
-        except (_UnreadableRestError, *DECOMPRESSION_ERRORS) as error:
+        except (_ShardReadError, *DECOMPRESSION_ERRORS) as error:
             message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
-            # One bad sample reports all of them. Its key is the shard's name if the first sample is among them.
+            # One error stands for all samples that are left. Its key is the first of them, or the name of the shard
+            # if no sample was read.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
 
 
-class _UnreadableRestError(Exception):
-    """The rest of a shard cannot be read."""
+class _ShardReadError(Exception):
+    """A shard is truncated or invalid, so no further sample of it can be read."""
 
 
 def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDArray[np.int64]:
-    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`, and stop at the first sample."""
+    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`.
+
+    `stream` is then at the first sample. Raise `_ShardReadError` if the head of the shard is truncated or contradicts
+    the index.
+    """
     # The index and the shard must agree, since the index gives the size of the offset table.
     head = read_up_to(stream, 4)
     stored_samples = int.from_bytes(head, "little")
     if len(head) < 4 or stored_samples != num_samples:
-        raise _UnreadableRestError(f"it declares {stored_samples} samples, the index {num_samples}")
+        raise _ShardReadError(f"it declares {stored_samples} samples, the index {num_samples}")
     table = read_up_to(stream, 4 * (num_samples + 1))
     if len(table) < 4 * (num_samples + 1):
-        raise _UnreadableRestError("it is truncated in its header")
+        raise _ShardReadError("it is truncated in its header")
     offsets = np.frombuffer(table, "<u4").astype(np.int64)
     header_bytes = 4 + len(table)
     if offsets[0] < header_bytes or np.any(np.diff(offsets) < 0) or offsets[-1] != raw_bytes:
-        raise _UnreadableRestError(
+        raise _ShardReadError(
             f"its samples are between {offsets[0]} and {offsets[-1]}; expected a start from {header_bytes}, "
             f"ascending offsets, and the end {raw_bytes} of the index"
         )
     if skip(stream, int(offsets[0]) - header_bytes) < offsets[0] - header_bytes:
-        raise _UnreadableRestError("it is truncated in its header")
+        raise _ShardReadError("it is truncated in its header")
     return offsets
 
 
 def _check_end(stream: BinaryIO, raw_bytes: int) -> None:
+    """Raise an error if `stream`, after the last sample, is not at the end of the shard, or is damaged there."""
     # This read also makes a compressed stream verify its checksum, which is at its end.
     if stream.read(1):
-        raise _UnreadableRestError(f"it is longer than the {raw_bytes} bytes in the index")
+        raise _ShardReadError(f"it is longer than the {raw_bytes} bytes in the index")
 
 
 def _read_sample(stream: BinaryIO, size_bytes: int) -> bytes | BadSampleError:
+    """Return the content of the next sample, or an error if it is too large. Raise `_ShardReadError` if it is cut."""
     if size_bytes > MAX_SAMPLE_BYTES:
         skip(stream, size_bytes)
         return BadSampleError(f"it has {size_bytes} bytes; expected at most {MAX_SAMPLE_BYTES}")
     content = read_up_to(stream, size_bytes)
     if len(content) < size_bytes:
-        raise _UnreadableRestError("it is truncated")
+        raise _ShardReadError("it is truncated")
     return content
 
 
 def _open(reader: FileReader, path: str, compression: str | None) -> BinaryIO:
+    """Open a file of a shard as a decompressed stream; its name need not have the extension of its compression."""
     stream = reader.open(path)  # decompresses .gz and .zst by the name
     if compression is None or path.endswith((".gz", ".zst")):
         return stream

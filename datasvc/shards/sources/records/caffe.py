@@ -1,4 +1,4 @@
-"""Parse Caffe's `Datum`: a protobuf message of one image or tensor and its label.
+"""Parse Caffe's `Datum`, a protobuf message of one image or tensor and its label, for the LMDB source.
 
 Fields as in caffe.proto: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7. Pixels are stored
 plane by plane (CHW), in the order blue, green, red.
@@ -28,10 +28,10 @@ _PNG_LEVEL: Final = 1
 
 @dataclass(frozen=True)
 class Datum:
-    """One message.
+    """The fields of one message that make a sample.
 
     Attributes:
-        shape: channels, height, width; zeros if an encoded image does not declare them.
+        shape: channels, height, width; 0 for each one that an encoded image does not declare.
         data: encoded image, or `uint8[channels, height, width]`.
         floats: `float32[channels * height * width]` in place of `data`, in C order.
         label: class index; 0 if absent.
@@ -56,7 +56,7 @@ def parse_datum(message: bytes | memoryview) -> Datum:
     Raises:
         BadSampleError: `message` is not a Datum, or its shape does not match its number of values.
     """
-    numbers = {1: 0, 2: 0, 3: 0, 5: 0, 7: 0}
+    numbers = {1: 0, 2: 0, 3: 0, 5: 0, 7: 0}  # integers by field number; an absent field is 0
     data = b""
     floats: list[bytes] = []
     for number, wire_type, value in read_fields(message):
@@ -68,12 +68,12 @@ def parse_datum(message: bytes | memoryview) -> Datum:
         elif number == 4:
             data = bytes(value)
         else:
-            floats.append(bytes(value))
-    joined = b"".join(floats)
-    if len(joined) % 4:
-        raise BadSampleError(f"its floats take {len(joined)} bytes; expected a multiple of 4")
+            floats.append(bytes(value))  # one float, or several that are packed
+    float_bytes = b"".join(floats)
+    if len(float_bytes) % 4:
+        raise BadSampleError(f"its floats take {len(float_bytes)} bytes; expected a multiple of 4")
     shape = (numbers[1], numbers[2], numbers[3])
-    datum = Datum(shape, data, np.frombuffer(joined, "<f4"), numbers[5], bool(numbers[7]))
+    datum = Datum(shape, data, np.frombuffer(float_bytes, "<f4"), numbers[5], bool(numbers[7]))
     _check(datum)
     return datum
 
@@ -119,6 +119,7 @@ def datum_values(datum: Datum) -> npt.NDArray[Any]:
 
 
 def _check(datum: Datum) -> None:
+    """Raise BadSampleError if the fields of a message contradict each other."""
     if datum.is_encoded:
         if not datum.data:
             raise BadSampleError("it is marked as an encoded image, but it is empty")
