@@ -1,6 +1,6 @@
 """Choose the source class for the URL of an ingest: by `--format`, or else by the names of the files there.
 
-`ingest` and its dry run open their sources by `open_source`.
+An ingest and its dry run read the source that `open_source` returns.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def choose_format(url: str, options: SourceOptions) -> str:
         if file_system.isfile(root):
             raise ConfigError(f"cannot detect the format of {redact_url(url)} from its name; {_FORMAT_HINT}")
         names = _scan_names(file_system, root)
+        # Only for the message: a folder without files is empty or does not exist.
         is_folder = bool(names) or file_system.isdir(root)
     if not names:
         problem = "it is empty" if is_folder else "there is no such folder"

@@ -1,6 +1,8 @@
 """Map raw types (those of a column in its file) to types in samples, and join the schemas of several files.
 
-Two types are joined to one that holds the values of both.
+`ColumnMap` maps the types. The Parquet and Arrow sources join the schemas of their files: two types become one that
+holds the values of both.
+
 In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.
 """

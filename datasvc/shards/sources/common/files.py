@@ -283,7 +283,7 @@ def _list_one(url: str) -> list[SourceFile]:
         else:
             visible = [file for file in find_files(file_system, root) if not _is_hidden(file.name)]
             return sorted(visible, key=lambda file: file.name)
-    # A single file is read even if it is a link out of its folder, because the URL names it.
+    # A single file may be a link out of its folder, because the URL names it.
     if isinstance(file_system, LocalFileSystem) and len(infos) > 1:
         check_inside(base, list(infos))
     files = [

@@ -165,7 +165,7 @@ class StreamedSource(Source):
 
     @abstractmethod
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield the samples of one part in order; every call yields the same samples (but see `PythonSource`).
+        """Yield the samples of one part in order; every call yields the same ones (`PythonSource` only once).
 
         Yields:
             Batches of `schema` with at most `BATCH_SAMPLES` samples and `BATCH_BYTES` (only a single sample may be

@@ -19,7 +19,7 @@ COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
 DECOMPRESSION_ERRORS: Final = (EOFError, zlib.error, zstandard.ZstdError)
 BUFFER_BYTES: Final = 1 << 17
 _STEP_BYTES: Final = 4 << 20  # largest read, whatever length is declared
-_COMPRESSED_BYTES: Final = 1 << 18
+_COMPRESSED_BYTES: Final = 1 << 18  # largest read of compressed content
 _GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS  # zlib detects by the header which of the two it is
 
 
