@@ -74,6 +74,12 @@ class _Lines:
 
     def take(self) -> bytes | None:
         """Return one or more whole lines, b"" at the end, or None after skipping a line longer than `LINE_BYTES`."""
+        cut = self._unconsumed.rfind(_NEWLINE) + 1
+        if cut:
+            # `skip_line` left whole lines. Return them before a longer line, which would be skipped with them.
+            whole, self._unconsumed = self._unconsumed[:cut], self._unconsumed[cut:]
+            self.offset += cut
+            return whole
         pieces, size_bytes = [self._unconsumed], len(self._unconsumed)
         self._unconsumed = b""
         while block := self._stream.read(BLOCK_BYTES):

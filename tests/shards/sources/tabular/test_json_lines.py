@@ -1,6 +1,7 @@
 import gzip
 import io
 import json
+from unittest import mock
 
 import pyarrow as pa
 import pytest
@@ -197,6 +198,29 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     assert [len(sample["t"]) for sample in found] == [1, 2 << 20, 1]
     assert list(bad) == ["a.jsonl#11", f"a.jsonl#{11 + len(long) + len(fitting) + 11}"]
     assert "longer than" in bad["a.jsonl#11"]
+
+
+@examples(300)
+@given(st.lists(st.sampled_from([0, 1, 6, 7, 13]), max_size=12), st.integers(0, 60), st.booleans())
+def test_too_long_lines_cost_no_line_beside_them(lengths, start, is_ended):
+    all_lines = [b"%x" % (number % 16) * length + b"\n" for number, length in enumerate(lengths)]
+    content = b"".join(all_lines)[: None if is_ended else -1]
+    start = min(start, len(content))
+    offsets = [sum(map(len, all_lines[:number])) for number in range(len(all_lines))]
+    expected = [
+        (offset, None if length > 6 else content[offset : offset + length + 1])
+        for offset, length in zip(offsets, lengths, strict=True)
+        if start <= offset < len(content)
+    ]
+    with mock.patch.multiple(line_blocks, BLOCK_BYTES=4, LINE_BYTES=6):
+        found, first_line = [], 1
+        for block in read_line_blocks(io.BytesIO(content[max(start - 1, 0) :]), start=start):
+            assert block.line == first_line + len(found)
+            offset = block.offset
+            for line in [None] if block.content is None else block.content.splitlines(keepends=True):
+                found.append((offset, line))
+                offset += len(line or b"")
+    assert found == expected
 
 
 def test_a_line_over_64_mib_is_read_in_bounded_pieces():
