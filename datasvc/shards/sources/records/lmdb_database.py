@@ -3,7 +3,7 @@
 In Caffe's databases, each value is a Datum: a message of one image or tensor and its label. An encoded image, or
 bytes in 1 or 3 channels, gives the columns `image` and `label`; any other Datum gives the tensor `data` and `label`.
 In other databases, the values give the column `image` if the first values are all images, else the column `value`.
-Values are never unpickled.
+Values are never unpickled, because unpickling can run code that the database contains.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ DATA_FILE: Final = "data.mdb"
 _VALUE, _DATA = "value", "data"
 _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
-_NAMED_BYTES: Final = 48  # size of the record that the main database keeps for a named one
+# LMDB stores each named database as one record of the unnamed database; this is the size of such a record.
+_NAMED_RECORD_BYTES: Final = 48
 # Number of first values that determine the columns.
 _FIRST_VALUES: Final = 8
+# Limits of one part.
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14
 
@@ -61,7 +63,7 @@ class LmdbSource(FileSource):
                 f"cannot ingest {redact_url(url)}: LMDB maps its file into memory, which only a local disk allows; "
                 "copy the database to this machine first"
             )
-        paths = _find(reader.root)
+        paths = _find_databases(reader.root)
         splits = {name: split_of_file(name, options) for name in paths}
         num_in_split = Counter(splits.values())
         schema: pa.Schema | None = None
@@ -72,7 +74,7 @@ class LmdbSource(FileSource):
             prefix = f"{name}/" if num_in_split[split] > 1 else ""
             first_values, database_parts = _list_parts(name, path, split, prefix)
             if not first_values:
-                continue
+                continue  # an empty database has no columns to compare
             database_schema = _schema_of(first_values)
             if schema is not None and not database_schema.equals(schema, check_metadata=True):
                 raise ConfigError(
@@ -90,6 +92,7 @@ class LmdbSource(FileSource):
         return to_batches(self.schema, part, _read_range(part), self._sample)
 
     def _sample(self, key: str, value: bytes) -> dict[str, Any]:
+        # Only Caffe's databases have labels. Any other database has one column beside the key: `image` or `value`.
         if LABEL not in self.schema.names:
             return {KEY: key, self.schema.names[1]: value}
         datum = parse_datum(value)
@@ -99,12 +102,15 @@ class LmdbSource(FileSource):
         values = datum_values(datum)
         if not tensor_field(_DATA, values.dtype, datum.shape).equals(expected, check_metadata=True):
             raise BadSampleError(f"it is {values.dtype}{list(datum.shape)}; expected {expected.type} like the first")
+        # For a single value, `tensor_field` makes a scalar column.
         return {KEY: key, _DATA: values if values.size > 1 else values.item(), LABEL: datum.label}
 
 
 def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]]:
     """Yield key and value of the samples of a part. Raise CorruptDataError if the database has fewer samples."""
-    start, num_missing, skip_first = bytes.fromhex(part.where["start"]), part.num_samples or 0, False
+    start = bytes.fromhex(part.where["start"])
+    skip_first = False
+    num_missing = part.num_samples or 0
     while num_missing:
         problem = "the database has fewer keys than when it was listed"
         try:
@@ -116,16 +122,17 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
         for key, value in pairs:
             if part.where["hex_keys"]:
                 yield part.where["prefix"] + key.hex(), value
-            elif _is_text(key):
+            elif _is_utf8(key):
                 yield part.where["prefix"] + key.decode(), value
             else:
                 reason = "its key is not UTF-8 (shown in hexadecimal), but the first key is"
                 yield part.where["prefix"] + key.hex(), BadSampleError(reason)
         # The database is closed between two reads, so the next one starts at the last key and skips it.
-        start, num_missing, skip_first = pairs[-1][0], num_missing - len(pairs), True
+        start, skip_first = pairs[-1][0], True
+        num_missing -= len(pairs)
 
 
-def _find(root: str) -> dict[str, str]:
+def _find_databases(root: str) -> dict[str, str]:
     """Return the path of the data file of each database, by the name of its folder or file."""
     with map_exceptions("open", root):
         if os.path.isfile(os.path.join(root, DATA_FILE)):
@@ -142,7 +149,7 @@ def _find(root: str) -> dict[str, str]:
                 paths[name] = path
     if not paths:
         raise NotFoundError(f"no LMDB database in {root}: expected {DATA_FILE} there or one folder below")
-    check_inside(root, list(paths.values()))
+    check_inside(root, list(paths.values()))  # refuses links to files outside the source
     return paths
 
 
@@ -156,30 +163,33 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
         if not num_samples:
             return [], []
         # LMDB stores no sizes: assume that the pages are shared equally by the samples.
-        pages = sum(statistics[name] for name in ("branch_pages", "leaf_pages", "overflow_pages"))
-        sample_bytes = -(-pages * statistics["psize"] // num_samples)
+        num_pages = sum(statistics[count] for count in ("branch_pages", "leaf_pages", "overflow_pages"))
+        sample_bytes = -(-num_pages * statistics["psize"] // num_samples)  # rounded up
         samples_per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))
         starts = _scan_keys(env, txn, samples_per_part, num_samples, path)
-        first = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
+        first_pairs = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
         stamp = f"{os.stat(path).st_mtime_ns}-{env.info()['last_txnid']}"
     # The first key decides for all keys: if it is not UTF-8, they become hexadecimal text.
-    where = {"path": path, "prefix": prefix, "hex_keys": not _is_text(first[0][0])}
+    where = {"path": path, "prefix": prefix, "hex_keys": not _is_utf8(first_pairs[0][0])}
     parts = []
     for number, start in enumerate(starts):
         count = min(samples_per_part, num_samples - number * samples_per_part)
         part_where = {**where, "start": start.hex()}
         parts.append(SourcePart(split, f"{name}#{number}", count * sample_bytes, count, stamp, part_where))
-    return [value for _, value in first], parts
+    return [value for _, value in first_pairs], parts
 
 
 def _scan_keys(
     env: lmdb.Environment, txn: lmdb.Transaction, samples_per_part: int, num_samples: int, path: str
 ) -> list[bytes]:
-    """Return the first key of each part. Only the sizes of the values are read."""
+    """Return the first key of each part. Only the sizes of the values are read.
+
+    Raise ConfigError if the file has named databases, and CorruptDataError if it has not `num_samples` keys.
+    """
     starts, count = [], 0
     for key, value in txn.cursor():
-        # Only a record of this size can be a named database, so only these are tried.
-        if len(value) == _NAMED_BYTES and _is_named(env, txn, bytes(key)):
+        # Only a record of this size can be a named database. The check of the size avoids an open for each key.
+        if len(value) == _NAMED_RECORD_BYTES and _is_named_database(env, txn, bytes(key)):
             raise ConfigError(
                 f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads only the unnamed one: "
                 "copy each of them into a separate database"
@@ -192,7 +202,7 @@ def _scan_keys(
     return starts
 
 
-def _is_named(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes) -> bool:
+def _is_named_database(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes) -> bool:
     try:
         env.open_db(key, txn=txn, create=False)
     except lmdb.Error:
@@ -201,6 +211,10 @@ def _is_named(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes) -> bool:
 
 
 def _schema_of(values: list[bytes]) -> pa.Schema:
+    """Return the columns of a database from its first values.
+
+    If one of them is not a Datum, the database is not Caffe's; if one is not an image, the values are plain bytes.
+    """
     key = pa.field(KEY, pa.string(), nullable=False)
     if all(map(is_datum, values)):
         datum = parse_datum(values[0])
@@ -214,7 +228,7 @@ def _schema_of(values: list[bytes]) -> pa.Schema:
     return pa.schema([key, pa.field(_VALUE, pa.large_binary(), nullable=False)])
 
 
-def _is_text(key: bytes) -> bool:
+def _is_utf8(key: bytes) -> bool:
     try:
         key.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """Open LMDB files for their source, so that a damaged or truncated file is an error, never a crash.
 
 A database is open only while one batch is read, for two reasons. A process may open a database only once at a time,
-but it reads several parts in parallel. The pages of an open database count as memory of the worker.
+but several parts of it may be read at the same time. The pages of an open database count as memory of the process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
 _MAGIC_OFFSETS: Final = (16, 24)  # after the page header: of LMDB 0.9, and of LMDB 1.0
-# One opening at a time: py-lmdb refuses to open a file twice in one process.
-_open_once = threading.Lock()
+# Held while a database is open, because py-lmdb refuses to open a file twice in one process.
+_open_lock = threading.Lock()
 
 
 def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:
@@ -45,7 +45,7 @@ def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list
 
 @contextmanager
 def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
-    """Open a database for reading.
+    """Open a database for reading. Other threads wait until it is closed; the same thread must not open a second one.
 
     Raises:
         ConfigError: the file is not LMDB, or this process has it open elsewhere.
@@ -55,8 +55,9 @@ def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
         head = opened.read(64)
     if not any(head[offset : offset + 4] == _MAGIC for offset in _MAGIC_OFFSETS):
         raise ConfigError(f"{path} is not LMDB: it starts with {head[:24]!r}; expected a data file of a database")
-    with _open_once:
+    with _open_lock:
         try:
+            # `max_dbs` is 1 so that `lmdb_database` can test whether a record is a named database.
             with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, max_dbs=1) as env:
                 _check_size(env, path)
                 yield env

@@ -52,10 +52,10 @@ def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
         if number != 1:
             raise BadSampleError(f"not an Example: it has a field {number}")
         for _, entry in _messages(value, "Features"):
-            parts = dict(_messages(entry, "feature"))  # a map entry: 1 is the name, 2 the Feature
-            feature = _parse_feature(parts.get(2, memoryview(b"")))
+            fields = dict(_messages(entry, "feature"))  # of a map entry: 1 is the name, 2 the Feature
+            feature = _parse_feature(fields.get(2, memoryview(b"")))
             if feature is not None:
-                features[_name(parts.get(1, memoryview(b"")))] = feature
+                features[_feature_name(fields.get(1, memoryview(b"")))] = feature
     return features
 
 
@@ -106,30 +106,35 @@ def choose_columns(
 
     Args:
         examples: the first samples, at least one.
-        key: feature that holds the keys; None: one called `key`; without it, the source makes the keys.
+        key: feature that holds the keys; None: the feature called `key`; if there is none, the source makes the keys.
 
     Raises:
         ConfigError: a feature is of two kinds, two columns would have the same name, or `key` is not a feature of
             text or integers.
     """
     names = list(dict.fromkeys(name for example in examples for name in example))
-    inferred = {name: _infer(name, [example[name] for example in examples if name in example]) for name in names}
+    inferred = {}
+    for name in names:
+        inferred[name] = _infer_column(name, [example[name] for example in examples if name in example])
     renamed = {name: _usual_name(name, names) for name in names}
     arrays = {
-        renamed[name]: pa.array([column.value(name, example.get(name)) for example in examples], _type(column))
+        renamed[name]: pa.array([column.value(name, example.get(name)) for example in examples], _arrow_type(column))
         for name, column in inferred.items()
     }
     first = pa.table(arrays)
-    columns = ColumnMap(first.schema, first, key=renamed.get(key, key) if key is not None else None)
+    # A name that no feature has is passed on unchanged: `ColumnMap` raises the error if it is not a column either.
+    key_column = None if key is None else renamed.get(key, key)
+    columns = ColumnMap(first.schema, first, key=key_column)
+    chosen = {}
     final_names = iter(columns.schema.names[1:])  # in the order of the raw columns, without the key
-    chosen = {
-        name: replace(column, column=None if renamed[name] == columns.key else next(final_names))
-        for name, column in inferred.items()
-    }
+    for name, column in inferred.items():
+        final_name = None if renamed[name] == columns.key else next(final_names)
+        chosen[name] = replace(column, column=final_name)
     return chosen, columns.schema
 
 
-def _infer(name: str, features: Sequence[Feature]) -> FeatureColumn:
+def _infer_column(name: str, features: Sequence[Feature]) -> FeatureColumn:
+    """Return the column for these values of one feature. It has the feature's name; `choose_columns` renames it."""
     kinds = sorted({feature.kind for feature in features})
     if len(kinds) > 1:
         raise ConfigError(
@@ -141,7 +146,7 @@ def _infer(name: str, features: Sequence[Feature]) -> FeatureColumn:
     return FeatureColumn(name, kinds[0], is_list, bool(values) and all(map(_is_text, values)))
 
 
-def _type(column: FeatureColumn) -> pa.DataType:
+def _arrow_type(column: FeatureColumn) -> pa.DataType:
     types = {
         "float": pa.float32(),
         "int64": pa.int64(),
@@ -172,7 +177,7 @@ def _messages(message: bytes | memoryview, message_type: str) -> Iterator[tuple[
         yield number, value
 
 
-def _name(raw: memoryview) -> str:
+def _feature_name(raw: memoryview) -> str:
     try:
         return str(raw, "utf-8")
     except UnicodeDecodeError as error:

@@ -1,8 +1,8 @@
 """Source of TFRecord files of `tf.Example` messages, uncompressed, gzip or zlib; TensorFlow is not needed.
 
-The frame of a message is its length, a checksum of the length, and a checksum of its bytes (masked CRC32C). Both
-checksums are verified. A message with a bad checksum is one bad sample. After a bad length the next message cannot be
-located, so the rest of the file is one bad sample.
+A message is stored as its length, a checksum of the length, its bytes, and a checksum of the bytes. Both checksums
+(masked CRC32C) are verified. A message with a bad checksum is one bad sample. After a bad length the next message
+cannot be located, so the rest of the file is one bad sample.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _NAME: Final = re.compile(
 # Length and its checksum; the message and its checksum follow.
 _HEADER: Final = struct.Struct("<QI")
 _CRC: Final = struct.Struct("<I")
+# The format adds this constant to each rotated checksum.
 _MASK: Final = 0xA282EAD8
 # Limits of the first samples of each split, which determine the columns.
 _FIRST_SAMPLES: Final = 64
@@ -67,6 +68,7 @@ class TfRecordSource(FileSource):
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)
+        # A single file that the URL names may have any name.
         files = [file for file in listed if _NAME.fullmatch(file.name) or file.path == reader.root]
         if not files:
             raise NotFoundError(
@@ -112,9 +114,12 @@ def masked_crc(content: bytes) -> int:
 
 
 def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
-    """Return the first samples of each split, from the first of its files that has a sample."""
+    """Return the first samples of each split, from the first of its files that has a readable sample.
+
+    Raise NotFoundError if all files are empty, and ConfigError if no sample is readable or one is a SequenceExample.
+    """
     examples: list[dict[str, Feature]] = []
-    problem = "they are empty"
+    problem = ""
     for split in dict.fromkeys(part.split for part in parts):
         for part in parts:
             if part.split == split:
@@ -124,13 +129,14 @@ def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> li
                 if part_examples:
                     break
     if not examples:
-        error = NotFoundError if problem == "they are empty" else ConfigError
-        raise error(f"cannot ingest {redact_url(url)}: no tf.Example in its {len(parts)} files: {problem}")
+        error = ConfigError if problem else NotFoundError
+        reason = problem or "they are empty"
+        raise error(f"cannot ingest {redact_url(url)}: no tf.Example in its {len(parts)} files: {reason}")
     return examples
 
 
 def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
-    """Return the first samples of a file, and the problem of the last one that does not parse, if any."""
+    """Return the first samples of a file, and the problem of the last unreadable one; "" if all are readable."""
     examples, problem, size_bytes = [], "", 0
     # The generator is closed here, because the loop may end before the last message.
     with closing(_read_messages(reader, part)) as messages:
@@ -140,6 +146,8 @@ def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, F
                     raise message
                 examples.append(parse_example(message))
                 size_bytes += len(message)
+            # Caught before BadSampleError, of which it is a subclass. The listing fails, because such messages
+            # cannot be converted to columns.
             except SequenceExampleError as error:
                 raise ConfigError(f"{name}: {error}") from error
             except BadSampleError as error:
@@ -168,7 +176,7 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
 
 
 class _FramingLostError(Exception):
-    """The start of the next message is unknown."""
+    """The start of the next message is unknown, so no further message of the file can be read."""
 
 
 def _check_header(header: bytes) -> int:
@@ -182,6 +190,7 @@ def _check_header(header: bytes) -> int:
 
 
 def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
+    """Return the next message, or why it alone is unreadable. Raise _FramingLostError if the file ends within it."""
     if length > MAX_SAMPLE_BYTES:
         # The length has passed its checksum, so the next message is found after it.
         if skip(stream, length + _CRC.size) < length + _CRC.size:
@@ -200,7 +209,7 @@ def _open(reader: FileReader, path: str) -> BinaryIO:
     """Open a file, decompressed if its first bytes are those of gzip or zlib."""
     stream = reader.open(path)
     if path.lower().endswith(tuple(COMPRESSIONS)):
-        return stream  # `open` decompresses it by its name
+        return stream  # the reader has decompressed it, by the extension of its name
     # TensorFlow compresses with "GZIP" or "ZLIB" whatever the name of the file, so the first bytes decide.
     # A plain file may start with the same bytes, but then the checksum of its first length matches.
     head = cast("Any", stream).peek(_HEADER.size)[: _HEADER.size]

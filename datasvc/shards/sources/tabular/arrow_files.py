@@ -37,7 +37,7 @@ from datasvc.shards.sources.tabular.features import features_of_files, image_col
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
 _MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
-# Pages of a mapped file count as memory of the process, so they are released after this many bytes.
+# Pages of a mapped file count as memory of the process, so they are released each time this many bytes were read.
 _RELEASE_BYTES: Final = 16 << 20
 # Samples in which image columns are detected.
 _FIRST_SAMPLES: Final = 32
@@ -67,7 +67,7 @@ class ArrowSource(TableSource):
     ) -> ArrowSource:
         """Return the source of listed `files`; `ignored` counts the other files by extension. For errors, see `list`.
 
-        `features` are Hugging Face features by column; None: taken from the files.
+        `features` are Hugging Face features by column; None or empty: taken from the files.
         """
         reader = FileReader(url)
         schemas = map_files(reader, files, lambda file: (file.name, _read_schema(reader, file)))
@@ -75,10 +75,10 @@ class ArrowSource(TableSource):
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
         parts = [file_part(file, options, name=file.name) for file in files]
-        first = _first_samples(reader, parts)
-        if first is None:
+        first_samples = _first_samples(reader, parts)
+        if first_samples is None:
             raise no_samples_error(url, files)
-        columns = ColumnMap(raw, first, key=options.key, images=image_columns(features, raw), label=label)
+        columns = ColumnMap(raw, first_samples, key=options.key, images=image_columns(features, raw), label=label)
         return cls(url=url, schema=columns.schema, classes=classes, parts=parts, columns=columns, ignored=ignored)
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
@@ -91,30 +91,35 @@ def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadS
     name, row = part.where["name"], 0
     try:
         with _open_batches(reader, part.where["path"]) as (batches, release_pages):
-            mapped_bytes = 0
+            unreleased_bytes = 0
             for batch in batches:
                 batch.validate()  # a damaged batch fails here as a whole, not later in one of its slices
                 for piece in split_by_size(batch):
                     yield RawBatch(piece, row_keys(name, row, piece.num_rows))
                     row += piece.num_rows
-                    mapped_bytes += piece.nbytes
-                    if mapped_bytes >= _RELEASE_BYTES:
+                    unreleased_bytes += piece.nbytes
+                    if unreleased_bytes >= _RELEASE_BYTES:
                         release_pages()
-                        mapped_bytes = 0
+                        unreleased_bytes = 0
     except (pa.ArrowException, OSError) as error:
         yield BadSample(part.split, f"{name}#{row}", f"the file cannot be read from row {row} on: {reason_of(error)}")
 
 
 def _first_samples(reader: FileReader, parts: Sequence[SourcePart]) -> pa.RecordBatch | None:
-    """Return the first samples of the source; None if no part has any."""
-    unreadable = None
+    """Return the first samples of the first readable part that has any; None if all parts are empty.
+
+    Raise ConfigError, with the first problem, if no part has a sample and one of them is unreadable.
+    """
+    first_problem = None
     for part in parts:
         raw = next(read_arrow(reader, part), None)
         if isinstance(raw, RawBatch):
             return raw.batch.slice(0, _FIRST_SAMPLES)
-        unreadable = unreadable or raw
-    if unreadable is not None:
-        raise ConfigError(f"{unreadable.key}: {unreadable.reason}; repair the file, or remove it from the source")
+        first_problem = first_problem or raw
+    if first_problem is not None:
+        raise ConfigError(
+            f"{first_problem.key}: {first_problem.reason}; repair the file, or remove it from the source"
+        )
     return None
 
 
@@ -142,13 +147,16 @@ def _open_batches(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.R
 
 @contextmanager
 def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far."""
+    """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far.
+
+    Raise pa.ArrowException, without the name of the file, if the file is neither or is empty.
+    """
     if reader.is_local:
         with map_exceptions("open", path), open(path, "rb") as file:
             # An empty file cannot be mapped.
             if not os.fstat(file.fileno()).st_size:
                 raise pa.ArrowInvalid("it is empty")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # stays valid after `file` is closed
         content = pa.py_buffer(mapped)
         open_reader = _reader_for(content[: len(_MAGIC)].to_pybytes())
         # Safe while slices are in use: the kernel reads released pages from the file again.
@@ -163,12 +171,13 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
 
 
 def _reader_for(start: bytes) -> Callable[[Any], Any]:
+    """Return the function of pyarrow that opens a file with these first bytes."""
     opener: Callable[[Any], Any] = pa.ipc.open_file if _is_ipc_file(start) else pa.ipc.open_stream
     return opener
 
 
 def _is_ipc_file(start: bytes) -> bool:
-    """Return whether a file that starts with `start` is an IPC file; if not, it is a stream."""
+    """Return whether content that starts with `start` is an IPC file, not a stream. Raise an error for Feather 1."""
     if start.startswith(_FEATHER_1):
         raise pa.ArrowInvalid("Feather version 1 is not supported; write the file again with a current pyarrow")
     return start == _MAGIC

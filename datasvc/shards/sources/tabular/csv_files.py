@@ -42,10 +42,11 @@ from datasvc.shards.sources.tabular.csv_rows import (
 )
 
 EXTENSIONS: Final = frozenset({".csv", ".tsv"})
-_HEADER_BYTES: Final = 1 << 18
+_HEADER_BYTES: Final = 1 << 18  # the header must end within these first bytes of a file
 # Values that Arrow's type inference treats as missing; in text columns they are kept as text.
 _NULLS: Final = pa.array(sorted(pyarrow.csv.ConvertOptions().null_values), pa.string())
-_TIME_OF_DAY: Final = pa.scalar("1970-01-01 ", pa.string())
+# Put before a time of day, to make the text of a timestamp.
+_EPOCH_DATE: Final = pa.scalar("1970-01-01 ", pa.string())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class CsvSource(TableSource):
         for file, header in filled[1:]:
             check_same_names(filled[0][0].name, filled[0][1], file.name, header)
         # Keys are text: as numbers they would lose leading zeros.
-        raw = _infer(reader, [file for file, _ in filled], [*texts, options.key or "key"])
+        raw = _infer_schema(reader, [file for file, _ in filled], [*texts, options.key or "key"])
         if raw is None:
             raise no_samples_error(url, files)
         columns = ColumnMap(raw, key=options.key)
@@ -91,20 +92,22 @@ class CsvSource(TableSource):
         reader, where, row = FileReader(self.url), part.where, 0
         try:
             for rows in read_rows(lambda: reader.open(where["path"]), where["header"], where["delimiter"]):
-                yield from self._parse(part, rows)
+                yield from self._convert_rows(part, rows)
                 row = rows.stop
         except UNREADABLE as error:
             reason = f"the file cannot be read from row {row + 2} on (the header is row 1): {reason_of(error)}"
             yield BadSample(part.split, f"{where['name']}#{row}", reason)
 
-    def _parse(self, part: SourcePart, rows: CsvRows) -> Iterator[RawBatch | BadSample]:
+    def _convert_rows(self, part: SourcePart, rows: CsvRows) -> Iterator[RawBatch | BadSample]:
+        """Yield the bad rows, and then the other rows as one batch with the types of the source."""
         name, reasons = part.where["name"], dict(rows.bad)
         batch = rows.batch.rename_columns(_column_names(part.where["header"]))
         columns = []
         for field in self.raw:
-            column, misfits = _parse_column(batch.column(field.name), field.type)
+            column, misfits = _convert_column(batch.column(field.name), field.type)
             columns.append(column)
             for index, reason in misfits:
+                # A row with several bad values is one bad sample: the first reason is kept.
                 reasons.setdefault(int(rows.numbers[index]), f"column {field.name!r}: {reason}")
         for number in sorted(reasons):
             # Rows, not lines: a quoted value may contain line breaks, and Arrow does not count empty lines.
@@ -118,21 +121,30 @@ class CsvSource(TableSource):
             yield RawBatch(batch.filter(pa.array(good)), numbered_keys(name, rows.numbers[good]))
 
 
-def _parse_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
-    """Return `values` as `data_type`, null where a value does not convert, and index and error of these values."""
-    parsed, misfits = [], []
-    errors = (pa.ArrowException, UnicodeDecodeError)
-    for index, piece in bisect_errors(len(values), lambda start, stop: _parse(values[start:stop], data_type), errors):
+def _convert_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
+    """Return `values` as `data_type`, and a list of the values that do not convert: the index and error of each.
+
+    In the returned column, these values are null.
+    """
+    pieces, misfits = [], []
+
+    def convert(start: int, stop: int) -> pa.Array:
+        return _convert_values(values[start:stop], data_type)
+
+    for index, piece in bisect_errors(len(values), convert, (pa.ArrowException, UnicodeDecodeError)):
         if isinstance(piece, Exception):
             misfits.append((index, f"{values[index].as_py()!r:.100} is not a valid {data_type}: {piece}"))
-            parsed.append(pa.nulls(1, data_type))
+            pieces.append(pa.nulls(1, data_type))
         else:
-            parsed.append(piece)
+            pieces.append(piece)
     # If all values convert, there is one piece, which needs no copy.
-    return parsed[0] if len(parsed) == 1 else pa.concat_arrays([pa.nulls(0, data_type), *parsed]), misfits
+    if len(pieces) == 1:
+        return pieces[0], misfits
+    # The empty array gives the type of the result if there are no pieces.
+    return pa.concat_arrays([pa.nulls(0, data_type), *pieces]), misfits
 
 
-def _parse(values: pa.Array, data_type: pa.DataType) -> pa.Array:
+def _convert_values(values: pa.Array, data_type: pa.DataType) -> pa.Array:
     """Return a column of bytes as `data_type`. Raise an error if one of the values does not convert."""
     texts = values.cast(pa.string())
     if pa.types.is_string(data_type):
@@ -141,7 +153,7 @@ def _parse(values: pa.Array, data_type: pa.DataType) -> pa.Array:
     texts = pc.if_else(pc.is_in(texts, value_set=_NULLS), pa.scalar(None, pa.string()), texts)
     if pa.types.is_time(data_type):
         # Arrow casts text to a timestamp, but not to a time of day.
-        moments = pc.binary_join_element_wise(_TIME_OF_DAY, texts, "").cast(pa.timestamp(data_type.unit))
+        moments = pc.binary_join_element_wise(_EPOCH_DATE, texts, "").cast(pa.timestamp(data_type.unit))
         return moments.cast(data_type)
     return texts.cast(data_type)
 
@@ -151,12 +163,13 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
+    """Return the header's names as they are in the file; None if it is empty. Raise ConfigError."""
     # Only the start of the file is requested. A compressed file has no limit: the size of its start is unknown.
     stop = None if file.is_compressed else min(file.size_bytes, _HEADER_BYTES)
     try:
         with reader.open(file.path, stop=stop) as stream:
             header = header_of(stream.read(_HEADER_BYTES), _delimiter(file))
-    except ConfigError as error:
+    except ConfigError as error:  # of `header_of`, which does not have the name of the file
         raise ConfigError(f"{file.name} {error}") from error
     except UNREADABLE as error:
         raise ConfigError(
@@ -172,11 +185,11 @@ def _column_names(header: Sequence[str]) -> list[str]:
     return [name or f"column_{number}" for number, name in enumerate(header)]
 
 
-def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]) -> pa.Schema | None:
-    """Return the schema of the first file that has a row; None if no file has one."""
+def _infer_schema(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]) -> pa.Schema | None:
+    """Return the schema of the first file that has a row; None if no file has one. Columns in `texts` are text."""
     for file in files:
         try:
-            schema = _first_block(reader, file)
+            schema = _infer_from_first_block(reader, file)
         except UNREADABLE as error:
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
         if schema is not None:
@@ -188,8 +201,11 @@ def _infer(reader: FileReader, files: Sequence[SourceFile], texts: Sequence[str]
     return None
 
 
-def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
-    """Return the schema that Arrow infers from the first block of a file; None if the file has no row."""
+def _infer_from_first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
+    """Return the schema that Arrow infers from the first block of a file; None if the file has no row.
+
+    Raise ConfigError if Arrow skips all rows of the block, because they have a wrong number of columns.
+    """
     for block_bytes in BLOCKS_BYTES:
         skipped: Skipped = []
         try:
@@ -200,15 +216,17 @@ def _first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
                 if next((batch.num_rows for batch in opened), 0):
                     return opened.schema
         except pa.ArrowInvalid as error:
+            # If a row is longer than the block, the next larger block is tried.
             if not is_too_long(error) or block_bytes == BLOCKS_BYTES[-1]:
                 raise
         else:
-            break
+            break  # the block was long enough, but has no row
     if skipped:
         raise ConfigError(f"no line at the start of {file.name} has the columns of its header: {skipped[0][1]}")
     return None
 
 
 def _value_type(inferred: pa.DataType) -> pa.DataType:
+    # A column without values becomes text, because later rows may have any text in it.
     # Arrow infers bytes if some text is not UTF-8. The column becomes text, so only the rows with such text are bad.
     return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred

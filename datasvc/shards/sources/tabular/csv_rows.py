@@ -37,7 +37,7 @@ class CsvRows:
         batch: columns of bytes.
         numbers: `int64[samples]`, numbers of the rows in `batch`, from 0 after the header.
         bad: numbers of the rows left out, each with the reason.
-        stop: number after the last row.
+        stop: number after the last row, in `batch` or in `bad`.
     """
 
     batch: pa.RecordBatch
@@ -66,14 +66,14 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
         pa.ArrowException, OSError, DECOMPRESSION_ERRORS: the file cannot be read, or a row exceeds the largest block.
         ConfigError: the header has changed.
     """
-    first = 0
+    next_number = 0  # of the first row that was not yielded yet
     for block_bytes in BLOCKS_BYTES:
         try:
             for rows in _read_blocks(open_file, names, delimiter, block_bytes):
                 # With a larger block, the file is read again from its start; rows already yielded are left out.
-                if rows.stop > first:
-                    yield rows.since(first)
-                    first = rows.stop
+                if rows.stop > next_number:
+                    yield rows.since(next_number)
+                    next_number = rows.stop
         except pa.ArrowInvalid as error:
             if not is_too_long(error):
                 raise
@@ -92,7 +92,7 @@ def open_csv(
     types: dict[str, pa.DataType] | None = None,
     skipped: Skipped | None = None,
 ) -> pyarrow.csv.CSVStreamingReader | None:
-    """Open a file for reading block by block; None if it is empty.
+    """Open a file for reading block by block; return None if it is empty.
 
     Args:
         stream: the file.
@@ -110,7 +110,7 @@ def open_csv(
             counts = f"expected {row.expected_columns} columns, found {row.actual_columns}"
             lines = row.text.count("\n") + 1
             spans = f" (it spans {lines} lines; check for a quote that is not closed)" if lines > 1 else ""
-            # Arrow counts the header as row 1.
+            # Arrow counts the header as row 1; `Skipped` counts the row after the header as 0.
             skipped.append((row.number - 2, f"{counts}: {_shown(row.text)}{spans}"))
         return "skip"
 
@@ -138,6 +138,7 @@ def header_of(start: bytes, delimiter: str) -> list[str] | None:
     """
     if start.startswith(_BYTE_ORDER_MARKS):
         raise ConfigError("is UTF-16; convert it to UTF-8, for instance with `iconv -f UTF-16 -t UTF-8`")
+    # One block holds all of `start`, however long its rows are.
     opened = open_csv(io.BytesIO(start), delimiter, block_bytes=len(start) + 1)
     try:
         return None if opened is None else list(opened.schema.names)
@@ -172,7 +173,9 @@ def _read_blocks(
             numbers = candidates[~np.isin(candidates, [number for number, _ in skipped])][: batch.num_rows]
             start = int(numbers[-1]) + 1 if len(numbers) else start
             yield CsvRows(batch, numbers, [entry for entry in skipped if entry[0] < start], start)
+            # Changed in place, because Arrow's handler appends to this list.
             skipped[:] = [entry for entry in skipped if entry[0] >= start]
+    # These rows follow the last row that Arrow returned.
     if skipped:
         empty = pa.RecordBatch.from_pylist([], opened.schema)
         yield CsvRows(empty, np.arange(0), skipped, skipped[-1][0] + 1)

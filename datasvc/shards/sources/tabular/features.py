@@ -1,7 +1,8 @@
-"""Read Hugging Face features, which declare image columns and class names.
+"""Read Hugging Face features, for the Parquet, Arrow and Hugging Face sources.
 
-Features are in the metadata of a schema, or in `dataset_info.json`. They are optional, so features
-that do not parse are ignored.
+Features describe each column by a JSON object. Its `_type` marks image columns (`Image`) and class indices
+(`ClassLabel`, with the class names). Features are in the metadata of a schema, or in `dataset_info.json`. They are
+optional, so features that do not parse are ignored.
 """
 
 from __future__ import annotations
@@ -29,22 +30,28 @@ def features_of(schema: pa.Schema) -> Mapping[str, Any]:
 
 
 def features_of_files(schemas: Iterable[tuple[str, pa.Schema]]) -> Mapping[str, Any]:
-    """Return the features by column of several files, given as pairs of a name and a raw schema.
+    """Return the features by column of the first file that has any; {} if no file has them.
+
+    Args:
+        schemas: pairs of a file's name, for messages, and its raw schema.
 
     Raises:
         ConfigError: two files number their classes differently.
     """
-    first, common = "", None
+    first_name = ""
+    first: Mapping[str, Any] = {}
     for name, schema in schemas:
         features = features_of(schema)
-        if features and common is None:
-            first, common = name, features
-        elif features and common is not None and _classes(features) != _classes(common):
+        if not features:
+            continue
+        if not first:
+            first_name, first = name, features
+        elif _classes(features) != _classes(first):
             raise ConfigError(
-                f"the class names of {name} and {first} differ: {_classes(features)} and {_classes(common)}; "
+                f"the class names of {name} and {first_name} differ: {_classes(features)} and {_classes(first)}; "
                 "the same label would mean different classes: ingest the files separately"
             )
-    return common or {}
+    return first
 
 
 def features_in(info: Any) -> Mapping[str, Any]:
@@ -74,11 +81,13 @@ def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | 
 
 
 def _classes(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return the class names of each column of class indices."""
     class_labels = {name: feature for name, feature in features.items() if _kind(feature) == "ClassLabel"}
     return {name: _class_names(feature.get("names")) for name, feature in class_labels.items()}
 
 
 def _kind(feature: Any) -> str | None:
+    """Return the type that a feature declares; None if it is a list or a nested structure."""
     return feature.get("_type") if isinstance(feature, dict) else None
 
 

@@ -26,6 +26,7 @@ from datasvc.shards.sources.tabular.features import features_in
 from datasvc.shards.sources.tabular.parquet import EXTENSIONS, ParquetSource, read_parquet
 
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+# Files that describe the data. They are not counted as ignored.
 _DESCRIPTIONS: Final = frozenset({_DICT, _STATE, _INFO, "dataset_infos.json"})
 _HUB_NAME: Final = re.compile(r"([\w.]+)-\d{5,}-of-\d{5,}(?:-[0-9a-f]+)?\.parquet")
 _ROW_GROUPS: Final = "row_groups"  # only parts of Parquet files have this key
@@ -46,22 +47,24 @@ class HuggingFaceSource(TableSource):
         # The layout of `save_to_disk` is recognised by its descriptions; without them, Parquet files are used.
         saved = _saved_splits(reader, files, options)
         if saved:
-            data = {file.name: (split, file) for split, _, split_files in saved for file in split_files}
+            splits = {file.name: split for split, _, split_files in saved for file in split_files}
         else:
-            data = {name: (_hub_split(name, options), file) for name, file in files.items() if _is_parquet(file)}
+            splits = {name: _hub_split(name, options) for name, file in files.items() if _is_parquet(file)}
         features = _features(reader, files, [folder for _, folder, _ in saved] or [""])
-        if not data:
+        if not splits:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)} as Hugging Face data: expected {_STATE}, {_DICT} or Parquet files, "
                 f"found {sorted(files)[:10]}"
             )
         ignored = count_extensions(
-            file for name, file in files.items() if name not in data and posixpath.basename(name) not in _DESCRIPTIONS
+            file
+            for name, file in files.items()
+            if name not in splits and posixpath.basename(name) not in _DESCRIPTIONS
         )
         reader_class: type[ArrowSource | ParquetSource] = ArrowSource if saved else ParquetSource
-        table = reader_class.of_files(url, [file for _, file in data.values()], ignored, options, features)
-        # `of_files` derived each split from the file name by the general rule; `data` has the split of this layout.
-        parts = [replace(part, split=data[part.where["name"]][0]) for part in table.parts]
+        table = reader_class.of_files(url, [files[name] for name in splits], ignored, options, features)
+        # `of_files` derived each split from the file name by the general rule; `splits` has those of this layout.
+        parts = [replace(part, split=splits[part.where["name"]]) for part in table.parts]
         return cls(
             url=url,
             schema=table.schema,
@@ -124,21 +127,20 @@ def _hub_split(name: str, options: SourceOptions) -> str:
 
 def _features(reader: FileReader, files: Mapping[str, SourceFile], folders: Sequence[str]) -> Mapping[str, Any]:
     """Return the features in the folders' descriptions, which must be equal; empty if there are none."""
-    descriptions = [
-        (folder, features_in(_parsed(reader, files[path])))
-        for folder in folders
-        if (path := f"{folder}{_INFO}") in files
-    ]
-    described = [(folder, features) for folder, features in descriptions if features]
-    for folder, features in described[1:]:
-        if features != described[0][1]:
-            raise ConfigError(
-                f"{folder}{_INFO} and {described[0][0]}{_INFO} differ in their features; ingest the splits separately"
-            )
-    return described[0][1] if described else {}
+    paths = [path for folder in folders if (path := f"{folder}{_INFO}") in files]
+    parsed = [(path, features_in(_parsed(reader, files[path]))) for path in paths]
+    described = [(path, features) for path, features in parsed if features]
+    if not described:
+        return {}
+    first_path, first = described[0]
+    for path, features in described[1:]:
+        if features != first:
+            raise ConfigError(f"{path} and {first_path} differ in their features; ingest the splits separately")
+    return first
 
 
 def _parsed(reader: FileReader, file: SourceFile) -> dict[str, Any]:
+    """Return the JSON object that a file holds. Raise ConfigError if it holds none."""
     try:
         parsed = json.loads(reader.read(file.path))
     except (ValueError, RecursionError) as error:

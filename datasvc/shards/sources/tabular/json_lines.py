@@ -33,7 +33,7 @@ from datasvc.shards.sources.common.tables import (
 from datasvc.shards.sources.tabular.json_types import infer_json_types, join_json_schemas, parse_json
 
 EXTENSIONS: Final = frozenset({".jsonl", ".ndjson", ".json"})
-RANGE_BYTES: Final = 64 << 20
+RANGE_BYTES: Final = 64 << 20  # size of the parts of a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class JsonLinesSource(TableSource):
     """A source of JSON lines. The key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
 
     Attributes:
-        raw: columns of the objects as they are parsed.
+        raw: columns that the objects are parsed to: all columns of the first lines, with their types.
     """
 
     kind: ClassVar[str] = "json-lines"
@@ -57,11 +57,12 @@ class JsonLinesSource(TableSource):
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault(split_of_file(file.name, options), []).append(file)
-        inferred = [_infer(reader, split_files) for split_files in splits.values()]
+        inferred = [_infer_schema(reader, split_files) for split_files in splits.values()]
         schemas = [name_and_schema for name_and_schema in inferred if name_and_schema is not None]
         if not schemas:
             raise no_samples_error(url, files)
         joined = join_json_schemas(schemas)
+        # A column that is null in all first lines becomes text.
         raw = pa.schema([field.with_type(sample_type(field.type)) for field in joined])
         columns = ColumnMap(raw, key=options.key)
         parts = [part for file in files for part in _plan_parts(file, split_of_file(file.name, options))]
@@ -78,12 +79,14 @@ class JsonLinesSource(TableSource):
                     last_block = block
                     yield from self._parse_block(part, block)
         except UNREADABLE as error:
-            number = 0 if last_block is None else _block_position(part, last_block)
+            # The line that cannot be read is unknown: the key is that of the last block before it.
+            position = 0 if last_block is None else _block_position(part, last_block)
             yield BadSample(
-                part.split, f"{where['name']}#{number}", f"the file cannot be read to its end: {reason_of(error)}"
+                part.split, f"{where['name']}#{position}", f"the file cannot be read to its end: {reason_of(error)}"
             )
 
     def _parse_block(self, part: SourcePart, block: LineBlock) -> Iterator[RawBatch | BadSample]:
+        """Yield the lines of a block as raw batches, and a `BadSample` for each line that does not parse."""
         name = part.where["name"]
         if block.content is None:
             key = f"{name}#{_block_position(part, block)}"
@@ -93,7 +96,7 @@ class JsonLinesSource(TableSource):
         filled = [index for index, line in enumerate(lines) if line and not line.isspace()]
         if not filled:
             return
-        numbers = _line_positions(part, block, lines)[filled]
+        positions = _line_positions(part, block, lines)[filled]
         filled_lines = [lines[index] for index in filled]
 
         def parse(start: int, stop: int) -> pa.RecordBatch:
@@ -101,12 +104,12 @@ class JsonLinesSource(TableSource):
 
         for index, batch in bisect_errors(len(filled), parse, (ValueError,)):
             if isinstance(batch, Exception):
-                yield BadSample(part.split, f"{name}#{numbers[index]}", self._reason(filled_lines[index], batch))
+                yield BadSample(part.split, f"{name}#{positions[index]}", self._reason(filled_lines[index], batch))
             else:
-                yield RawBatch(batch, numbered_keys(name, numbers[index : index + batch.num_rows]))
+                yield RawBatch(batch, numbered_keys(name, positions[index : index + batch.num_rows]))
 
     def _reason(self, line: bytes, error: Exception) -> str:
-        """Return why a line is a bad sample; `error` is that of parsing it."""
+        """Return why a line is a bad sample; `error` is the error of parsing the line."""
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
@@ -152,8 +155,11 @@ def _line_positions(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) 
     return block.offset + np.cumsum(lengths) - lengths
 
 
-def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Schema] | None:
-    """Return the name and the columns of the first file that holds a line; None if all are empty."""
+def _infer_schema(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Schema] | None:
+    """Return the name and the columns of the first readable file that holds a line; None if all are empty.
+
+    Raise ConfigError if a `.json` file holds an array, or the last file is read here and is unreadable.
+    """
     first = None
     for number, file in enumerate(files):
         # Every .json file is checked, because it may hold an array. Other files are read only until a line is found.
@@ -164,7 +170,7 @@ def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Sch
                 block = _first_block(stream)
         except UNREADABLE as error:
             if number + 1 < len(files):
-                continue  # the ingest reports this file
+                continue  # a later file may give the columns, and the ingest reports this file
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
         if block is None:
             continue
@@ -179,5 +185,6 @@ def _infer(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Sch
 
 
 def _first_block(stream: BinaryIO) -> LineBlock | None:
+    """Return the first block that is not blank: lines, or one line that is too long; None if there is none."""
     blocks = read_line_blocks(stream)
     return next((block for block in blocks if block.content is None or not block.content.isspace()), None)

@@ -17,7 +17,8 @@ from datasvc.shards.sources.common.columns import bisect_errors
 # Arrow's parser recurses once per level while it infers types, and crashes at a few thousand levels.
 _MAX_DEPTH: Final = 64
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
-_ARROW_DETAIL: Final = "JSON parse error: "
+# Start of Arrow's error messages, which is left out of ours.
+_ARROW_PREFIX: Final = "JSON parse error: "
 
 
 def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch:
@@ -40,7 +41,8 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
         table = pj.read_json(io.BytesIO(content), read_options, options).combine_chunks()
     # The name of a field that is not UTF-8 raises UnicodeDecodeError only when it is used.
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(str(error).removeprefix(_ARROW_DETAIL)) from error
+        raise ValueError(str(error).removeprefix(_ARROW_PREFIX)) from error
+    # The caller numbers the samples by lines, so each line must be one object.
     if table.num_rows != num_lines:
         raise ValueError(f"{num_lines} lines hold {table.num_rows} objects")
     return table.to_batches()[0]
@@ -59,9 +61,11 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
     shallow = [line for line in lines if _depth(line) <= _MAX_DEPTH]
 
     def infer(start: int, stop: int) -> pa.Schema:
-        return _json_schema(parse_json(b"\n".join(shallow[start:stop]), None, num_lines=stop - start).schema)
+        batch = parse_json(b"\n".join(shallow[start:stop]), None, num_lines=stop - start)
+        return _text_for_timestamps(batch.schema)
 
-    schemas, problem = [], "nested too deeply"
+    schemas = []
+    problem = "nested too deeply"  # the reason if no line is shallow enough to be parsed
     for _, inferred in bisect_errors(len(shallow), infer, (ValueError,)):
         if isinstance(inferred, Exception):
             problem = str(inferred)
@@ -81,22 +85,23 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """Return the union of the columns of files, given as pairs of a name and a schema.
 
     A column that holds integers in one file and floats in another is float. Other differences raise ConfigError.
+    Several schemas may have the same name: those of lines of one file.
     """
-    joined, first = pa.schema([]), ""
+    joined, first_name = pa.schema([]), ""
     for name, schema in schemas:
         try:
             joined = pa.unify_schemas([joined, schema], promote_options="permissive")
         except pa.ArrowException as error:
             detail = str(error).removeprefix("Unable to merge: ")
-            places = name if name == first or not first else f"{first} and {name}"
+            places = name if first_name in ("", name) else f"{first_name} and {name}"
             raise ConfigError(
                 f"the first lines of {places} differ in their types: {detail}; give each column one type"
             ) from error
-        first = first or name
+        first_name = first_name or name
     return joined
 
 
-def _json_schema(schema: pa.Schema) -> pa.Schema:
+def _text_for_timestamps(schema: pa.Schema) -> pa.Schema:
     return pa.schema([pa.field(field.name, _json_type(field.type)) for field in schema])
 
 

@@ -30,9 +30,10 @@ from datasvc.shards.sources.tabular.features import features_of_files, image_col
 from datasvc.shards.sources.tabular.partitions import Partitions
 
 EXTENSIONS: Final = frozenset({".parquet", ".pq"})
-PART_BYTES: Final = 16 << 20
+PART_BYTES: Final = 16 << 20  # after decompression
 # Each column of an open part has a read buffer of this size; larger pages bypass it.
 _BUFFER_BYTES: Final = 64 << 10
+# Number of samples that are decoded to measure their size.
 _PROBED_SAMPLES: Final = 32
 
 
@@ -80,6 +81,7 @@ class ParquetSource(TableSource):
         parts = [
             part for file, footer in filled for part in plan_parts(file, footer, split_of_file(file.name, options))
         ]
+        # A part has samples, so reading it yields at least one batch or bad sample.
         first = next(read_parquet(reader, parts[0]))
         # If the first samples cannot be read, the listing does not fail: the ingest reports the reason.
         first_samples = partitions.add(first.batch, filled[0][0].name) if isinstance(first, RawBatch) else None
@@ -143,7 +145,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
 
 
 def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]:
-    """Divide a file at row group boundaries into parts; small row groups are joined up to `PART_BYTES`."""
+    """Divide a file at row group boundaries into parts; small row groups share a part of up to `PART_BYTES`."""
     runs: list[list[int]] = []  # consecutive row groups, by part
     free_bytes = 0
     for number, group in enumerate(footer.row_groups):
@@ -162,6 +164,7 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
         decoded_bytes = sum(group.decoded_bytes for group in groups)
         size_bytes = file.size_bytes * decoded_bytes // max(1, total_bytes)
         name = file.name if len(runs) == 1 else f"{file.name}#{row}"
+        # A part without samples would have nothing to read.
         if num_samples:
             parts.append(SourcePart(split, name, size_bytes, num_samples, file.stamp, where))
         row += num_samples
@@ -174,10 +177,10 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
     stop = row + (part.num_samples or 0)
     try:
         for batch in _batches(reader, part):
-            # Rows beyond the count in the footer are dropped, because the next part has the same keys.
-            counted = batch.slice(0, max(stop - row, 0))
-            if counted.num_rows:
-                yield RawBatch(counted, row_keys(name, row, counted.num_rows))
+            # Rows beyond the count in the footer are dropped, because the keys of the next part start at `stop`.
+            within_count = batch.slice(0, max(stop - row, 0))
+            if within_count.num_rows:
+                yield RawBatch(within_count, row_keys(name, row, within_count.num_rows))
             row += batch.num_rows
         reason = "" if row == stop else f"the row counts in its footer are wrong: its row groups end at row {row}"
     except (pa.ArrowException, OSError) as error:
@@ -196,14 +199,15 @@ def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
         groups = [_row_group(metadata.row_group(number)) for number in group_numbers]
         sample_bytes = sum(group.decoded_bytes for group in groups) / max(1, part.num_samples or 0)
         # Footers count a repeated value once, so decoded samples may be larger: measure a few of them.
-        num_probed = min(_PROBED_SAMPLES, _num_samples(sample_bytes))
+        num_probed = min(_PROBED_SAMPLES, _batch_samples(sample_bytes))
         probe = next(_open(opened, metadata).iter_batches(num_probed, group_numbers, use_threads=False))
         sample_bytes = max(sample_bytes, probe.nbytes / max(1, probe.num_rows))
-        del probe
-        yield from _open(opened, metadata).iter_batches(_num_samples(sample_bytes), group_numbers, use_threads=False)
+        del probe  # frees its memory before the part is read
+        num_samples = _batch_samples(sample_bytes)
+        yield from _open(opened, metadata).iter_batches(num_samples, group_numbers, use_threads=False)
 
 
-def _num_samples(sample_bytes: float) -> int:
+def _batch_samples(sample_bytes: float) -> int:
     """Return the number of samples of this size that a batch may hold."""
     return max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
 

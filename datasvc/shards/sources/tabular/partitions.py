@@ -1,4 +1,4 @@
-"""Read the partition columns that Hive and Spark write as folder names: `label=cat/part-0.parquet`."""
+"""Read the partition columns that Hive and Spark write as folder names, for `parquet`: `label=cat/part-0.parquet`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import LABEL
 
-_NULL: Final = "__HIVE_DEFAULT_PARTITION__"
+_NULL: Final = "__HIVE_DEFAULT_PARTITION__"  # value in a folder name that stands for null
+# Names of a column that holds class names. The first of them that exists becomes the column `label`.
 _LABELS: Final = (LABEL, "class", "cls", "target")
 
 Values = Mapping[str, str | None]
@@ -38,18 +39,19 @@ class Partitions:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        values = {name: partition_of(name) for name in names}
-        first = next(iter(values), "")
-        columns = list(values[first]) if values else []
-        for name, columns_of_file in values.items():
+        files = {name: partition_of(name) for name in names}
+        first_name = next(iter(files), "")
+        columns = list(files[first_name]) if files else []
+        for name, values in files.items():
             # All samples of a source have the same columns.
-            if list(columns_of_file) != columns:
+            if list(values) != columns:
                 raise ConfigError(
-                    f"the folders of {name} have the partition columns {list(columns_of_file)}, those of {first} "
+                    f"the folders of {name} have the partition columns {list(values)}, those of {first_name} "
                     f"{columns}; ingest them as two sources, or move the files"
                 )
         self._label = next((column for column in _LABELS if column in columns), None)
-        class_names = {by_column[self._label] for by_column in values.values()} if self._label else set()
+        class_names = {values[self._label] for values in files.values()} if self._label else set()
+        # Files in the null partition have the label null, which is no class.
         self.classes: tuple[str, ...] = tuple(sorted(name for name in class_names if name is not None))
         self.schema = pa.schema(
             [(LABEL, pa.int32()) if column == self._label else (column, pa.string()) for column in columns]
