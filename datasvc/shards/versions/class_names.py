@@ -19,7 +19,7 @@ def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[
     """Return the splits that have labels, with class names; label i belongs to the class `names[i]`.
 
     Raises:
-        ConfigError: no split has labels; a label has no name in the list; a name is empty or occurs twice; or the
+        ConfigError: no split has labels; a label has no name in `names`; a name is empty or occurs twice; or the
             classes already have names and `names` does not start with them.
     """
     if "" in names or not names:
@@ -35,7 +35,7 @@ def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[
                 f"the classes of split {split!r} already have names ({', '.join(table.classes[:3])}, ...), which "
                 "cannot change because models trained on older versions use them: start the list with these names"
             )
-        check_unnamed(table.label_counts, names, f"split {split!r}")
+        check_unnamed(table.label_counts, names, f"split {split!r}")  # `names` must cover every label
     return {split: replace(table, classes=tuple(names)) for split, table in labelled.items()}
 
 
@@ -56,6 +56,7 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
     base = repository.resolve("datasets", ref)
 
     def build(head: int) -> dict[str, Any]:
+        # `append` calls this again after a commit by another writer, and `base` is then no longer the newest version.
         if head != base.version:
             raise ConflictError(f"{base} is not the newest version, which is {base.name}@{head}: give {base.name}")
         dataset = open_dataset(repository, str(base))

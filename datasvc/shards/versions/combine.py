@@ -1,4 +1,4 @@
-"""Combination of splits for append and merge. Shards are shared, not copied, unless their labels must change.
+"""Combine splits for append and merge. Shards are shared, not copied, unless their labels must change.
 
 In all functions, `head` is the existing side, such as the newest version, and `new` is the side that is added to it.
 """
@@ -102,7 +102,8 @@ def keep_splits(
     the new sample moves to the split of `head` that has the key. Raise what `append_table` raises.
     """
     result = dict(new)
-    for split, other in ((split, other) for split in new for other in head if other != split):
+    pairs = [(split, other) for split in new for other in head if other != split]
+    for split, other in pairs:
         common = find_common_keys(objects, head[other], result[split])
         if not len(common):
             continue
@@ -114,6 +115,7 @@ def keep_splits(
             present = result.get(other)
             result[other] = moved if present is None else append_table(objects, present, moved, on_common="keep")
         result[split] = delete_samples(objects, result[split], rows)
+    # A new split that has lost all its samples is left out.
     return {split: table for split, table in result.items() if table.num_samples or split in head}
 
 
@@ -153,8 +155,7 @@ def append_table(
     if new.classes:
         new = relabel_shards(objects, new, plan_labels(new.classes, names))
     head, new = _resolve_common(objects, head, new, on_common)
-    joined = replace(head, sample_schema=schema, classes=names)
-    return _concatenate(objects, joined, new)
+    return _concatenate(objects, replace(head, sample_schema=schema, classes=names), new)
 
 
 def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
@@ -167,8 +168,8 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         raise ConfigError(
-            f"the data set's tokens were made by the tokenizer {_short(tokenizers[0])}, those of the added data by "
-            f"{_short(tokenizers[1])}; ingest it with the same --tokenizer"
+            f"the data set's tokens were made by the tokenizer {_short_digest(tokenizers[0])}, those of the added "
+            f"data by {_short_digest(tokenizers[1])}; ingest it with the same --tokenizer"
         )
     missing = [name for name in _REQUIRED_IF_PRESENT if name in head.names and name not in new.names]
     if missing:
@@ -182,7 +183,8 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
             "set, or ingest the whole data set again with labels"
         )
     fields = []
-    for name in (*head.names, *(name for name in new.names if name not in head.names)):
+    only_new = [name for name in new.names if name not in head.names]
+    for name in (*head.names, *only_new):
         sides = [schema.field(name) for schema in (head, new) if name in schema.names]
         if len(sides) == 2 and not sides[0].type.equals(sides[1].type):
             raise ConfigError(
@@ -194,7 +196,7 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     return pa.schema(fields, metadata=head.metadata)
 
 
-def _short(digest: bytes | None) -> str:
+def _short_digest(digest: bytes | None) -> str:
     return f"{(digest or b'').decode()[:12]}..."
 
 
@@ -222,6 +224,7 @@ def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int
 def _relabel_shard(
     objects: Objects, table: ShardTable, number: int, labels: Mapping[int, int]
 ) -> tuple[ObjectInfo, Digest | None]:
+    """Return the shard with new labels, and its sample index if it has one; both as stored if no label changes."""
     info = table.shard(number)
     shard = open_shard(objects, info)
     if LABEL not in shard.schema.names:
@@ -237,17 +240,18 @@ def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatc
     """Store `batches`, those of `shard` with new labels, as a shard with a sample index."""
     blobs = [field.name for field in shard.schema if is_blob(field.type)]
     keys: list[str] = []
-    samples: list[bytes] = []
-    payloads: list[bytes] = []
+    sample_digests: list[bytes] = []
+    payload_digests: list[bytes] = []
     with objects.writing() as sink, ShardWriter(sink, shard.schema) as writer:
         for batch in batches:
             views: dict[str, Any] = {name: blob_views(batch.column(name)) for name in blobs}
+            # As one batch, so that the shard keeps its division into batches.
             writer.append_columns(views, batch.drop_columns(blobs), as_one=True)
             digests = digest_batch(batch)
             keys += batch.column(KEY).to_pylist()
-            samples += digests[0]
-            payloads += digests[1]
-    index = SampleIndex.build(keys, samples, payloads, writer.layout)
+            sample_digests += digests[0]
+            payload_digests += digests[1]
+    index = SampleIndex.build(keys, sample_digests, payload_digests, writer.layout)
     return sink.info, objects.put(index.encode()).digest
 
 
@@ -260,7 +264,7 @@ def _resolve_common(
         return head, new
     _check_common(common, on_common)
     if on_common == "replace":
-        # The side that loses the keys gets deletion bitmaps; no shard is stored again.
+        # The side that loses the keys gets deletion bitmaps; no shard is stored again. `a` is `head`, `b` is `new`.
         return delete_samples(objects, head, common.a.by_shard()), new
     return head, delete_samples(objects, new, common.b.by_shard())
 
@@ -283,9 +287,10 @@ def _check_common(common: CommonKeys, on_common: OnCommon, where: str = "") -> N
 def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTable:
     """Return the shards of `head`, then those of `new`, with the deletions of both."""
     flags: dict[int, Flags] = {}
-    for start, table in ((0, head), (head.num_shards, new)):
+    # The shards of `new` are numbered after those of `head`.
+    for first_number, table in ((0, head), (head.num_shards, new)):
         deletions = load_deletions(objects, table)
-        flags |= {start + shard: deletions.flags(shard) for shard in deletions.shards.tolist()}
+        flags |= {first_number + shard: deletions.flags(shard) for shard in deletions.shards.tolist()}
     return replace(
         head,
         rows=pa.concat_tables([head.rows.replace_schema_metadata(), new.rows.replace_schema_metadata()]),
@@ -296,7 +301,14 @@ def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTa
 
 
 def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> dict[Any, int]:
-    """Return the sum of both sides' counts; {} if one side has samples but no counts."""
+    """Return the sum of both sides' counts; {} if one side has samples with the column but no counts of it.
+
+    Args:
+        head: the existing split.
+        new: the added split.
+        counts: attribute of a shard table, such as "label_counts".
+        column: column whose values are counted.
+    """
     for table in (head, new):
         # A sum over some of the samples would be mistaken for the count of all.
         if column in table.sample_schema.names and table.num_samples and not getattr(table, counts):

@@ -69,12 +69,12 @@ class OriginShards:
 
     def __init__(self, repository: Repository) -> None:
         self._objects = repository.objects
-        self._verified: set[str] = set()
+        self._verified: set[str] = set()  # digests of the shards that this process has checked
 
     def open_shard(self, info: ObjectInfo) -> Shard:
         """Return the shard. Raise CorruptDataError, NotFoundError, UnavailableError."""
         path = self._objects.local_path(info.digest)
-        # This process has already verified the shard, so it is mapped without another check.
+        # Stored bytes never change, so a shard that this process has verified is mapped without another check.
         if path is not None and info.digest in self._verified:
             return Shard.map(path)
         shard = open_shard(self._objects, info)
@@ -128,12 +128,13 @@ class Split:
             IndexError: `number` is out of range; negative numbers count from the end.
             CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
         """
+        # Table order counts only live samples.
         live_number = number + len(self) if number < 0 else number
         if not 0 <= live_number < len(self):
             raise IndexError(f"sample {number} is outside 0..{len(self) - 1} of {self.dataset}/{self.name}")
         shard = int(np.searchsorted(self._stops, live_number, side="right"))
-        row = live_number - (int(self._stops[shard - 1]) if shard else 0)
-        (stored_row,) = self.stored_rows(shard, np.array([row])).tolist()
+        start = int(self._stops[shard - 1]) if shard else 0
+        (stored_row,) = self.stored_rows(shard, np.array([live_number - start])).tolist()
         sample = self._open_shard(shard).sample(stored_row)
         return {name: sample.get(name) for name in self.table.sample_schema.names}
 
@@ -160,7 +161,7 @@ class Split:
             CorruptDataError, NotFoundError, UnavailableError: the deletions cannot be read.
         """
         # Deletions are read only if the shard has any.
-        return self.deletions.kept_rows(shard)[rows] if self._deleted[shard] else rows
+        return self.deletions.kept_rows(shard)[rows] if self._num_deleted[shard] else rows
 
     @cached_property
     def deletions(self) -> Deletions:
@@ -173,14 +174,15 @@ class Split:
         return self.table.classes
 
     @cached_property
-    def _deleted(self) -> Integers:
+    def _num_deleted(self) -> Integers:  # by shard; cached, because the table computes it at each call
         return self.table.deleted_per_shard
 
     @cached_property
-    def _stops(self) -> Any:  # for each shard, the number of live samples up to its end
+    def _stops(self) -> Any:  # for each shard, the number of live samples in it and in all shards before it
         return np.cumsum(self.table.samples_per_shard)
 
     def _open_shard(self, number: int) -> Shard:
+        """Return a shard of the table, from the few that stay open for random access."""
         with self._lock:
             if number in self._open:
                 self._open.move_to_end(number)

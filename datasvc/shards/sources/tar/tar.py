@@ -26,6 +26,8 @@ _ZEROS: Final = bytes(BLOCK_BYTES)
 _PIECE_BYTES: Final = 4 << 20
 _MIN_SEEK_BYTES: Final = 1 << 16  # a shorter distance is read, not skipped by a seek
 _MAX_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
+# Offsets of GNU's flag that a further block of the sparse map follows: in the header, and in a block of the map.
+_IS_CONTINUED_IN_HEADER, _IS_CONTINUED_IN_MAP = 482, 504
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -37,8 +39,8 @@ class TarMember:
         name: name in the header, with bytes that are not UTF-8 escaped.
         offset: offset of its content in the decompressed tar.
         size_bytes: size of its content.
-        problem: reason why it must not be used (not a regular file, or a name that is absolute, has `..` or is not
-            UTF-8); None for a valid member.
+        problem: reason why the member must not be used (it is not a regular file, or its name is absolute, has `..`
+            or is not UTF-8); None for a valid member.
     """
 
     name: str
@@ -63,8 +65,9 @@ class TarReader:
     def __init__(self, stream: BinaryIO, location: str) -> None:
         self._stream = stream
         self._location = location
-        self._position = 0
+        self._position = 0  # of the stream, in the decompressed tar
         self._next_header = 0
+        # Values of global pax headers, which hold for all members that follow.
         self._global_pax: dict[bytes, bytes] = {}
 
     def __iter__(self) -> Iterator[TarMember]:
@@ -90,7 +93,7 @@ class TarReader:
             elif kind == tar_header.LONG_NAME:
                 long_name = tar_header.terminated(self._read_extension(size_bytes))
             elif kind == tar_header.LONG_LINK:
-                self._read_extension(size_bytes)
+                self._read_extension(size_bytes)  # not used, because links are not followed
             else:
                 # The size in a pax header overrides that in the member's own header.
                 if pax.get(b"size"):
@@ -103,7 +106,10 @@ class TarReader:
         return None
 
     def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:
-        """Return the member, or None for a folder; the stream is then at the member's content."""
+        """Return the member whose `header` was read last, or None for a folder.
+
+        Set the position of the next header. After a member is returned, the stream is at its content.
+        """
         kind = tar_header.kind_of(header)
         if kind == tar_header.FOLDER or (kind in tar_header.FILE and name.endswith(b"/")):
             return None
@@ -116,7 +122,7 @@ class TarReader:
         return TarMember(name.decode(errors="backslashreplace"), self._position, size_bytes, problem)
 
     def _read_header(self) -> bytes | None:
-        """Return the next header block; None at the end mark."""
+        """Return the next header block; None at the end mark, a block of zeros. Raise CorruptDataError."""
         self._skip_to(self._next_header)
         start = self._position
         header = self._take(BLOCK_BYTES)
@@ -145,8 +151,9 @@ class TarReader:
                 )
 
     def _skip_to(self, offset: int) -> None:
+        """Move the stream forward to `offset`. Raise CorruptDataError if the tar ends before."""
         if offset - self._position > _MIN_SEEK_BYTES and self._stream.seekable():
-            # A seek beyond the end succeeds; the missing header there reveals the truncation.
+            # A seek beyond the end of the file succeeds. The truncation is found when the next header is read.
             self._guarded(self._stream.seek, offset - self._position, io.SEEK_CUR)
             self._position = offset
         while self._position < offset:
@@ -154,12 +161,12 @@ class TarReader:
                 raise self._broken(self._position, "ends within a member: it is truncated")
 
     def _skip_sparse_map(self, header: bytes) -> None:
-        # The header and each further block of the map say whether another block follows.
-        is_continued = header[482]
+        is_continued = header[_IS_CONTINUED_IN_HEADER]
         while is_continued:
-            is_continued = self._read_exactly(BLOCK_BYTES)[504]
+            is_continued = self._read_exactly(BLOCK_BYTES)[_IS_CONTINUED_IN_MAP]
 
     def _read_extension(self, length: int) -> bytes:
+        """Return the content of an extension header. Raise CorruptDataError if it is too long or truncated."""
         if length > _MAX_EXTENSION_BYTES:
             raise self._broken(
                 self._position, f"has a header of {length} bytes; expected at most {_MAX_EXTENSION_BYTES}"

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from typing import Final
 
 BLOCK_BYTES: Final = 512
-# Type flags of header blocks: extensions that describe the next member, then members.
+# Type flags of header blocks. First those of extensions, which describe the next member: pax headers, and GNU's long
+# names and link targets. Then those of members: regular files (7 means that the blocks are contiguous), and others.
 PAX, PAX_GLOBAL, LONG_NAME, LONG_LINK = (b"x", b"X"), b"g", b"L", b"K"
 FILE, FOLDER, SPARSE = (b"0", b"\0", b"7"), b"5", b"S"
 WITHOUT_CONTENT: Final = {
@@ -47,7 +48,10 @@ def short_name(header: bytes) -> bytes:
 
 
 def size_of(header: bytes) -> int:
-    """Return the size of the content: octal digits, or binary if the first bit is set. Raise ValueError."""
+    """Return the size of the content: octal digits, or binary if the first bit is set.
+
+    Raise ValueError if the field holds no size of at most `_MAX_NUMBER`.
+    """
     field = header[124:136]
     if field[0] & 0x80:
         # 0xff starts a negative number, which is refused: without its sign bit it is out of range.
@@ -56,12 +60,15 @@ def size_of(header: bytes) -> int:
 
 
 def pax_size(value: bytes) -> int:
-    """Return the size in a pax header, which overrides that of the header block. Raise ValueError."""
+    """Return the size in a pax header, which overrides that of the header block. Raise ValueError like `size_of`."""
     return _in_range(_unsigned(value, 10))
 
 
 def pax_values(content: bytes) -> dict[bytes, bytes]:
-    """Return the values of a pax header: entries of length, blank, name, "=", value, newline. Raise ValueError."""
+    """Return the values of a pax header by name. Raise ValueError if an entry is malformed.
+
+    An entry is its length in decimal digits, a blank, the name, "=", the value and a newline.
+    """
     values, entries = {}, content
     while entries.strip(b"\0"):
         digits = entries[:20].partition(b" ")[0]
@@ -80,11 +87,11 @@ def has_right_checksum(header: bytes) -> bool:
         stored = _unsigned(header[148:156].strip(b" \0"), 8)
     except ValueError:
         return False
-    others = header[:148] + b" " * 8 + header[156:]  # the bytes of the checksum itself count as blanks
-    total = sum(others)
+    summed = header[:148] + b" " * 8 + header[156:]  # the bytes of the checksum itself count as blanks
+    total = sum(summed)
     if stored == total:
         return True
-    return stored == total - 256 * sum(byte > 127 for byte in others)  # old writers summed signed bytes
+    return stored == total - 256 * sum(byte > 127 for byte in summed)  # old writers summed signed bytes
 
 
 def problem_of_kind(kind: bytes, pax: Collection[bytes]) -> str | None:

@@ -61,12 +61,10 @@ class WebDatasetSource(FileSource):
             )
         parts = [file_part(file, options) for file in tars]
         reader = FileReader(url)
-        first = [
-            fields
-            for split in dict.fromkeys(part.split for part in parts)
-            for fields in _first_fields(reader, [part for part in parts if part.split == split])
-        ]
-        columns, schema = choose_columns(first)
+        first_fields: list[list[str]] = []  # field names of each of the first samples
+        for split in dict.fromkeys(part.split for part in parts):
+            first_fields += _first_fields(reader, [part for part in parts if part.split == split])
+        columns, schema = choose_columns(first_fields)
         ignored = count_extensions(set(files) - set(tars))
         return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns)
 
@@ -94,21 +92,21 @@ class WebDatasetSource(FileSource):
             if column in sample:
                 raise BadSampleError(f"two of its fields {sorted(group.contents)} would be the column {column!r}")
             sample[column] = field_value(name, content)
-        for column in self.schema:
-            if not column.nullable and column.name not in sample:
-                raise BadSampleError(f"it has no {column.name}; its fields are {sorted(group.contents)}")
+        for required in self.schema:
+            if not required.nullable and required.name not in sample:
+                raise BadSampleError(f"it has no {required.name}; its fields are {sorted(group.contents)}")
         return sample
 
 
 @dataclass
 class Group:
-    """The files of one sample.
+    """The files of one sample, as `group_by_key` collects them.
 
     Attributes:
         key: key of the sample.
         contents: content of each field, in the order of the tar.
         size_bytes: size of all contents.
-        problem: reason why it is not a valid sample; the contents are incomplete then.
+        problem: reason why it is not a valid sample, and then `contents` is empty; None for a valid sample.
     """
 
     key: str
@@ -138,7 +136,7 @@ def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Grou
                 if group is not None:
                     yield group
                 group = Group(key)
-            # The first problem is kept: the sample is lost, and the rest of its files is not read.
+            # After the first problem the sample is left out, so its other files are not read.
             group.problem = group.problem or _problem(group, member, name)
             group.size_bytes += member.size_bytes
             if group.problem is None:
@@ -175,9 +173,12 @@ def _problem(group: Group, member: TarMember, name: str) -> str | None:
 
 
 def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[str]]:
-    """Return the fields of the first samples of a split's parts. Raise NotFoundError or CorruptDataError."""
+    """Return the field names of each of the first samples of a split, from its `parts`.
+
+    Raise CorruptDataError for the first damaged tar if there is no sample; NotFoundError if no tar is damaged either.
+    """
     samples: list[list[str]] = []
-    size_bytes, broken = 0, None
+    size_bytes, first_error = 0, None
     for number, part in enumerate(parts):
         # These bounds keep the listing fast. `_FIRST_PARTS` does not count until a sample is found.
         if len(samples) >= _FIRST_SAMPLES or size_bytes >= _FIRST_BYTES or (samples and number >= _FIRST_PARTS):
@@ -190,12 +191,14 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
                     if group.problem is None:
                         samples.append(list(group.contents))
                     size_bytes += group.size_bytes
+                    # The limit in bytes ends a tar only after a sample: a tar of bad samples is read to its end.
                     if len(samples) >= _FIRST_SAMPLES or (samples and size_bytes >= _FIRST_BYTES):
                         break
             except CorruptDataError as error:
-                broken = broken or error  # `read` reports it; the next tar may still have samples
-    if not samples and broken is not None:
-        raise broken
+                # `read` reports the damage if another tar has samples.
+                first_error = first_error or error
+    if not samples and first_error is not None:
+        raise first_error
     if not samples:
         raise NotFoundError(
             f"no sample in {parts[0].name} ({len(parts)} tars); expected files with a key and an extension, "

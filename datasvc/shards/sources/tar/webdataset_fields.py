@@ -26,7 +26,7 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image
 from datasvc.shards.images.header import EXTENSIONS
 
 KEY_FIELD: Final = "key.txt"
-_IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)
+_IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)  # without the dot
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
 _DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
 _SOURCE_PREFIX: Final = "source_"
@@ -45,20 +45,29 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     count = Counter(name for fields in samples for name in fields if name != KEY_FIELD)
     images = _main_images(samples, [name for name in count if _last(name) in _IMAGES])
     # A field must not get the name of a column that loaders read as something else.
-    taken = {KEY, *((IMAGE, WIDTH, HEIGHT) if images else ()), *((LABEL,) if _INTEGER in count else ())}
+    taken = {KEY}
+    if images:
+        taken |= {IMAGE, WIDTH, HEIGHT}
+    if _INTEGER in count:
+        taken.add(LABEL)
     columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in count}
-    columns |= dict.fromkeys(images, IMAGE) | ({_INTEGER: LABEL} if _INTEGER in count else {})
+    columns |= dict.fromkeys(images, IMAGE)
+    if _INTEGER in count:
+        columns[_INTEGER] = LABEL
     fields = {KEY: pa.field(KEY, pa.string(), nullable=False)}
     for name, column in columns.items():
-        # Several image fields may be the one column `image`; no sample has two of them.
-        num_without = len(samples) - (sum(count[image] for image in images) if column == IMAGE else count[name])
-        nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples) if column == IMAGE else num_without > 0
+        if column == IMAGE:
+            # Several image fields may be the one column `image`; no sample has two of them.
+            num_without = len(samples) - sum(count[image] for image in images)
+            nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples)
+        else:
+            nullable = count[name] < len(samples)
         fields[column] = _field(name, column, nullable=nullable)
     return columns, pa.schema(list(fields.values()))
 
 
 def field_value(name: str, content: bytes) -> bytes | str | int:
-    """Return the content of the field `name` as a value of its column. Raise BadSampleError."""
+    """Return the content of the field `name` as a value of its column; raise BadSampleError if it is not valid."""
     last = _last(name)
     if last == _INTEGER:
         digits = _DIGITS.fullmatch(content)
@@ -78,12 +87,14 @@ def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> S
     extension_only = [name for name in images if "." not in name]
     if not extension_only:
         return images if len(images) == 1 else []
-    if len(extension_only) == 1 or all(sum(name in extension_only for name in fields) <= 1 for fields in samples):
-        return sorted(_IMAGES)
-    return []
+    # Two of these fields in one sample cannot both be the column `image`.
+    if len(extension_only) > 1 and any(sum(name in extension_only for name in fields) > 1 for fields in samples):
+        return []
+    return sorted(_IMAGES)  # all extensions, because later samples may have another one
 
 
 def _field(name: str, column: str, *, nullable: bool) -> pa.Field:
+    """Return the `column` for the field `name`. Only an image column may be required; all others are nullable."""
     last = _last(name)
     if last in _IMAGES:
         return image_field(column, nullable=nullable)

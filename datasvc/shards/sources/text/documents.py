@@ -49,8 +49,10 @@ def plan_pieces(files: Sequence[SourceFile], part_bytes: int) -> list[tuple[list
     stamps: list[list[str]] = []
     for file in files:
         is_divisible = file.extension in LINES and not file.is_compressed
-        step = part_bytes if is_divisible else max(file.size_bytes, 1)
-        for start in range(0, max(file.size_bytes, 1), step):
+        # An empty file gives one piece too: the ingest reports an empty `.txt` as a document without tokens.
+        num_bytes = max(file.size_bytes, 1)
+        step = part_bytes if is_divisible else num_bytes
+        for start in range(0, num_bytes, step):
             stop = min(start + step, file.size_bytes)
             # Small files share a part, so that padding and overhead per part stay small.
             if not groups or sizes[-1] + stop - start > part_bytes:
@@ -107,6 +109,7 @@ def _read_text(reader: FileReader, piece: DocumentRange) -> tuple[str, str | Bad
 def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str, bytes | BadSampleError]]:
     """Yield name and content of the lines that start in a piece, without blank lines."""
     offset = piece.start
+    # Opened one byte early: this byte is a newline if a line starts at the first byte of the piece.
     with reader.open(piece.path, start=max(piece.start - 1, 0)) as stream:
         try:
             for block in read_line_blocks(stream, start=piece.start, stop=piece.stop):

@@ -41,6 +41,7 @@ class BlockPacker:
 
     def __init__(self, block_tokens: int, dtype: npt.DTypeLike, padding: int) -> None:
         self._block_tokens, self._dtype, self._padding = block_tokens, np.dtype(dtype), padding
+        # Tokens that are not in a block yet, and the positions in them at which documents start.
         self._documents: list[npt.NDArray[Any]] = []
         self._starts: list[int] = []
         self._num_tokens = 0
@@ -62,9 +63,9 @@ class BlockPacker:
         assert 1 <= num_blocks <= self.num_full
         num_taken = num_blocks * self._block_tokens
         tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
-        # The tokens after the taken blocks stay, as one document that has no start of its own.
         num_starts = int(np.searchsorted(self._starts, num_taken))
         blocks = self._to_blocks(tokens[:num_taken], np.array(self._starts[:num_starts], np.int64))
+        # The tokens after the taken blocks stay. Only the starts of documents among them stay with them.
         self._documents = [tokens[num_taken:]]
         self._starts = [start - num_taken for start in self._starts[num_starts:]]
         self._num_tokens -= num_taken
@@ -83,8 +84,9 @@ class BlockPacker:
         return blocks
 
     def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
+        """Return full blocks of `tokens`, in which documents start at the positions `starts`, ascending."""
         num_blocks = len(tokens) // self._block_tokens
-        # Starts are in block order, so the cumulative counts of starts per block are the offsets in `starts`.
+        # Starts are ascending, so the cumulative counts of starts per block are the offsets in `starts`.
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
         return Blocks(
             tokens=tokens.reshape(num_blocks, self._block_tokens),

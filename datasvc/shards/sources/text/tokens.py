@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 
 TOKENIZER: Final = b"datasvc.tokenizer"
 TOKENS, LENGTH, DOCUMENT_STARTS = "tokens", "length", "document_starts"
+# Usual names of the end-of-text token, by priority.
 _ENDS_OF_TEXT: Final = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 _PART_BYTES: Final = 64 << 20
 # The tokenizer encodes about this many characters, or this many documents, in one call.
 _BATCH_CHARACTERS: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
-# Upper bounds: a document may start at every token; a key is the part's name and a few more characters.
+# Upper bounds, to limit the size of a batch: a document may start at every token; a key is the part's name and a few
+# more characters.
 _START_BYTES: Final = 4
 _KEY_BYTES: Final = 40
 _MAX_BLOCK_TOKENS: Final = 1 << 24
@@ -96,9 +98,9 @@ class TokenSource(FileSource):
         for file in files:
             splits.setdefault(split_of_file(file.name, options), []).append(file)
         parts = [
-            _part(split, *group)
+            _part(split, pieces, size_bytes, stamp)
             for split, split_files in splits.items()
-            for group in plan_pieces(split_files, _PART_BYTES)
+            for pieces, size_bytes, stamp in plan_pieces(split_files, _PART_BYTES)
         ]
         schema = _schema(load_tokenizer(content, redact_url(options.tokenizer)), digest, options.block_tokens)
         return cls(
@@ -123,6 +125,7 @@ class TokenSource(FileSource):
         tokenizer = _tokenizer(self.tokenizer_url, self.tokenizer_digest)
         end = end_of_text(tokenizer)
         token_type = self.schema.field(TOKENS).type.value_type
+        # Without an end-of-text token, the padding is token 0; the column `length` excludes the padding.
         packer = BlockPacker(self.block_tokens, token_type.to_pandas_dtype(), end or 0)
         # The number of blocks in a batch follows from an upper bound of a block's size.
         block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
@@ -148,7 +151,7 @@ class TokenSource(FileSource):
     def _encoded(
         self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: SourcePart
     ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
-        """Yield the tokens of each document, with the end-of-text token."""
+        """Yield the tokens of each document with the end-of-text token, or the reason why it is left out."""
         documents: list[tuple[str, str]] = []
         size = 0
         for piece in part.where["pieces"]:
@@ -207,6 +210,7 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) -> SourcePart:
+    """Return a part, which is named by its first piece; its number of blocks is unknown before it is encoded."""
     first = pieces[0]
     name = f"{first.name}@{first.start}" if first.start else first.name
     return SourcePart(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
@@ -228,7 +232,7 @@ def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schem
 def _encode(
     tokenizer: Tokenizer, end: int | None, documents: list[tuple[str, str]], split: str
 ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
-    """Yield the tokens of each document, given as pairs of name and text; without tokens, a `BadSample`."""
+    """Yield the tokens of each document, or a `BadSample` if it has none. `documents` are pairs of name and text."""
     tail = np.array([] if end is None else [end], np.uint32)
     encodings = tokenizer.encode_batch_fast([text for _, text in documents], add_special_tokens=False)
     for (name, _), encoding in zip(documents, encodings, strict=True):
@@ -245,6 +249,7 @@ def _read_url(url: str) -> bytes:
 # Cached, because a worker reads many parts with the same tokenizer.
 @functools.lru_cache(maxsize=1)
 def _tokenizer(url: str, digest: Digest) -> Tokenizer:
+    """Load the tokenizer of the listing. Raise ConfigError if its file has another digest now."""
     content = _read_url(url)
     if digest_of(content) != digest:
         raise ConfigError(f"{redact_url(url)} has changed since the source was listed; list the source again")
