@@ -34,6 +34,7 @@ OnCommon = Literal["fail", "drop", "keep", "replace"]
 - replace: take the new sample instead of the existing one.
 """
 
+# Columns that the added data must have if the data set has them.
 _REQUIRED_IF_PRESENT = (KEY, IMAGE, LABEL)
 
 
@@ -75,7 +76,7 @@ def _check_labelled(head: Mapping[str, ShardTable], new: Mapping[str, ShardTable
     """Raise ConfigError if a split that `head` lacks has labels but `head` has none, or the reverse."""
     is_labelled = any(LABEL in table.sample_schema.names for table in head.values())
     for split, table in new.items():
-        # `combine_schemas` compares the columns of a split that both sides have.
+        # An empty data set accepts any columns. `combine_schemas` compares those of a split that both sides have.
         if split in head or not head or (LABEL in table.sample_schema.names) == is_labelled:
             continue
         if is_labelled:
@@ -177,6 +178,7 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
             f"the added data has no column {missing[0]!r}, which every sample of the data set has: add it, or ingest "
             "the data as a separate data set"
         )
+    # A split without any column accepts labels.
     if LABEL in new.names and LABEL not in head.names and len(head.names):
         raise ConfigError(
             f"the added data has a column {LABEL!r}, but the data set has no labels: ingest it as a separate data "
@@ -293,6 +295,7 @@ def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTa
         flags |= {first_number + shard: deletions.flags(shard) for shard in deletions.shards.tolist()}
     return replace(
         head,
+        # The metadata describes the old tables; `ShardTable.encode` writes that of the result.
         rows=pa.concat_tables([head.rows.replace_schema_metadata(), new.rows.replace_schema_metadata()]),
         label_counts=_sum_counts(head, new, "label_counts", LABEL),
         image_kinds=_sum_counts(head, new, "image_kinds", IMAGE),

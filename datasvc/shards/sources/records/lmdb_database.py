@@ -133,7 +133,10 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
 
 
 def _find_databases(root: str) -> dict[str, str]:
-    """Return the path of the data file of each database, by the name of its folder or file."""
+    """Return the path of the data file of each database, by the name of its folder or file.
+
+    `root` is the folder of a database, a data file, or a folder that contains some of both.
+    """
     with map_exceptions("open", root):
         if os.path.isfile(os.path.join(root, DATA_FILE)):
             return {os.path.basename(root): os.path.join(root, DATA_FILE)}
@@ -184,7 +187,7 @@ def _scan_keys(
 ) -> list[bytes]:
     """Return the first key of each part. Only the sizes of the values are read.
 
-    Raise ConfigError if the file has named databases, and CorruptDataError if it has not `num_samples` keys.
+    Raise ConfigError if the file has named databases, and CorruptDataError if its number of keys is not `num_samples`.
     """
     starts, count = [], 0
     for key, value in txn.cursor():
@@ -213,7 +216,7 @@ def _is_named_database(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes)
 def _schema_of(values: list[bytes]) -> pa.Schema:
     """Return the columns of a database from its first values.
 
-    If one of them is not a Datum, the database is not Caffe's; if one is not an image, the values are plain bytes.
+    The columns of Caffe need all of them to be a Datum, and the column `image` needs all of them to be images.
     """
     key = pa.field(KEY, pa.string(), nullable=False)
     if all(map(is_datum, values)):

@@ -79,6 +79,7 @@ class TarReader:
         return self._read_exactly(member.size_bytes)
 
     def _next_member(self) -> TarMember | None:
+        """Return the next member that is not a folder; None at the end of the tar."""
         # Extension headers describe the member that follows them, so they are collected up to its own header.
         pax, long_name = dict(self._global_pax), None
         while (header := self._read_header()) is not None:
@@ -95,7 +96,7 @@ class TarReader:
             elif kind == tar_header.LONG_LINK:
                 self._read_extension(size_bytes)  # not used, because links are not followed
             else:
-                # The size in a pax header overrides that in the member's own header.
+                # The size in a pax header overrides that in the member's own header. An empty value counts as absent.
                 if pax.get(b"size"):
                     size_bytes = self._parsed(tar_header.pax_size, pax[b"size"])
                 name = pax.get(b"path") or long_name or tar_header.short_name(header)

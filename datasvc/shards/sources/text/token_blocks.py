@@ -65,7 +65,7 @@ class BlockPacker:
         tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
         num_starts = int(np.searchsorted(self._starts, num_taken))
         blocks = self._to_blocks(tokens[:num_taken], np.array(self._starts[:num_starts], np.int64))
-        # The tokens after the taken blocks stay. Only the starts of documents among them stay with them.
+        # The tokens after the taken blocks stay, with the starts of the documents that start there.
         self._documents = [tokens[num_taken:]]
         self._starts = [start - num_taken for start in self._starts[num_starts:]]
         self._num_tokens -= num_taken
