@@ -187,7 +187,7 @@ def _scan_keys(
 ) -> list[bytes]:
     """Return the first key of each part. Only the sizes of the values are read.
 
-    Raise ConfigError if the file has named databases, and CorruptDataError if its number of keys is not `num_samples`.
+    Raise ConfigError if the file has named databases, CorruptDataError if its number of keys is not `num_samples`.
     """
     starts, count = [], 0
     for key, value in txn.cursor():

@@ -54,7 +54,7 @@ class CsvSource(TableSource):
     """A source of CSV files. Without a key column, the key of a sample is `FILE#ROW`; row 0 follows the header.
 
     Attributes:
-        raw: names and types of the columns.
+        raw: names and types of the raw columns.
     """
 
     kind: ClassVar[str] = "csv"
@@ -74,8 +74,10 @@ class CsvSource(TableSource):
         headers = map_files(reader, files, lambda file: _read_header(reader, file))
         # A file without a header line has no samples and no columns.
         filled = [(file, header) for file, header in zip(files, headers, strict=True) if header]
-        for file, header in filled[1:]:
-            check_same_names(filled[0][0].name, filled[0][1], file.name, header)
+        if filled:
+            first_file, first_header = filled[0]
+            for file, header in filled[1:]:
+                check_same_names(first_file.name, first_header, file.name, header)
         # Keys are text: as numbers they would lose leading zeros.
         raw = _infer_schema(reader, [file for file, _ in filled], [*texts, options.key or "key"])
         if raw is None:
@@ -89,7 +91,8 @@ class CsvSource(TableSource):
 
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns."""
-        reader, where, row = FileReader(self.url), part.where, 0
+        reader, where = FileReader(self.url), part.where
+        row = 0  # number of the next row
         try:
             for rows in read_rows(lambda: reader.open(where["path"]), where["header"], where["delimiter"]):
                 yield from self._convert_rows(part, rows)

@@ -50,6 +50,7 @@ class HuggingFaceSource(TableSource):
             splits = {file.name: split for split, _, split_files in saved for file in split_files}
         else:
             splits = {name: _hub_split(name, options) for name, file in files.items() if _is_parquet(file)}
+        # A hub repository has one description, in its root.
         features = _features(reader, files, [folder for _, folder, _ in saved] or [""])
         if not splits:
             raise NotFoundError(

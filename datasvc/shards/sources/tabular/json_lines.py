@@ -38,7 +38,9 @@ RANGE_BYTES: Final = 64 << 20  # size of the parts of a file
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLinesSource(TableSource):
-    """A source of JSON lines. The key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
+    """A source of JSON lines.
+
+    Without a key column, the key of a sample is `FILE#BYTE_OFFSET`, or `FILE#LINE` in a compressed file.
 
     Attributes:
         raw: columns that the objects are parsed to: all columns of the first lines, with their types.

@@ -16,6 +16,7 @@ from datasvc.shards.sources.common.columns import bisect_errors
 
 # Arrow's parser recurses once per level while it infers types, and crashes at a few thousand levels.
 _MAX_DEPTH: Final = 64
+# A string in JSON. The possessive `*+` does not backtrack.
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # Start of Arrow's error messages, which is left out of ours.
 _ARROW_PREFIX: Final = "JSON parse error: "
@@ -102,6 +103,7 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def _text_for_timestamps(schema: pa.Schema) -> pa.Schema:
+    """Return an inferred schema with the types of `_json_type`."""
     return pa.schema([pa.field(field.name, _json_type(field.type)) for field in schema])
 
 

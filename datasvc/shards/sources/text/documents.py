@@ -107,7 +107,10 @@ def _read_text(reader: FileReader, piece: DocumentRange) -> tuple[str, str | Bad
 
 
 def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str, bytes | BadSampleError]]:
-    """Yield name and content of the lines that start in a piece, without blank lines."""
+    """Yield name and content of the lines that start in a piece, without blank lines.
+
+    The content is an error for a line that is too long, and once for a rest of the file that does not decompress.
+    """
     offset = piece.start
     # Opened one byte early: this byte is a newline if a line starts at the first byte of the piece.
     with reader.open(piece.path, start=max(piece.start - 1, 0)) as stream:

@@ -151,7 +151,7 @@ class TokenSource(FileSource):
     def _encoded(
         self, tokenizer: Tokenizer, end: int | None, reader: FileReader, part: SourcePart
     ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
-        """Yield the tokens of each document with the end-of-text token, and a `BadSample` for one that is left out."""
+        """Yield the tokens of each document with the end-of-text token; for an unusable document, a `BadSample`."""
         documents: list[tuple[str, str]] = []
         size = 0
         for piece in part.where["pieces"]:
