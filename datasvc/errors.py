@@ -15,6 +15,8 @@
     |-- DeviceError                  a GPU failed or is out of memory: reduce its load, or decode on the CPU
     `-- UnavailableError             a store did not respond after all retries: try again later
 
+`UnreadableVersionWarning` is a warning, not an error: a listing leaves out a version that cannot be read.
+
 Exceptions of other libraries (OSError, ArrowInvalid, lmdb.Error) are converted once, where they are caught.
 A message states the operation, its target, what was expected, what was found, and what to do next.
 """
@@ -90,3 +92,18 @@ class UnavailableError(DatasvcError):
     """A store did not respond after all retries; the same call may succeed later."""
 
     exit_code = 5
+
+
+class UnreadableVersionWarning(UserWarning):
+    """A listing leaves out one version, or one tag, because its entry cannot be read; the message says what to do.
+
+    Attributes:
+        version: name with version, such as "digits-cnn@3", or with tag.
+    """
+
+    def __init__(self, version: str, message: str) -> None:
+        super().__init__(version, message)
+        self.version = version
+
+    def __str__(self) -> str:
+        return str(self.args[1])

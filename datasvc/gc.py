@@ -15,14 +15,15 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from datasvc import durable
-from datasvc.errors import ConfigError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.removal import kept_of_removed, swept_versions
 from datasvc.models.tensors.dedup_index import pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
-from datasvc.repository import Digest, Entry, ObjectInfo, Objects, Repository, Storage
+from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
 from datasvc.repository.logs.journal import JOURNALS
+from datasvc.repository.repository import describe_damage
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
@@ -45,14 +46,14 @@ class Garbage:
         pointers: paths of pointers (see `models.tensors.dedup_index`), by the digest of the chunk that they point to.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
-        num_young: number of objects that are kept because of their age.
+        young: size in bytes of each object that is kept because of its age.
     """
 
     objects: dict[Digest, int] = field(default_factory=dict)
     pointers: dict[Digest, str] = field(default_factory=dict)
     temporary_files: list[str] = field(default_factory=list)
     journals: list[str] = field(default_factory=list)
-    num_young: int = 0
+    young: dict[Digest, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class GcReport:
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
         num_kept: number of objects that are kept.
+        num_young: number of kept objects that nothing references, but that are younger than the grace period.
+        young_bytes: total size of these in bytes.
         clock_warning: reason why a dry run on a read-only store measures ages by the clock of this machine, or None.
     """
 
@@ -75,6 +78,8 @@ class GcReport:
     temporary_files: tuple[str, ...]
     journals: tuple[str, ...]
     num_kept: int
+    num_young: int = 0
+    young_bytes: int = 0
     clock_warning: str | None = None
 
     @property
@@ -106,8 +111,9 @@ def gc(
     Raises:
         ConfigError: the grace is too short for running writers; or the clocks of this machine and the store differ by
             more than an hour; or an entry or table has a later format; or the store is read-only (not in a dry run).
-        CorruptDataError, NotFoundError: an entry or a table cannot be read, so its references are unknown; nothing
-            was deleted.
+        CorruptDataError, NotFoundError: entries or tables cannot be read, so their references are unknown; nothing
+            was deleted. The message names all such versions. A version whose entry is damaged and has no copy can be
+            given up, see `lost_versions.mark_lost`; gc runs again when that is older than `grace_s`.
         UnavailableError: the store does not respond; a part of the garbage may be deleted.
     """
     if grace_s < 0 or (grace_s < MIN_GRACE_S and not no_writers):
@@ -122,11 +128,12 @@ def gc(
     # List objects before reading references: an entry that is committed in between is read. An entry committed later
     # references objects that were written, or whose age was reset, after the listing; `sweep` checks the age again.
     garbage = list_old(repository, before_s)
-    num_listed = len(garbage.objects) + garbage.num_young
+    num_listed = len(garbage.objects) + len(garbage.young)
     try:
         discard_referenced(garbage, referenced_objects(repository, before_s))
     except DatasvcError as error:
         raise type(error)(f"{error}. Nothing was deleted: gc must be able to read all references") from error
+    young = garbage.young
     if not dry_run:
         garbage = sweep(repository, garbage, before_s)
     objects = tuple(ObjectInfo(digest, size) for digest, size in sorted(garbage.objects.items()))
@@ -137,6 +144,8 @@ def gc(
         tuple(sorted(garbage.temporary_files)),
         tuple(sorted(garbage.journals)),
         num_listed - len(objects),
+        len(young),
+        sum(young.values()),
         clock_warning,
     )
 
@@ -177,7 +186,7 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
         if path and is_old:
             old.objects[Digest(path[2])] = file.size_bytes
         elif path:
-            old.num_young += 1
+            old.young[Digest(path[2])] = file.size_bytes
         elif is_old and (chunk := pointed_digest(file.path)):
             old.pointers[chunk] = file.path
         elif is_old and file.path.rpartition("/")[2].startswith(durable.TEMPORARY_PREFIX):
@@ -189,6 +198,7 @@ def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
     """Take the referenced objects, and the pointers of referenced chunks, out of the garbage."""
     for digest in referenced:
         garbage.objects.pop(digest, None)
+        garbage.young.pop(digest, None)
         garbage.pointers.pop(digest, None)
 
 
@@ -196,25 +206,34 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, which names the chunk's pointer. Journals last changed before
-    `before_s` are ignored. Errors are those of `gc`.
+    `before_s` are ignored. Errors are those of `gc`; they are raised at the end, and name all unreadable versions.
     """
     # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
     seen_tables: set[Digest] = set()
+    problems: list[DatasvcError] = []
     for name in repository.names("datasets"):
-        for entry in repository.versions("datasets", name).entries():
+        for entry in _entries(repository, "datasets", name, before_s, problems):
             yield from _digests_in(entry.content)
-            yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
+            try:
+                yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
+            except (CorruptDataError, NotFoundError, ConfigError) as error:
+                problems.append(error)
     for name in repository.names("models"):
         # A running save may reuse objects of a version that is removed before the save commits. So a removed version
         # keeps its objects for the grace period, in which the save commits its own references.
         removed = swept_versions(repository, name, before_s)
-        for entry in repository.versions("models", name).entries():
+        for entry in _entries(repository, "models", name, before_s, problems):
             if entry.number in removed:
                 yield from _digests_in(kept_of_removed(entry.content))
                 continue
             yield from _digests_in(entry.content)
-            yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
+            try:
+                yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
+            except (CorruptDataError, NotFoundError, ConfigError) as error:
+                problems.append(error)
+    if problems:
+        raise type(problems[0])("; ".join(map(str, problems))) from problems[0]
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
@@ -238,6 +257,33 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     deleted_pointers = set(delete(garbage.pointers.values()))
     swept.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted_pointers}
     return swept
+
+
+def _entries(
+    repository: Repository, kind: Kind, name: str, before_s: float, problems: list[DatasvcError]
+) -> list[Entry]:
+    """Return the entries that can be read; add the others to `problems`, unless they were declared lost."""
+    entries, errors = repository.versions(kind, name).try_entries()
+    if not errors:
+        return entries
+    removals = repository.removals(kind, name)
+    lost = removals.lost()
+    # What a lost version references is unknown. It gets the same grace period as other removed versions, in which a
+    # running save that reuses its objects commits its own references.
+    given_up = lost & removals.removed_before(before_s)
+    for number in sorted(errors.keys() - given_up):
+        version, error = Resolved(kind, name, number), errors[number]
+        if number in lost:
+            problems.append(
+                CorruptDataError(
+                    f"{version} was declared lost less than the grace period ago, and running processes may use "
+                    "its objects: run gc when it has ended, or with --grace 0s --no-writers if no process writes"
+                )
+            )
+        else:
+            is_damaged = isinstance(error, CorruptDataError)
+            problems.append(CorruptDataError(describe_damage(version, error)) if is_damaged else error)
+    return entries
 
 
 def _referenced_by_dataset(

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 import datasvc
+from datasvc.errors import ConfigError
 from datasvc.models import RetentionPolicy, SaveHandle, load_private_key, make_key
 from datasvc.shards import SourceOptions
 
@@ -47,6 +49,8 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert repo.datasets.tags("pets") == {"stable": 1}
     repo.datasets.untag("pets", "stable", expect=1)
     assert len(repo.datasets.tag_history("pets", "stable")) == 2
+    with suppress(ConfigError):  # it is intact
+        repo.datasets.mark_lost(["pets@1"], force=False, message="disk failure")
 
     assert repo.datasets.sql("pets", "select count(*) as n from train").to_pylist() == [{"n": 18}]
     assert repo.datasets.contact_sheet("pets", folder / "pets.html", 1, split="val") == 1
@@ -125,6 +129,9 @@ def use_models(folder: Path) -> None:
     repo.models.untag("net", "prod")
     assert repo.models.remove(["net@1"], message="not needed").versions
     assert plan.removed
+    Path(repo.repository.storage.location("models/net/versions/00000002.json")).write_text("damaged")
+    lost = repo.models.mark_lost(["net@2"], force=True, message="disk failure")
+    assert repo.models.lost_versions(["net"]) == list(lost.versions)
 
 
 def main(folder: Path, images: Path) -> None:

@@ -16,7 +16,7 @@ from datasvc.shards.query.contact_sheet import write_contact_sheet
 from datasvc.shards.query.preview import Preview, preview_samples
 from datasvc.shards.query.query import query
 from datasvc.shards.versions.class_names import name_classes
-from datasvc.shards.versions.dataset import DatasetVersion, choose_split, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, choose_split, list_datasets, open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.describe import describe_dataset
 from datasvc.shards.versions.diff import diff
@@ -41,8 +41,8 @@ class Datasets(Collection):
     export = Operation(export)
 
     def ls(self) -> list[DatasetVersion]:
-        """Return the newest version of every data set, sorted by name; for errors, see `open_dataset`."""
-        return [open_dataset(self.repository, name) for name in self.names()]
+        """Return the newest version of every data set, sorted by name; see `list_datasets`."""
+        return list_datasets(self.repository)
 
     def log(self, name: str, *, last: int | None = None) -> list[Entry]:
         """Return the `last` newest entries of a data set (None: all), oldest first; see `Repository.entries`."""

@@ -15,7 +15,7 @@ from datasvc.models.registry.graph import read_history
 from datasvc.models.registry.registry import describe_model, describe_versions, list_models, model_log
 from datasvc.models.registry.removal import remove, retain
 from datasvc.models.registry.repair import verify_and_repair
-from datasvc.models.registry.verify import verify
+from datasvc.models.registry.verify import lost_versions, verify
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.restoring.restore import restore
 from datasvc.models.saving.manager import CheckpointManager
@@ -50,6 +50,7 @@ class Models(Collection):
 
     verify = Operation(verify)
     repair = Operation(verify_and_repair)
+    lost_versions = Operation(lost_versions)
     sign = Operation(sign)
     remove = Operation(remove)
     retain = Operation(retain)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from datasvc.repository import Entry, Kind, Repository, Resolved
+from datasvc.repository.lost_versions import LostVersions, mark_lost
 from datasvc.repository.store.storage import redact_url
 
 P = ParamSpec("P")
@@ -72,6 +73,10 @@ class Collection:
     def untag(self, name: str, tag: str, *, expect: int | None = None) -> None:
         """Remove a tag but keep its history; for arguments and errors, see `Repository.untag`."""
         self.repository.untag(self.kind, name, tag, expect=expect)
+
+    def mark_lost(self, refs: Sequence[str], *, force: bool = False, message: str = "") -> LostVersions:
+        """Give up versions whose entries cannot be read; for arguments and errors, see `lost_versions.mark_lost`."""
+        return mark_lost(self.repository, self.kind, refs, force=force, message=message)
 
     def tag_history(self, name: str, tag: str) -> list[Entry]:
         """Return every move of a tag, oldest first; [] for a tag that never existed."""

@@ -9,6 +9,7 @@ import typer
 from datasvc.cli import models, train
 from datasvc.cli.datasets import audit, export, ingest, listing, maintain, show, versions
 from datasvc.cli.nodes import cache, serve
+from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(versions.merge)
 app.command()(export.export)
 app.command()(maintain.verify)
 app.command()(maintain.gc)
+app.command()(maintain.mark_lost)
 app.command()(audit.audit)
 app.command()(cache.stage)
 app.command()(serve.serve)
@@ -47,7 +49,8 @@ app.add_typer(models.app, name="models")
 def main() -> None:
     """Run the command line; print expected errors as one line, without a traceback."""
     try:
-        app()
+        with report_unreadable():
+            app()
     except (DatasvcError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code if isinstance(error, DatasvcError) else 1)

@@ -7,11 +7,18 @@ writer that removes versions reads the tags after its commit. A writer that find
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
+from datasvc.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptDataError,
+    NotFoundError,
+    UnreadableVersionWarning,
+)
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
 from datasvc.repository.logs.references import Reference, check_name, check_tag, is_name, parse_reference
@@ -122,9 +129,25 @@ class Repository:
         removed = self._removed(kind, name, logs)
         return [number for number in logs["versions"] if number not in removed]
 
-    def tags(self, kind: Kind, name: str) -> dict[str, int]:
-        """Return the tags of `name`, each with the version that it points at. Raises UnavailableError."""
-        return self._tags(kind, name).heads()
+    def tags(self, kind: Kind, name: str, *, strict: bool = False) -> dict[str, int]:
+        """Return the tags of `name`, each with the version that it points at.
+
+        A tag that cannot be read is left out with an `UnreadableVersionWarning`. With `strict`, its error is raised:
+        for callers that must not take a tagged version for one without a tag.
+
+        Raises:
+            CorruptDataError, ConfigError: with `strict`, a tag cannot be read.
+            UnavailableError: the store does not respond.
+        """
+        versions, errors = self._tags(kind, name).heads()
+        for tag, error in errors.items():
+            models = "models " if kind == "models" else ""
+            text = f"{error}; `datasvc {models}tag {name}@VERSION {tag}` sets the tag {tag!r} again"
+            if strict:
+                raise type(error)(text) from error
+            message = f"{name}@{tag} is left out: {text}"
+            warnings.warn(UnreadableVersionWarning(f"{name}@{tag}", message), stacklevel=2)
+        return versions
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
         """Return every move of a tag, oldest first; [] for a tag that never existed. Raises UnavailableError."""
@@ -155,8 +178,14 @@ class Repository:
             # removed it has not reverted the removal yet, or was killed.
             self.removals(kind, target.name).give_back([target.version], "tagged")
         tags = self._tags(kind, target.name)
-        newest = tags.newest(tag, logs.get(f"tags/{tag}", ()))
-        before = version_of(newest)
+        newest: Entry | None = None
+        try:
+            newest = tags.newest(tag, logs.get(f"tags/{tag}", ()))
+            before = version_of(newest)
+        except CorruptDataError:
+            if expect is not None:
+                raise
+            before = 0  # the damaged move is replaced; if the new one must be reverted, the tag is removed
         if before == target.version and expect in {None, before}:
             return target
         tags.move(tag, target.version, expect=expect, newest=newest)
@@ -210,10 +239,33 @@ class Repository:
 
     def entry(self, resolved: Resolved) -> Entry:
         """Return the log entry of a version; for errors, see `Log.read`."""
-        return self.versions(resolved.kind, resolved.name).read(resolved.version)
+        try:
+            return self.versions(resolved.kind, resolved.name).read(resolved.version)
+        except CorruptDataError as error:
+            raise CorruptDataError(describe_damage(resolved, error)) from error
+
+    def readable_entries(self, kind: Kind, name: str, numbers: Iterable[int] | None = None) -> list[Entry]:
+        """Return the entries of versions that can be read, in the order of `numbers`; default: all, oldest first.
+
+        An entry that cannot be read is left out with an `UnreadableVersionWarning`, so that it does not hide the
+        other versions. A version that was declared lost, see `lost_versions.mark_lost`, is left out silently.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
+        entries, errors = self.versions(kind, name).try_entries(numbers)
+        lost = self.removals(kind, name).lost() if errors else frozenset()
+        for number in sorted(errors.keys() - lost):
+            version, error = Resolved(kind, name, number), errors[number]
+            # A later format is no damage, so the version must not be given up.
+            is_damaged = isinstance(error, CorruptDataError)
+            warn_unreadable(version, CorruptDataError(describe_damage(version, error)) if is_damaged else error)
+        return entries
 
     def entries(self, kind: Kind, name: str, *, last: int | None = None) -> list[Entry]:
         """Return the entries of all versions of `name`, oldest first, including removed ones.
+
+        Versions that cannot be read are left out with a warning, see `readable_entries`.
 
         Args:
             kind: "datasets" or "models".
@@ -223,7 +275,7 @@ class Repository:
         Raises:
             ConfigError: `name` has a version or tag, or is not a valid name.
             NotFoundError: `name` does not exist.
-            CorruptDataError, UnavailableError: see `Log.read`.
+            UnavailableError: the store does not respond.
         """
         reference = parse_reference(name, _KIND_NAMES[kind])
         numbers = self.versions(kind, reference.name).numbers()
@@ -231,7 +283,7 @@ class Repository:
             raise self._missing(kind, reference.name)
         if reference.name != name:
             raise ConfigError(f"{name!r} is one version; give the name alone: {reference.name}")
-        return self.versions(kind, name).entries(numbers if last is None else numbers[-last:])
+        return self.readable_entries(kind, name, numbers if last is None else numbers[-last:])
 
     def _resolve(
         self,
@@ -273,7 +325,7 @@ class Repository:
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 
     def _is_removed(self, version: Resolved) -> bool:
-        # Data-set versions are never removed, because models reference them as their lineage: no request is needed.
+        # Data-set versions are only removed if they are lost, because models reference them: save the request.
         numbers = [version.version]
         return version.kind == "models" and bool(self.removals("models", version.name).removed(numbers))
 
@@ -283,15 +335,27 @@ class Repository:
 
     def _describe_removal(self, resolved: Resolved, existing: list[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
-        when = f" on {entry.content['created']}" if entry else ""
+        when = f" on {entry.content.get('created')}" if entry else ""
         why = f" ({entry.content['message']})" if entry and entry.content.get("message") else ""
-        return f"{resolved} was removed{when}{why}; {resolved.name} still has {describe_numbers(existing)}"
+        how = "declared lost" if entry and entry.content.get("lost") else "removed"
+        return f"{resolved} was {how}{when}{why}; {resolved.name} still has {describe_numbers(existing)}"
 
     def _tags(self, kind: Kind, name: str) -> Tags:
         return Tags(self.storage, self._folder(kind, name))
 
     def _folder(self, kind: Kind, name: str) -> str:
         return f"{kind}/{check_name(name, _KIND_NAMES[kind])}"
+
+
+def describe_damage(version: Resolved, error: Exception) -> str:
+    """Return the message for a version whose entry is damaged, with the way out; `error` has the reason."""
+    command = "datasvc models mark-lost" if version.kind == "models" else "datasvc mark-lost"
+    return f"the entry of {version} cannot be read: {error}; if there is no copy, `{command} {version}` gives it up"
+
+
+def warn_unreadable(version: Resolved, error: CorruptDataError | ConfigError) -> None:
+    """Issue the warning that a listing leaves out a version; `error` has the reason."""
+    warnings.warn(UnreadableVersionWarning(str(version), f"{version} is left out: {error}"), stacklevel=3)
 
 
 def _check_marker(raw: bytes, location: str) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_table
+from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.sizes import format_size
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
@@ -18,21 +19,21 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     Example: datasvc ls --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards import open_dataset
+    from datasvc.shards.versions.dataset import list_datasets
 
     repository = Repository.open(repo)
     rows: list[dict[str, Any]] = [
         {
-            "name": name,
-            "version": (dataset := open_dataset(repository, name)).resolved.version,
+            "name": dataset.resolved.name,
+            "version": dataset.resolved.version,
             "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
             "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
-            "tags": repository.tags("datasets", name),
+            "tags": repository.tags("datasets", dataset.resolved.name),
         }
-        for name in repository.names("datasets")
+        for dataset in list_datasets(repository)
     ]
     if as_json:
-        print_json(rows)
+        print_json([*rows, *unreadable_facts()])
     else:
         print_table(("name", "version", "samples", "bytes", "tags"), [_row(row) for row in rows])
 
@@ -46,7 +47,7 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
 
     entries = Repository.open(repo).entries("datasets", name)
     if as_json:
-        print_json([{**entry.content, "version": entry.number} for entry in entries])
+        print_json([*({**entry.content, "version": entry.number} for entry in entries), *unreadable_facts()])
         return
     # People read the newest version first; programs get the order of the log.
     rows = [

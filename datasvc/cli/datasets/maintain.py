@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, replace
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from datasvc.cli.datasets.ingest import overlap_facts
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json
+from datasvc.cli.terminal.output import JsonOption, MessageOption, RefArgument, RepoOption, print_json
 from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
+if TYPE_CHECKING:
+    from datasvc.repository import Kind
+
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only print what would be removed.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Give up tagged versions too, and remove their tags.")]
 NoWritersOption = Annotated[
     bool, typer.Option("--no-writers", help="Promise that no process writes to the repository; allows any --grace.")
 ]
@@ -95,10 +99,46 @@ def gc(
         f"({format_size(report.size_bytes)}), {len(report.temporary_files)} unfinished files, {len(report.journals)} "
         f"journals; {report.num_kept} objects are kept"
     )
+    if report.num_young:
+        typer.echo(
+            f"{report.num_young} of these ({format_size(report.young_bytes)}) are not used by any version, but are "
+            f"younger than {grace}: if no process writes to the repository, --grace 0s --no-writers removes them"
+        )
     if report.clock_warning is not None:
         typer.echo(text_value(report.clock_warning))
     if report.dry_run and (report.objects or report.pointers or report.temporary_files or report.journals):
         typer.echo("nothing was removed; add --yes to remove, or --json to list everything")
+
+
+def mark_lost(
+    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")],
+    repo: RepoOption,
+    force: ForceOption = False,
+    message: MessageOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Give up data-set versions whose log entries are damaged and have no copy, so that gc runs again.
+
+    Example: datasvc mark-lost pets@3 --message "disk failure, no backup" --repo ./repo
+
+    Only for versions whose entry cannot be read. They count as removed, and their numbers are never used again.
+    """
+    give_up("datasets", refs, repo, force=force, message=message, as_json=as_json)
+
+
+def give_up(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str, as_json: bool) -> None:
+    """Declare versions lost, and print the result; for `mark-lost` of data sets and of models."""
+    from datasvc.repository import Repository
+    from datasvc.repository.lost_versions import mark_lost as run_mark_lost
+
+    result = run_mark_lost(Repository.open(repo), kind, refs, force=force, message=message)
+    versions = [str(version) for version in result.versions]
+    if as_json:
+        print_json({"lost": versions, "untagged": list(result.untagged)})
+        return
+    for tag in result.untagged:
+        typer.echo(f"removed tag {tag}")
+    typer.echo(f"{', '.join(versions)} is marked as lost; after its grace period, `datasvc gc` runs without it")
 
 
 def parse_duration(text: str) -> float:

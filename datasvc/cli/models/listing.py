@@ -12,6 +12,7 @@ from rich.text import Text
 
 from datasvc.cli.models.arguments import NameArgument, RefArgument
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
+from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.cli.terminal.values import text_value
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def log(
 
     repository = Repository.open(repo)
     if as_json:
-        print_json([version_facts(version) for version in model_log(repository, name, last=last)[::-1]])
+        facts = [version_facts(version) for version in model_log(repository, name, last=last)[::-1]]
+        print_json([*facts, *unreadable_facts()])
         return
     console = Console(highlight=False, soft_wrap=True)
     for line in read_history(repository, name, last=last):
@@ -102,7 +104,7 @@ def version_facts(version: ModelVersion) -> dict[str, Any]:
 def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
     """Print versions as a table, or as JSON."""
     if as_json:
-        print_json([version_facts(version) for version in versions])
+        print_json([*map(version_facts, versions), *unreadable_facts()])
         return
     rows = [
         (

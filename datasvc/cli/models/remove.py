@@ -10,7 +10,7 @@ import typer
 from datasvc.cli.datasets import maintain
 from datasvc.cli.models.arguments import NameArgument
 from datasvc.cli.models.listing import metrics_line
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_table
 
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion
@@ -116,6 +116,22 @@ def gc(
     Example: datasvc models gc --grace 7d --yes --repo ./repo
     """
     maintain.gc(repo=repo, grace=grace, yes=yes, no_writers=no_writers, as_json=as_json)
+
+
+def mark_lost(
+    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")],
+    repo: RepoOption,
+    force: maintain.ForceOption = False,
+    message: MessageOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Give up model versions whose log entries are damaged and have no copy, so that gc runs again.
+
+    Example: datasvc models mark-lost digits-cnn@3 --message "disk failure, no backup" --repo ./repo
+
+    Only for versions whose entry cannot be read. They count as removed, and their numbers are never used again.
+    """
+    maintain.give_up("models", refs, repo, force=force, message=message, as_json=as_json)
 
 
 def _row(version: ModelVersion, plan: RetentionPlan, *, apply: bool) -> tuple[object, ...]:

@@ -48,11 +48,13 @@ def verify(
     The exit status is 3 if a problem remains.
     """
     from datasvc.models.registry.repair import verify_and_repair
+    from datasvc.models.registry.verify import lost_versions
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 
     repository = Repository.open(repo)
     versions = _choose(repository, refs or [], every=every)
+    lost = list(map(str, lost_versions(repository, refs or []))) if every else []
     with byte_progress(f"verifying {len(versions)} versions") as progress:
         outcome = verify_and_repair(
             repository, versions, repair_from or (), deep=deep, trusted_keys=trusted or None, progress=progress
@@ -60,7 +62,7 @@ def verify(
     report, remaining = outcome.verified, outcome.remaining
     if as_json:
         repairs = [asdict(repair) for repair in outcome.repairs]
-        print_json({**asdict(report), "repairs": repairs, "num_left": len(remaining)})
+        print_json({**asdict(report), "repairs": repairs, "num_left": len(remaining), "lost": lost})
     else:
         size = format_size(report.size_bytes)
         typer.echo(f"{len(report.versions)} versions: {report.num_objects} objects, {size}, read")
@@ -68,7 +70,10 @@ def verify(
             typer.echo(text_value(str(problem)))
         for repair in outcome.repairs:
             typer.echo(text_value(_describe(repair)))
-        typer.echo(f"{len(remaining)} problems" if remaining else "no problems")
+        for version in lost:
+            typer.echo(f"{version} was declared lost: its entry could not be read, and none of it can be restored")
+        no_problems = "no problems in the other versions" if lost else "no problems"
+        typer.echo(f"{len(remaining)} problems" if remaining else no_problems)
     if remaining:
         raise typer.Exit(CorruptDataError.exit_code)
 

@@ -14,6 +14,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.provenance.segments import PlannedVersion, plan_segments
 from datasvc.models.registry.ancestry import Version, read_ancestry
+from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import parse_reference
 from datasvc.shards.format.shard_table import ShardTable
@@ -108,8 +109,10 @@ def read_lineage(repository: Repository, ref: str) -> Lineage:
         NotFoundError: there is no such version.
         CorruptDataError, UnavailableError: an entry or a shard table cannot be read.
     """
-    name = str(repository.resolve("models", ref, removed=True))
-    ancestry = read_ancestry(repository, [name])
+    resolved = repository.resolve("models", ref, removed=True)
+    name, entries = str(resolved), EntryReader(repository)
+    entries.entry(resolved.name, resolved.version)  # an unreadable ancestor is a gap, but not the version itself
+    ancestry = read_ancestry(repository, [name], entries=entries)
     planned = plan_segments(ancestry)
     lineage = Lineage(name)
     # `versions` has parents first; the lineage has the newest version first.

@@ -13,9 +13,12 @@ from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.entry_fields import find_wrong_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_reference
+
+_DESCRIBED = ("message", "code", "environment", "origin")
 
 HISTORY = "history"
 """Field of an entry: the segments that ancestors outside its repository consumed, see `segments.history_of`."""
@@ -27,7 +30,7 @@ class Version:
 
     Attributes:
         name: name with version, such as "digits-cnn@3".
-        entry: content of its log entry.
+        entry: content of its log entry, without fields of a wrong type; {} if it cannot be read.
         uses: data that this version and earlier versions of its run read.
         parents: versions that it continues; the graph contains all of them.
         gaps: unknown parts of the origin, one line each: a missing parent, or an invalid field.
@@ -92,7 +95,6 @@ def read_ancestry(
     Raises:
         ConfigError: a reference is not valid.
         NotFoundError: a reference names no version.
-        CorruptDataError: an entry is damaged.
         UnavailableError: an entry cannot be read.
     """
     reader = _AncestryReader(repository, entries or EntryReader(repository))
@@ -127,7 +129,10 @@ class _AncestryReader:
 
     def _read(self, name: str) -> Version:
         model, _, number = name.partition("@")
-        entry = self._entries.content(model, int(number))
+        try:
+            entry = self._entries.content(model, int(number))
+        except (CorruptDataError, ConfigError) as error:
+            return Version(name, {}, (), gaps=(str(error),))
         parents, gaps = self._parents(entry)
         history = entry.get(HISTORY, [])
         if not isinstance(history, list) or not all(isinstance(item, Mapping) for item in history):
@@ -136,7 +141,11 @@ class _AncestryReader:
             uses = tuple(map(DataUse.from_dict, entry.get("data", ())))
         except (CorruptDataError, TypeError) as error:
             uses, gaps = (), [*gaps, str(error)]
-        return Version(name, entry, uses, tuple(parents), tuple(gaps))
+        wrong = find_wrong_fields(entry)
+        # The other lines about fields of the origin are more precise than those of `find_wrong_fields`.
+        gaps += [problem for field_name, problem in wrong.items() if field_name in {"created", *_DESCRIBED}]
+        checked = {field_name: value for field_name, value in entry.items() if field_name not in wrong}
+        return Version(name, checked, uses, tuple(parents), tuple(gaps))
 
     def _parents(self, entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Return the parents of a version, and a gap for each parent that is not known."""
@@ -150,7 +159,7 @@ class _AncestryReader:
         for ref in (ref for ref in refs if ref is not None):
             try:
                 parents.append(self._parent(ref))
-            except (ConfigError, NotFoundError, TypeError) as error:
+            except (ConfigError, NotFoundError) as error:
                 gaps.append(f"it continues {ref!r}, which is not in this repository: {error}")
         origin = entry.get("origin")
         foreign = origin.get("parents") if isinstance(origin, Mapping) else None
@@ -159,7 +168,9 @@ class _AncestryReader:
             gaps.append(f"it continues {names} of another repository, and has no record of the samples they consumed")
         return list(dict.fromkeys(parents)), gaps
 
-    def _parent(self, ref: str) -> str:
+    def _parent(self, ref: Any) -> str:
+        if not isinstance(ref, str):
+            raise ConfigError("a reference is a text")
         parent = parse_reference(ref, "model")
         if parent.version is None:
             # The log does not record which version the tag or the name resolved to at the time of the save.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import ChunkSource, load_chunk, load_window
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
+from datasvc.models.versions.entry_fields import check_fields
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
@@ -119,11 +120,13 @@ def diff(
     Raises:
         ConfigError: a reference is not valid.
         NotFoundError: a version does not exist.
-        CorruptDataError: a table or tensor is damaged.
+        CorruptDataError: an entry, table or tensor is damaged.
         UnavailableError: a table or tensor cannot be read.
     """
     versions = [repository.resolve("models", ref) for ref in (a, b)]
     first, second = (repository.entry(version).content for version in versions)
+    for version, entry in zip(versions, (first, second), strict=True):
+        check_fields(entry, version)
     tables = [read_table(repository.objects, parse_digest(entry["tensors"])) for entry in (first, second)]
     tensors = compare_tables(*tables)
     if norms:

@@ -1,4 +1,8 @@
-"""List models and describe their versions: log entries together with the current tags and removals."""
+"""List models and describe their versions: log entries together with the current tags and removals.
+
+A listing leaves out a version whose entry cannot be read or has a field of a wrong type, with an
+`UnreadableVersionWarning`. The entries of all versions that this module returns are checked, see `entry_fields`.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.search.index import map_models
+from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.repository.repository import warn_unreadable
 
 
 @dataclass(frozen=True)
@@ -50,13 +56,15 @@ class ModelVersion:
 def list_models(repository: Repository) -> list[ModelVersion]:
     """Return the newest version of every model, sorted by name; models whose versions are all removed are left out.
 
+    A model whose newest version cannot be read is left out with a warning.
+
     Raises:
-        CorruptDataError, UnavailableError: see `Log.read`.
+        CorruptDataError, UnavailableError: the removals cannot be read.
     """
 
     def newest(name: str) -> list[ModelVersion]:
         numbers = repository.living("models", name)[-1:]
-        return _versions(repository, name, repository.versions("models", name).entries(numbers)) if numbers else []
+        return _versions(repository, name, repository.readable_entries("models", name, numbers)) if numbers else []
 
     newest_of_each = map_models(repository, newest, repository.names("models"))
     return [version for versions in newest_of_each for version in versions]
@@ -65,25 +73,30 @@ def list_models(repository: Repository) -> list[ModelVersion]:
 def describe_model(repository: Repository, ref: str) -> ModelVersion:
     """Return one version, which may be removed. Raise the errors of `Repository.resolve` and `Log.read`."""
     version = repository.resolve("models", ref, removed=True)
-    (described,) = describe_versions(repository, [version])
-    return described
+    entry = repository.entry(version)
+    check_fields(entry.content, version)
+    return _version(version.name, entry, _read_mutable_state(repository, version.name))
 
 
 def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> list[ModelVersion]:
-    """Return `versions` in their order; tags and removals are read once per model. Raise the errors of `Log.read`."""
+    """Return `versions` in their order, without those that cannot be read; raise UnavailableError.
+
+    Tags and removals are read once per model.
+    """
     numbers: dict[str, list[int]] = {}
     for version in versions:
         numbers.setdefault(version.name, []).append(version.version)
 
     def describe(name: str) -> list[ModelVersion]:
-        return _versions(repository, name, repository.versions("models", name).entries(numbers[name]))
+        return _versions(repository, name, repository.readable_entries("models", name, numbers[name]))
 
     described = {
         (version.name, version.version): version
         for versions_of_model in map_models(repository, describe, numbers)
         for version in versions_of_model
     }
-    return [described[version.name, version.version] for version in versions]
+    keys = [(version.name, version.version) for version in versions]
+    return [described[key] for key in keys if key in described]
 
 
 def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
@@ -98,6 +111,7 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
     """
     versions = {(version.name, version.version): version for version in model_log(repository, name, last=last)}
     reader, state_of = EntryReader(repository), dict[str, _MutableState]()
+    unreadable: set[tuple[str, int]] = set()
     missing = _missing_parents(versions.values(), versions)
     while missing:
         others = (key for key in missing if key[0] != name)  # not those of the model itself, which `last` limits
@@ -105,8 +119,16 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
         for other, number in existing:
             if other not in state_of:
                 state_of[other] = _read_mutable_state(repository, other)
-            versions[other, number] = _version(other, reader.entry(other, number), state_of[other])
-        missing = _missing_parents((versions[key] for key in existing), versions)
+            try:
+                entry = reader.entry(other, number)
+                check_fields(entry.content, f"{other}@{number}")
+            except CorruptDataError as error:
+                warn_unreadable(Resolved("models", other, number), error)
+                unreadable.add((other, number))
+            else:
+                versions[other, number] = _version(other, entry, state_of[other])
+        newest = (versions[key] for key in existing if key in versions)
+        missing = _missing_parents(newest, versions) - unreadable
     return list(versions.values())
 
 
@@ -143,7 +165,16 @@ def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
 
 def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
     state = _read_mutable_state(repository, name)
-    return [_version(name, entry, state) for entry in entries]
+    versions = []
+    for entry in entries:
+        version = Resolved("models", name, entry.number)
+        try:
+            check_fields(entry.content, version)
+        except CorruptDataError as error:
+            warn_unreadable(version, error)
+        else:
+            versions.append(_version(name, entry, state))
+    return versions
 
 
 def _version(name: str, entry: Entry, state: _MutableState) -> ModelVersion:

@@ -106,7 +106,7 @@ def swept_versions(repository: Repository, name: str, before_s: float) -> frozen
     """
     removed = repository.removals("models", name).removed_before(before_s)
     # Read the tags after the removals: a tag that causes the reversal of a removal was set before the reversal.
-    return removed - set(repository.tags("models", name).values()) if removed else removed
+    return removed - set(repository.tags("models", name, strict=True).values()) if removed else removed
 
 
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +153,8 @@ def _remove_untagged(repository: Repository, name: str, versions: Iterable[int],
 
 def _tags_on(repository: Repository, name: str, versions: Iterable[int]) -> dict[str, int]:
     numbers = set(versions)
-    return {tag: version for tag, version in repository.tags("models", name).items() if version in numbers}
+    tags = repository.tags("models", name, strict=True)
+    return {tag: version for tag, version in tags.items() if version in numbers}
 
 
 def _refuse_tagged(tags: Mapping[str, Mapping[str, int]]) -> None:

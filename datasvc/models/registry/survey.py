@@ -14,6 +14,7 @@ from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFound
 from datasvc.models.restoring.report import shorten
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import MAX_TABLE_BYTES, TensorRecord, decode_table
+from datasvc.models.versions.entry_fields import find_wrong_fields
 from datasvc.models.versions.entry_refs import MAX_CODE_BYTES, MAX_SHARDING_BYTES, objects_of_entry
 from datasvc.models.versions.signing import check_signed
 from datasvc.models.versions.signing_keys import PublicKey
@@ -110,6 +111,9 @@ class Survey:
                 raise
             self._note("entry", kind_of(error), str(version), version, str(error))
             return
+        if wrong := find_wrong_fields(entry.content):
+            detail = f"the entry of {version} is not valid: {'; '.join(wrong.values())}"
+            self._note("entry", "contradictory", str(version), version, detail)
         if self._trusted:
             try:
                 check_signed(self._repository, version, entry, self._trusted)

@@ -104,6 +104,18 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
     ]
 
 
+def lost_versions(repository: Repository, names: Sequence[str] = ()) -> list[Resolved]:
+    """Return the versions of the models `names`, or of all models, that were declared lost; see `mark_lost`.
+
+    They are removed, so `every_version` does not contain them. Errors are those of `every_version`.
+    """
+    return [
+        Resolved("models", name, number)
+        for name in names or repository.names("models")
+        for number in sorted(repository.removals("models", name).lost())
+    ]
+
+
 def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iterator[ModelProblem]:
     """Yield the problems without removed versions; a problem that affects only removed versions is left out."""
     names = {version.rpartition("@")[0] for problem in problems for version in problem.hit}

@@ -35,6 +35,7 @@ from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
 from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.entry_fields import read_step
 from datasvc.models.versions.metadata import VersionMetadata, check_step
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
@@ -358,7 +359,7 @@ class CheckpointManager:
             CorruptDataError, UnavailableError: see `Log.read`.
         """
         newest = self._repository.newest("models", self.name)
-        return None if newest is None else int(self._repository.entry(newest).content["step"])
+        return None if newest is None else read_step(self._repository.entry(newest).content, newest)
 
     def wait(self) -> None:
         """Wait for all saves. Raises DatasvcError: a save failed and its error was not reported yet."""

@@ -3,19 +3,20 @@
 The index is derived from the entries, so it may be lost or outdated at any time. For each model it records the newest
 version that it contains. A reader adds the entries after that version, and rewrites the file if it has added many. If
 the commits in the index differ from those in the logs, for example after a backup is restored, the index is rebuilt.
-Tags and removals are not indexed, because they change without a new version.
+Tags and removals are not indexed, because they change without a new version. Versions that cannot be read are listed
+as such: each query tries to read them again, and warns if it cannot.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.search.rows import SCHEMA, Field, build_rows
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Repository
@@ -46,6 +47,9 @@ class Head(NamedTuple):
     commit: str
 
 
+_NONE: Final = Head(0, "")
+
+
 @dataclass(frozen=True)
 class VersionIndex:
     """All versions of all models of a repository as rows, removed versions included.
@@ -54,22 +58,26 @@ class VersionIndex:
         table: the rows, of `rows.SCHEMA`.
         fields: fields that the values in the rows refer to.
         heads: newest indexed version of each model, by model name.
+        unreadable: versions up to the heads that could not be read when they were to be indexed, by model name.
     """
 
     table: pa.Table
     fields: Sequence[Field]
     heads: Mapping[str, Head]
+    unreadable: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> VersionIndex:
     """Return an up-to-date index; rewrite the stored one if it lacks many versions.
+
+    Versions that cannot be read are left out with an `UnreadableVersionWarning`.
 
     Args:
         repository: repository of the models.
         progress: counts the missing entries that are read.
 
     Raises:
-        CorruptDataError, UnavailableError: an entry cannot be read, see `Log.read`.
+        UnavailableError: the store does not respond.
     """
     stored = _load(repository)
     names = [name for name in repository.storage.list("models") if is_name(name)]
@@ -77,6 +85,11 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     # An indexed model without a log means that the logs were replaced.
     if stored is not None and set(stored.heads) <= set(names):
         missing = _find_missing(repository, names, stored.heads)
+        # If one of the unreadable versions was restored from a copy, build the index again.
+        if missing is not None and any(
+            repository.readable_entries("models", name, numbers) for name, numbers in stored.unreadable.items()
+        ):
+            missing = None
     if stored is None or missing is None:
         stored = VersionIndex(SCHEMA.empty_table(), (), {})
         missing = _find_missing(repository, names, {})
@@ -84,11 +97,20 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     entries = _read_entries(repository, missing, progress)
     if not entries:
         return stored
-    fields = {field: position for position, field in enumerate(stored.fields)}
+    fields = {name: position for position, name in enumerate(stored.fields)}
     table = pa.concat_tables([stored.table, build_rows(entries, fields)]).combine_chunks()
     # Versions of a model are in ascending order, so the head of the newest one overwrites the others.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
-    index = VersionIndex(table, tuple(fields), {**stored.heads, **heads})
+    read = {(name, entry.number) for name, entry in entries}
+    unreadable = {name: list(numbers) for name, numbers in stored.unreadable.items()}
+    for name, numbers in missing.items():
+        # Those after the head are read again as missing ones.
+        skipped = [
+            number for number in numbers if (name, number) not in read and number < heads.get(name, _NONE).number
+        ]
+        if skipped:
+            unreadable.setdefault(name, []).extend(skipped)
+    index = VersionIndex(table, tuple(fields), {**stored.heads, **heads}, unreadable)
     if len(entries) >= max(_MAX_MISSING, stored.table.num_rows // _MISSING_PART):
         _publish(repository, index)
     return index
@@ -105,6 +127,7 @@ def map_models(repository: Repository, read: Callable[[str], _Result], names: Co
 def encode_index(index: VersionIndex) -> bytes:
     """Return the index as bytes: a digest, followed by an Arrow IPC file with that digest."""
     metadata = {"format": INDEX_FORMAT, "fields": index.fields, "heads": index.heads}
+    metadata |= {"unreadable": index.unreadable} if index.unreadable else {}
     sink = pa.BufferOutputStream()
     schema = SCHEMA.with_metadata({_METADATA_KEY: json.dumps(metadata, sort_keys=True).encode()})
     with pa.ipc.new_file(sink, schema) as file:
@@ -130,9 +153,11 @@ def decode_index(raw: bytes) -> VersionIndex:
             raise CorruptDataError(f"the index has format {metadata['format']}; expected format {INDEX_FORMAT}")
         heads = {str(name): Head(int(number), str(commit)) for name, (number, commit) in metadata["heads"].items()}
         fields = [Field(tuple(path), str(kind), bool(is_list)) for path, kind, is_list in metadata["fields"]]
+        listed = metadata.get("unreadable", {}).items()
+        unreadable = {str(name): [int(number) for number in numbers] for name, numbers in listed}
     except (pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(f"the index is damaged: {error!r}") from error
-    return VersionIndex(table.replace_schema_metadata(), fields, heads)
+    return VersionIndex(table.replace_schema_metadata(), fields, heads, unreadable)
 
 
 def _load(repository: Repository) -> VersionIndex | None:
@@ -168,7 +193,7 @@ def _find_missing(
         number, commit = heads[name]
         try:
             is_same_commit = str(log.read(number).content.get("commit")) == commit
-        except NotFoundError:
+        except (NotFoundError, CorruptDataError, ConfigError):
             is_same_commit = False
         return log.numbers_after(number) if is_same_commit else None
 
@@ -180,14 +205,15 @@ def _find_missing(
 def _read_entries(
     repository: Repository, missing: Mapping[str, Sequence[int]], progress: Progress
 ) -> list[tuple[str, Entry]]:
-    """Read the entries that the index lacks, model by model, oldest first."""
+    """Read the entries that the index lacks, model by model, oldest first; unreadable ones are left out."""
     if missing:
         progress.begin(sum(map(len, missing.values())))
     entries: list[tuple[str, Entry]] = []
     for name, numbers in missing.items():
         # In blocks, so that the progress advances during the first query over many versions.
         for start in range(0, len(numbers), _MAX_MISSING):
-            block = repository.versions("models", name).entries(numbers[start : start + _MAX_MISSING])
-            entries.extend((name, entry) for entry in block)
+            block = numbers[start : start + _MAX_MISSING]
+            readable = repository.readable_entries("models", name, block)
+            entries.extend((name, entry) for entry in readable)
             progress.advance(len(block))
     return entries

@@ -50,6 +50,8 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
     The table `versions` has a row for each version; `all_versions` has removed versions too, and the column
     `removed`. The function `names` turns a list of references into a list of names. docs/models.md lists the columns.
 
+    Versions that cannot be read are left out with an `UnreadableVersionWarning`.
+
     Args:
         repository: repository of the models.
         sql: one query in DuckDB's dialect.
@@ -57,7 +59,7 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
 
     Raises:
         ConfigError: DuckDB rejects the query; the message has its reason.
-        CorruptDataError, UnavailableError: an entry cannot be read.
+        CorruptDataError, UnavailableError: tags or removals cannot be read, or the store does not respond.
     """
     index = read_index(repository, progress=progress)
     with connected() as connection, _map_errors(f"the query {sql!r}"):
@@ -77,6 +79,8 @@ def find_versions(
 ) -> list[Resolved]:
     """Return the versions of all models that meet a condition.
 
+    Versions that cannot be read are left out with an `UnreadableVersionWarning`.
+
     Args:
         repository: repository of the models.
         condition: SQL expression over the columns of `versions`, see `query_versions`, such as
@@ -89,7 +93,7 @@ def find_versions(
 
     Raises:
         ConfigError: the condition or `order_by` is not valid SQL, or uses a column that does not exist.
-        CorruptDataError, UnavailableError: an entry cannot be read.
+        CorruptDataError, UnavailableError: tags or removals cannot be read, or the store does not respond.
     """
     index = read_index(repository, progress=progress)
     if not index.table.num_rows:

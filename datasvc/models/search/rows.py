@@ -97,7 +97,8 @@ def _describe(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_int64(value: Any) -> bool:
-    return isinstance(value, int) and -(1 << 63) <= value < 1 << 63
+    # `isinstance` would accept a boolean, which Arrow does not convert.
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
 def _refs(values: Iterable[Any]) -> list[str]:

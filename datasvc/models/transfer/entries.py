@@ -16,6 +16,7 @@ from datasvc.models.provenance.segments import history_of
 from datasvc.models.registry.ancestry import HISTORY
 from datasvc.models.registry.registry import parse_version
 from datasvc.models.transfer.reachable import reachable_objects
+from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
 from datasvc.repository.store.storage import redact_url
@@ -46,7 +47,10 @@ class TargetLogs:
     def content(self, version: Resolved) -> Mapping[str, Any]:
         """Return the content of a version's entry at the source. Raises as `Repository.entry`."""
         if version not in self._contents:
-            self._contents[version] = self.source.entry(version).content
+            content = self.source.entry(version).content
+            if version.kind == "models":
+                check_fields(content, version)
+            self._contents[version] = content
         return self._contents[version]
 
     def find(self, version: Resolved) -> Resolved | None:
@@ -72,8 +76,10 @@ class TargetLogs:
         if not log.contents:
             return
         if version.name not in self._source_commits:
-            entries = self.source.versions("datasets", version.name).entries()
-            self._source_commits[version.name] = frozenset(identity(entry.content) for entry in entries)
+            entries = self.source.readable_entries("datasets", version.name)
+            self._source_commits[version.name] = frozenset(
+                filter(None, (find_identity(entry.content) for entry in entries))
+            )
         if self._source_commits[version.name].isdisjoint(log.numbers):
             raise ConfigError(
                 f"cannot copy {version} to {redact_url(self._target.url)}: it has another data set {log.name!r} with "
@@ -157,8 +163,8 @@ class TargetLogs:
         return {
             "repository": redact_url(self.source.url),
             "version": str(version),
-            "commit": content["commit"],
-            "created": content["created"],
+            "commit": identity(content),
+            "created": content.get("created"),
             "parents": _parents(content),
         }
 
@@ -186,8 +192,8 @@ class TargetLogs:
         try:
             version = parse_version(ref) if kind == "models" else _parse_data_version(ref)
             target = None if version is None else self.find(Resolved(kind, *version))
-        except (NotFoundError, ConfigError):
-            # The version is not in the source itself, or its name is not valid there.
+        except (NotFoundError, ConfigError, CorruptDataError):
+            # The version is not in the source itself, its name is not valid there, or it cannot be read.
             return None
         return None if target is None else str(target)
 
@@ -213,6 +219,7 @@ class _TargetVersions:
         self.name = name
         self.contents: dict[int, Mapping[str, Any]] = {}
         self._kind = kind
+        self._target = target
         self._log = target.versions(kind, name)
         self._removals = target.removals(kind, name)
         self.numbers: dict[str, list[int]] = {}
@@ -240,9 +247,11 @@ class _TargetVersions:
         """Read the entries that were not read yet."""
         # List the log only once. Its numbers have no gaps, so `numbers_after` finds new entries with a few requests.
         new = self._log.numbers_after(max(self.contents)) if self.contents else self._log.numbers()
-        for entry in self._log.entries(new):
+        # A version that cannot be read is none of those to find: at worst, the same version is copied again.
+        for entry in self._target.readable_entries(self._kind, self.name, new):
             self.contents[entry.number] = entry.content
-            self.numbers.setdefault(identity(entry.content), []).append(entry.number)
+            if commit := find_identity(entry.content):
+                self.numbers.setdefault(commit, []).append(entry.number)
 
 
 class _AlreadyThere(Exception):  # noqa: N818 - not an error: the target already has the version
@@ -254,10 +263,16 @@ class _AlreadyThere(Exception):  # noqa: N818 - not an error: the target already
 
 def identity(content: Mapping[str, Any]) -> str:
     """Return the id of the commit that first created a version. Raises CorruptDataError: the entry has no id."""
-    commit = content["origin"]["commit"] if is_copied(content) else content.get("commit")
-    if not isinstance(commit, str):
+    commit = find_identity(content)
+    if commit is None:
         raise CorruptDataError(f"an entry has no valid commit id: {content.get('commit')!r}; expected a text")
     return commit
+
+
+def find_identity(content: Mapping[str, Any]) -> str | None:
+    """Return the id of the commit that first created a version; None if the entry has no valid id."""
+    commit = content["origin"]["commit"] if is_copied(content) else content.get("commit")
+    return commit if isinstance(commit, str) else None
 
 
 def is_copied(content: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from datasvc.repository import Entry, Repository
+from datasvc.repository import Entry, Repository, Resolved
 
 # Entries to read at once. In a run each version is the parent of the next, so the predecessor is usually read next.
 _BATCH: Final = 32
@@ -36,13 +36,13 @@ class EntryReader:
             stop = bisect_right(listed, number)
             # A version that was committed after the listing is not in `listed`: add it.
             self._read(model, {*listed[max(0, stop - _BATCH) : stop], number})
-        return cached[number]
+        # An unreadable entry is not cached. Read it again for its error: only the caller that needs it fails.
+        return cached[number] if number in cached else self._repository.entry(Resolved("models", model, number))
 
     def entries(self, model: str) -> list[Entry]:
         """Return all entries of a model, oldest first. Raises as `Log.read`."""
-        listed = list(self.numbers(model))
-        self._read(model, listed)
-        return [self._entries[model][number] for number in listed]
+        self._read(model, self.numbers(model))
+        return [self.entry(model, number) for number in self.numbers(model)]
 
     def content(self, model: str, number: int) -> Mapping[str, Any]:
         """Return the content of the entry of a version. Raises as `Log.read`."""
@@ -51,4 +51,5 @@ class EntryReader:
     def _read(self, model: str, numbers: Iterable[int]) -> None:
         cached = self._entries.setdefault(model, {})
         missing = [number for number in numbers if number not in cached]
-        cached |= {entry.number: entry for entry in self._repository.versions("models", model).entries(missing)}
+        readable, _ = self._repository.versions("models", model).try_entries(missing)
+        cached |= {entry.number: entry for entry in readable}

@@ -55,5 +55,5 @@ def objects_of_entry(content: Mapping[str, Any], version: object) -> EntryObject
             None if sharding is None else parse_digest(sharding),
             None if code is None else parse_digest(code),
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, CorruptDataError) as error:
         raise CorruptDataError(f"the entry of {version} does not name its tensors and state: {error!r}") from error

@@ -135,6 +135,35 @@ class Log:
             return [self.read(number) for number in selected]
         return map_in_threads(self.read, selected, _READS_AT_ONCE)
 
+    def try_entries(
+        self, numbers: Iterable[int] | None = None
+    ) -> tuple[list[Entry], dict[int, CorruptDataError | ConfigError]]:
+        """Return the entries that can be read, in the order of `numbers`, and the errors of the others by number.
+
+        Args:
+            numbers: numbers of existing entries; default: all, oldest first.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
+
+        def read(number: int) -> Entry | CorruptDataError | ConfigError:
+            try:
+                return self.read(number)
+            except (CorruptDataError, ConfigError) as error:
+                return error
+
+        selected = self.numbers() if numbers is None else list(numbers)
+        if self._storage.is_local or len(selected) < 2:
+            results = list(map(read, selected))
+        else:
+            results = map_in_threads(read, selected, _READS_AT_ONCE)
+        entries = [result for result in results if isinstance(result, Entry)]
+        errors = {
+            number: result for number, result in zip(selected, results, strict=True) if not isinstance(result, Entry)
+        }
+        return entries, errors
+
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.
 

@@ -2,14 +2,16 @@
 
 The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
 Each entry of this log lists all versions that are removed when it is created, so a reader needs only the newest one.
+A version whose entry cannot be read, and of which no copy exists, is *declared lost*: a removal that says so.
 """
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
-from datasvc.errors import CorruptDataError
+from datasvc.errors import CorruptDataError, UnreadableVersionWarning
 from datasvc.repository.logs.log import Entry, Log
 from datasvc.repository.logs.version_numbers import decode_numbers, encode_numbers
 from datasvc.repository.store.storage import Storage
@@ -29,14 +31,17 @@ class Removals:
     def removed(self, numbers: Iterable[int] | None = None, *, head: int | None = None) -> frozenset[int]:
         """Return the removed versions.
 
+        If the newest entry of the log is damaged, an `UnreadableVersionWarning` is issued, and the versions that only
+        this entry removes do not count as removed. The next removal writes the complete list again.
+
         Args:
             numbers: numbers of all versions, if the caller has listed them already.
             head: number of the newest entry of this log, 0 for none, if the caller has listed it.
 
         Raises:
-            CorruptDataError, UnavailableError: see `Log.read`.
+            ConfigError, UnavailableError: see `Log.read`.
         """
-        return self._read(self._log.head() if head is None else head, numbers)
+        return self._read_readable(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
         """Return the versions that were removed before `before_s`, and not restored by `give_back` since.
@@ -58,7 +63,7 @@ class Removals:
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
         # A binary search is possible because entries only add versions, except those of `give_back`. If a version was
         # restored and removed again, the search finds one of its removals.
-        first = bisect_left(numbers, True, key=lambda number: version in self._read(number, all_versions))
+        first = bisect_left(numbers, True, key=lambda number: version in self._read_readable(number, all_versions))
         return self._log.read(numbers[first]) if first < len(numbers) else None
 
     def add(self, versions: Iterable[int], message: str = "") -> Entry:
@@ -66,6 +71,26 @@ class Removals:
         to_remove = frozenset(versions)
         change = {"versions": encode_numbers(to_remove), "message": message}
         return self._append(lambda removed: removed | to_remove, change)
+
+    def declare_lost(self, versions: Iterable[int], message: str = "") -> Entry:
+        """Remove versions whose entries cannot be read, and record that they are lost; for errors, see `add`."""
+        lost = frozenset(versions)
+        change = {"versions": encode_numbers(lost), "lost": encode_numbers(lost), "message": message}
+        return self._append(lambda removed: removed | lost, change)
+
+    def lost(self) -> frozenset[int]:
+        """Return the removed versions that were declared lost; for errors, see `removed`.
+
+        This reads the whole log, because each entry lists only the versions that it declares lost.
+        """
+        numbers = self._log.numbers()
+        if not numbers:
+            return frozenset()
+        all_versions = self._versions.numbers()
+        readable, _ = self._log.try_entries(numbers)
+        declared = (entry.content.get("lost") for entry in readable)
+        lost = frozenset[int]().union(*(decode_numbers(text, among=all_versions) for text in declared))
+        return lost & self._read_readable(numbers[-1], all_versions)
 
     def give_back(self, versions: Iterable[int], message: str) -> Entry:
         """Revert the removal of versions, before `gc` deletes their objects; for errors, see `Log.append`."""
@@ -75,7 +100,22 @@ class Removals:
 
     def _append(self, combine: Callable[[frozenset[int]], frozenset[int]], change: dict[str, str]) -> Entry:
         # Read the head in each attempt: a concurrent writer may have removed other versions.
-        return self._log.append(lambda head: {**change, "removed": encode_numbers(combine(self._read(head)))})
+        return self._log.append(
+            lambda head: {**change, "removed": encode_numbers(combine(self._read_readable(head)))}
+        )
+
+    def _read_readable(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
+        """Return the removed versions of entry `number`, or of the newest intact one before it if it is damaged."""
+        for candidate in range(number, 0, -1):
+            try:
+                return self._read(candidate, all_versions)
+            except CorruptDataError as error:
+                if candidate == number:
+                    name = self._log.path.split("/")[-2]
+                    message = f"the newest removal of versions of {name} cannot be read: {error}"
+                    advice = "the versions that it removed are listed again; remove them again"
+                    warnings.warn(UnreadableVersionWarning(f"{name}@removals", f"{message}; {advice}"), stacklevel=3)
+        return frozenset()
 
     def _read(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
         """Return the versions that entry `number` of the log lists as removed; none for number 0."""

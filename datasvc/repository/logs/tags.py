@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.logs.log import Entry, Log, list_logs
 from datasvc.repository.logs.references import check_tag, is_name
 from datasvc.repository.store.storage import Storage
@@ -19,11 +19,21 @@ class Tags:
         self._folder = f"{folder}/tags"
         self._name = folder.rpartition("/")[2]
 
-    def heads(self) -> dict[str, int]:
-        """Return the version that each tag points at. Raises CorruptDataError, UnavailableError, see `Log.read`."""
+    def heads(self) -> tuple[dict[str, int], dict[str, CorruptDataError | ConfigError]]:
+        """Return the version that each tag points at, and the errors of the tags that cannot be read.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
         logs = list_logs(self._storage, self._folder)
-        versions = {tag: version_of(self._log(tag).read(logs[tag][-1])) for tag in sorted(logs) if is_name(tag)}
-        return {tag: version for tag, version in versions.items() if version}
+        versions: dict[str, int] = {}
+        errors: dict[str, CorruptDataError | ConfigError] = {}
+        for tag in filter(is_name, sorted(logs)):
+            try:
+                versions[tag] = version_of(self._log(tag).read(logs[tag][-1]))
+            except (CorruptDataError, ConfigError) as error:
+                errors[tag] = error
+        return {tag: version for tag, version in versions.items() if version}, errors
 
     def newest(self, tag: str, moves: Sequence[int]) -> Entry:
         """Return the newest move of a tag; for a tag that never existed, an entry 0 without a version.
@@ -71,6 +81,7 @@ class Tags:
         Raises:
             ConflictError: the tag does not point at `expect`; nothing was changed.
             NotFoundError: the tag to remove does not exist.
+            CorruptDataError: the newest move is damaged, and `expect` is given; otherwise it is replaced.
             ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         log = self._log(tag)
@@ -78,7 +89,13 @@ class Tags:
         def build(head: int) -> dict[str, int | None]:
             # Read the head unless it is `newest`: another writer may have moved the tag since the caller's listing.
             is_newest = newest is not None and newest.number == head
-            current = version_of(newest if is_newest and newest else log.read(head)) if head else 0
+            try:
+                current = version_of(newest if is_newest and newest else log.read(head)) if head else 0
+            except CorruptDataError:
+                if expect is not None:
+                    raise
+                # Without a condition on it, the damaged move can be replaced by a new one.
+                return {"version": version}
             if expect is not None and current != expect:
                 raise ConflictError(
                     f"{self._name}@{tag} points at {_describe(current)}, expected {_describe(expect)}; nothing was "
@@ -94,7 +111,8 @@ class Tags:
         return Log(self._storage, f"{self._folder}/{check_tag(tag)}")
 
     def _existing(self) -> str:
-        return ", ".join(sorted(self.heads())) or "none yet"
+        versions, _ = self.heads()
+        return ", ".join(sorted(versions)) or "none yet"
 
 
 def version_of(move: Entry) -> int:

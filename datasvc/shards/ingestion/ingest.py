@@ -384,8 +384,8 @@ def choose_val_fractions(
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
     recorded = requested or 0.0
-    if append and repository is not None and (head := repository.versions("datasets", name).head()):
-        newest = Resolved("datasets", name, head)
+    newest = repository.newest("datasets", name) if append and repository is not None else None
+    if newest is not None and repository is not None:
         recorded = read_val_fraction(repository, newest)
         if requested is not None and requested != recorded:
             raise ConfigError(
@@ -406,9 +406,10 @@ def choose_val_fractions(
 
 def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
     """Return the longest list of class names of a split of the newest version; () if there is no version."""
-    if not repository.versions("datasets", name).head():
+    newest = repository.newest("datasets", name)
+    if newest is None:
         return ()
-    return max((split.classes for split in open_dataset(repository, name).values()), key=len)
+    return max((split.classes for split in open_dataset(repository, str(newest)).values()), key=len)
 
 
 def count_workers(source: Source, workers: int | None, engine: EngineName = "local") -> int:

@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 
 from datasvc.errors import ConflictError
-from datasvc.repository import Entry, Repository
+from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.combine import OnCommon, append_splits, keep_splits
-from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.dataset import continued_version, open_dataset
 from datasvc.shards.versions.diff import find_partners
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
@@ -90,8 +90,9 @@ class IngestCommit:
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
-        if self.append and head:
-            return self._build_append(head)
+        continued = continued_version(self.repository, self.name, head) if self.append else None
+        if continued is not None:
+            return self._build_append(continued)
         # `shared` is the number of samples that two splits share, by kind: by key, or by equal blobs.
         tables, shared, self.overlaps = self._settled_new_version
         added = {split: table.num_samples for split, table in tables.items()}
@@ -105,14 +106,14 @@ class IngestCommit:
             self.repository.objects, self.tables, self.on_overlap, keys_are_places=self.keys_are_places
         )
 
-    def _build_append(self, head: int) -> dict[str, Any]:
-        """Return the log entry of version `head` with the new samples appended.
+    def _build_append(self, continued: Resolved) -> dict[str, Any]:
+        """Return the log entry of the version `continued` with the new samples appended.
 
         Raise ConflictError if that version holds out another fraction, or what `settle_overlaps` and `append_splits`
         raise.
         """
         objects = self.repository.objects
-        newest = open_dataset(self.repository, f"{self.name}@{head}")
+        newest = open_dataset(self.repository, str(continued))
         if read_val_fraction(self.repository, newest.resolved) != self.metadata[VAL_FRACTION]:
             raise ConflictError(
                 f"{newest.resolved}, which was committed meanwhile, holds out another fraction; run the same command "
@@ -156,9 +157,10 @@ class IngestCommit:
         """Return the version that this ingest committed before an interruption, or that an identical one did."""
         newest_first = self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]
         for number in newest_first:
-            entry = self._log.read(number)
-            if entry.content.get("ingest") == self.metadata["ingest"]:
-                return entry
+            # An entry that cannot be read is passed over: an equal version twice does less harm than no ingest.
+            for entry in self._log.try_entries([number])[0]:
+                if entry.content.get("ingest") == self.metadata["ingest"]:
+                    return entry
         return None
 
 

@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Repository, Resolved
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.dataset import continued_version, open_dataset
 from datasvc.shards.versions.labels import check_unnamed, combine_classes
 from datasvc.shards.versions.version_entry import changed_entry
 
@@ -57,8 +57,9 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
 
     def build(head: int) -> dict[str, Any]:
         # `append` calls this again after a commit by another writer, and `base` is then no longer the newest version.
-        if head != base.version:
-            raise ConflictError(f"{base} is not the newest version, which is {base.name}@{head}: give {base.name}")
+        newest = continued_version(repository, base.name, head)
+        if newest != base:
+            raise ConflictError(f"{base} is not the newest version, which is {newest}: give {base.name}")
         dataset = open_dataset(repository, str(base))
         tables = {name: split.table for name, split in dataset.items()}
         return changed_entry(dataset, name_tables(tables, names), {"kind": "classes"}, message=message)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from datasvc.errors import NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.repository.repository import warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions
@@ -205,16 +206,22 @@ class DatasetVersion(Mapping[str, Split]):
         repository: the repository that stores it.
         resolved: name and number of the version.
         entry: its log entry.
+
+    Raises:
+        CorruptDataError: the entry has no valid list of splits.
     """
 
     def __init__(self, repository: Repository, resolved: Resolved, entry: Entry) -> None:
         self.repository = repository
         self.resolved = resolved
         self.entry = entry
-        self._splits = {
-            name: Split(name, str(resolved), repository, split["table"])
-            for name, split in sorted(entry.content["splits"].items())
-        }
+        try:
+            self._splits = {
+                name: Split(name, str(resolved), repository, split["table"])
+                for name, split in sorted(entry.content["splits"].items())
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptDataError(f"the entry of {resolved} has no valid list of splits: {error!r}") from error
 
     def __getitem__(self, split: str) -> Split:
         """Return the split of this name. Raise NotFoundError, which lists the existing splits, if there is none."""
@@ -244,6 +251,38 @@ def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
     """
     resolved = repository.resolve("datasets", ref)
     return DatasetVersion(repository, resolved, repository.entry(resolved))
+
+
+def list_datasets(repository: Repository) -> list[DatasetVersion]:
+    """Return the newest version of every data set, sorted by name.
+
+    A data set whose newest version cannot be read is left out with an `UnreadableVersionWarning`; one whose versions
+    were all declared lost is left out silently.
+
+    Raises:
+        UnavailableError: the store does not respond.
+    """
+    datasets = []
+    for name in repository.names("datasets"):
+        newest = repository.newest("datasets", name)
+        for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
+            resolved = Resolved("datasets", name, entry.number)
+            try:
+                datasets.append(DatasetVersion(repository, resolved, entry))
+            except CorruptDataError as error:
+                warn_unreadable(resolved, error)
+    return datasets
+
+
+def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:
+    """Return the version that a new version of a data set continues: the newest up to `head` that is not lost.
+
+    Returns None if there is none, or `head` is 0. Raises CorruptDataError, UnavailableError: see `Log.read`.
+    """
+    # Do not use `Repository.living`: a listing may lack the head, which must then not be passed over.
+    removed = repository.removals("datasets", name).removed(range(1, head + 1))
+    number = next((number for number in range(head, 0, -1) if number not in removed), None)
+    return None if number is None else Resolved("datasets", name, number)
 
 
 def choose_split(dataset: DatasetVersion, split: str | None) -> list[Split]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects, Repository, Resolved
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import choose_split, open_dataset
+from datasvc.shards.versions.dataset import choose_split, continued_version, open_dataset
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.key_join import first_keys
 from datasvc.shards.versions.keys import SplitKeys
@@ -76,11 +76,11 @@ def delete(
         )
     base = repository.resolve("datasets", ref)
     log = repository.versions("datasets", base.name)
-    newest = log.head()
-    if base.version != newest:
+    newest = continued_version(repository, base.name, log.head())
+    if base != newest:
         raise ConflictError(
-            f"{base} is not the newest version, which is {base.name}@{newest}; only the newest version can be "
-            f"continued: give {base.name} or {base.name}@{newest}"
+            f"{base} is not the newest version, which is {newest}; only the newest version can be "
+            f"continued: give {base.name} or {newest}"
         )
     build = _DeleteBuild(repository, base, _checked_keys(keys), where, split, ignore_missing, message)
     try:
@@ -118,7 +118,7 @@ class _DeleteBuild:
 
     def __call__(self, head: int) -> Mapping[str, Any]:
         self._attempts += 1
-        self.parent = replace(self.parent, version=head)
+        self.parent = continued_version(self.repository, self.parent.name, head) or self.parent
         dataset = open_dataset(self.repository, str(self.parent))
         tables = {opened.name: opened.table for opened in choose_split(dataset, self.split)}
         rows = self._find(tables)

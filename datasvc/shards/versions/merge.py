@@ -11,6 +11,7 @@ from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.combine import OnCommon, append_splits
+from datasvc.shards.versions.dataset import continued_version
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
@@ -130,7 +131,8 @@ class _MergeBuild:
         self.versions = [self.repository.resolve("datasets", ref) for ref in self.refs]
 
     def __call__(self, head: int) -> Mapping[str, Any]:
-        parent = Resolved("datasets", self.name, head)
+        # Without a version to continue, no reference resolves to the data set itself, and `parent` is not used.
+        parent = continued_version(self.repository, self.name, head) or Resolved("datasets", self.name, head)
         for position, ref in enumerate(map(parse_reference, self.refs)):
             # A reference to the data set itself follows its newest version.
             if ref.name == self.name and ref.version is None and ref.tag is None:

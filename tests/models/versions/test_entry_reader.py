@@ -41,8 +41,8 @@ def test_one_version_is_asked_for_and_no_later_entry_is_read(tuned, monkeypatch)
 
     def versions(self, kind, name):
         log = read(self, kind, name)
-        entries = log.entries
-        log.entries = lambda numbers: asked.append((name, list(numbers))) or entries(asked[-1][1])
+        entries = log.try_entries
+        log.try_entries = lambda numbers: asked.append((name, list(numbers))) or entries(asked[-1][1])
         return log
 
     monkeypatch.setattr(Repository, "versions", versions)

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError, UnreadableVersionWarning
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import encode_entry
 
@@ -82,11 +82,15 @@ def test_what_was_removed_lately_is_told_from_what_was_removed_long_ago(tmp_path
     assert removals(repository).removed_before(time.time() - 100) == {2}  # removed anew, a moment ago
 
 
-def test_a_removal_that_does_not_say_what_it_took_is_corrupt(tmp_path):
+def test_a_removal_that_does_not_say_what_it_took_takes_nothing_and_stops_gc(tmp_path):
     repository = Repository.create(str(tmp_path))
-    repository.versions("models", "cnn").append(lambda _head: {})
+    for _ in range(2):
+        repository.versions("models", "cnn").append(lambda _head: {})
     removals(repository).add([1])
-    path = tmp_path / "models/cnn/removals/00000001.json"
+    removals(repository).add([2])
+    path = tmp_path / "models/cnn/removals/00000002.json"
     path.write_bytes(encode_entry({"format": 1}))
-    with pytest.raises(CorruptDataError, match="entry 1, has no field 'removed'"):
-        repository.resolve("models", "cnn")
+    with pytest.warns(UnreadableVersionWarning, match="entry 2, has no field 'removed'"):
+        assert number(repository, "cnn") == 2
+    with pytest.raises(CorruptDataError, match="entry 2, has no field 'removed'"):
+        removals(repository).removed_before(time.time() + 100)

@@ -1,0 +1,58 @@
+"""Reports versions that a command leaves out because they cannot be read: a line each, JSON, and the exit status."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+from datasvc.cli.terminal.values import text_value
+from datasvc.errors import CorruptDataError, UnreadableVersionWarning
+
+_messages: ContextVar[dict[str, str] | None] = ContextVar("unreadable versions", default=None)
+
+
+@contextmanager
+def report_unreadable() -> Iterator[None]:
+    """Print each version that the command leaves out, once, on standard error, and end the command with status 3."""
+    messages: dict[str, str] = {}
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not isinstance(message, UnreadableVersionWarning):
+            shown(message, category, filename, lineno, file, line)
+        elif message.version not in messages:
+            messages[message.version] = str(message)
+            sys.stderr.write(f"warning: {text_value(str(message))}\n")
+
+    token = _messages.set(messages)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UnreadableVersionWarning)
+            shown, warnings.showwarning = warnings.showwarning, show
+            yield
+    except SystemExit as end:
+        # Typer ends each command with SystemExit.
+        if messages and end.code in {None, 0}:
+            sys.exit(CorruptDataError.exit_code)
+        raise
+    finally:
+        _messages.reset(token)
+
+
+def unreadable_facts() -> list[dict[str, Any]]:
+    """Return the versions that the command has left out so far as JSON values, for lists of versions."""
+    facts = []
+    for version, message in (_messages.get() or {}).items():
+        name, _, number = version.partition("@")
+        facts.append({"name": name, "version": int(number) if number.isdecimal() else number, "unreadable": message})
+    return facts

@@ -1,0 +1,167 @@
+"""Checks the fields of the entry of a model version, so that code that reads a checked entry need not check types.
+
+An entry with a valid checksum may still have a field of a wrong type: another program, or a faulty one, wrote it.
+Fields that this module does not know are not checked, because a later datasvc may add them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from datasvc.errors import CorruptDataError
+
+_MAX_STEP: Final = (1 << 63) - 1
+# `VersionMetadata` accepts 100 levels below a field; a loader state and other fields are far flatter.
+_MAX_DEPTH: Final = 120
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_MAX_SHOWN: Final = 60
+
+
+class _FieldRule(NamedTuple):
+    is_valid: Callable[[Any], bool]
+    expected: str
+    is_required: bool = True
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_text_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_STEP  # `isinstance` would accept a boolean
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_metrics(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_metric, value.values()))
+
+
+def _is_metric(value: Any) -> bool:
+    # Integers of JSON are unbounded, but a metric must fit a float.
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 1023)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(_is_count, value.values()))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_use, value))
+
+
+def _is_use(use: Any) -> bool:
+    return (
+        isinstance(use, Mapping)
+        and isinstance(use.get("dataset"), str)
+        and isinstance(use.get("split"), str)
+        and isinstance(use.get("state"), Mapping)
+        and isinstance(use.get("purpose", ""), str)
+    )
+
+
+def _is_code(code: Any) -> bool:
+    return (
+        isinstance(code, Mapping)
+        and all(_is_text_or_none(code.get(name)) for name in ("revision", "remote", "diff_kind"))
+        and (code.get("diff") is None or _is_digest(code["diff"]))
+        and isinstance(code.get("dirty", False), bool)
+        and _is_texts(code.get("untracked", []))
+        and _is_count(code.get("num_untracked", 0))
+        and isinstance(code.get("submodules", {}), Mapping)
+    )
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(value.get(name, {}), Mapping) for name in ("packages", "gpus")
+    )
+
+
+_FIELDS: Final[Mapping[str, _FieldRule]] = {
+    "commit": _FieldRule(_is_text, "a text"),
+    "created": _FieldRule(_is_text, "a text"),
+    "message": _FieldRule(_is_text, "a text"),
+    "step": _FieldRule(_is_count, "an integer from 0 to 2**63 - 1"),
+    "tensors": _FieldRule(_is_digest, "a digest of 64 hex digits"),
+    "state": _FieldRule(_is_digest, "a digest of 64 hex digits"),
+    "num_tensors": _FieldRule(_is_count, "an integer from 0 on"),
+    "bytes": _FieldRule(_is_count, "an integer from 0 on"),
+    "metrics": _FieldRule(_is_metrics, "numbers by name"),
+    "config": _FieldRule(_is_mapping, "values by name"),
+    "data": _FieldRule(_is_data, "a list of data uses with dataset, split and state"),
+    "code": _FieldRule(_is_code, "a description of a revision"),
+    "parent": _FieldRule(_is_text_or_none, "a text or null", is_required=False),
+    "merged": _FieldRule(_is_texts, "a list of texts", is_required=False),
+    "environment": _FieldRule(_is_environment, "values by name", is_required=False),
+    "stored_bytes": _FieldRule(_is_count, "an integer from 0 on", is_required=False),
+    "num_nonfinite": _FieldRule(_is_counts, "counts by tensor", is_required=False),
+    "content": _FieldRule(_is_text, "a text", is_required=False),
+    "sharding": _FieldRule(_is_digest, "a digest of 64 hex digits", is_required=False),
+    "duration": _FieldRule(_is_mapping, "values by name", is_required=False),
+    "imported": _FieldRule(_is_mapping, "values by name", is_required=False),
+    "origin": _FieldRule(_is_mapping, "values by name", is_required=False),
+}
+
+
+def check_fields(content: Mapping[str, Any], version: object) -> None:
+    """Raise CorruptDataError if a field of the entry of `version` is missing or has a wrong type."""
+    problems = find_wrong_fields(content)
+    if problems:
+        raise CorruptDataError(f"the entry of {version} is not valid: {'; '.join(problems.values())}")
+
+
+def find_wrong_fields(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return, for each field that is missing or has a wrong type, what was expected and what was found."""
+    problems = {}
+    for name, field in _FIELDS.items():
+        if name not in content:
+            if field.is_required:
+                problems[name] = f"field {name!r} is missing"
+        elif _is_too_deep(content[name]):
+            problems[name] = f"field {name!r} is nested deeper than {_MAX_DEPTH} levels"
+        elif not field.is_valid(content[name]):
+            problems[name] = f"field {name!r} is {_shorten(content[name])}; expected {field.expected}"
+    return problems
+
+
+def read_step(content: Mapping[str, Any], version: object) -> int:
+    """Return the number of optimizer steps in an entry. Raises CorruptDataError: there is no valid one."""
+    step: Any = content.get("step")
+    if not _is_count(step):
+        raise CorruptDataError(
+            f"the entry of {version} is not valid: field 'step' is {_shorten(step)}; expected an integer from 0 on"
+        )
+    return int(step)
+
+
+def _is_too_deep(value: Any) -> bool:
+    stack = [(value, 0)]
+    while stack:  # not recursion: the value may be nested deeper than Python's recursion limit
+        item, depth = stack.pop()
+        if depth > _MAX_DEPTH:
+            return True
+        children = item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ()
+        stack.extend((child, depth + 1) for child in children if isinstance(child, Mapping | list))
+    return False
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

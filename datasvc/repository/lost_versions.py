@@ -1,0 +1,84 @@
+"""Declares versions lost whose entries cannot be read, so that the rest of the repository works again.
+
+An entry names the objects of its version. While an entry cannot be read, it is unknown which objects it names, so
+`gc` deletes nothing. An entry is immutable and has no digest, so only a backup of the same repository can restore it.
+If there is none, a removal that is marked as `lost` gives the version up: readers treat it as removed, and `gc` runs
+again when the removal is older than its grace period. If the entry is restored later, the version stays removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError
+from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.repository import Kind, Repository, Resolved
+
+
+@dataclass(frozen=True)
+class LostVersions:
+    """Result of `mark_lost`: versions that it declared lost, and tags that it deleted, such as "digits@prod"."""
+
+    versions: tuple[Resolved, ...]
+    untagged: tuple[str, ...]
+
+
+def mark_lost(
+    repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool = False, message: str = ""
+) -> LostVersions:
+    """Declare versions lost whose entries cannot be read, with one commit per data set or model.
+
+    Args:
+        repository: repository of the versions.
+        kind: "datasets" or "models".
+        refs: references with a version or a tag; removed versions are accepted.
+        force: delete the tags of these versions first.
+        message: message of the commit.
+
+    Raises:
+        ConfigError: the entry of a version can be read, or has a later format, or a reference is a name alone, or a
+            version is tagged and `force` is not set; nothing was changed.
+        NotFoundError: a version does not exist; nothing was changed.
+        ConflictError: another process tagged one of the versions meanwhile; the versions of this name are not lost.
+        UnknownOutcomeError, UnavailableError: see `Log.append`.
+    """
+    numbers: dict[str, set[int]] = {}
+    for ref in refs:
+        reference = parse_reference(ref)
+        if reference.version is None and reference.tag is None:
+            raise ConfigError(f"{ref!r} names no version; expected a version or a tag, such as {ref}@3")
+        version = repository.resolve(kind, ref, removed=True)
+        _check_unreadable(repository, version)
+        numbers.setdefault(version.name, set()).add(version.version)
+    tags = {name: _tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
+    tagged = [f"{name}@{tag}" for name, tags_of_one in tags.items() for tag in tags_of_one]
+    if tagged and not force:
+        raise ConfigError(
+            f"{', '.join(tagged)} points at a version to give up; nothing was changed: move the tag first, or delete "
+            "it as well with --force (force=True)"
+        )
+    for name, versions in numbers.items():
+        for tag, number in tags[name].items():
+            repository.untag(kind, name, tag, expect=number)
+        removals = repository.removals(kind, name)
+        removals.declare_lost(versions, message or "entry unreadable")
+        # Read the tags after the commit, as `removal.remove` does: a tagged version is not removed.
+        if again := _tags_on(repository, kind, name, versions):
+            removals.give_back(versions, f"tagged meanwhile: {', '.join(sorted(again))}")
+            raise ConflictError(f"another process moved tags of {name}: {again}; no version of {name} is marked lost")
+    lost = (Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name]))
+    return LostVersions(tuple(lost), tuple(tagged))
+
+
+def _check_unreadable(repository: Repository, version: Resolved) -> None:
+    try:
+        repository.entry(version)
+    except CorruptDataError:
+        return
+    way_out = f"; to remove it, use `datasvc models rm {version}`" if version.kind == "models" else ""
+    raise ConfigError(f"the entry of {version} is intact, so the version is not lost; nothing was changed{way_out}")
+
+
+def _tags_on(repository: Repository, kind: Kind, name: str, versions: set[int]) -> dict[str, int]:
+    return {tag: number for tag, number in repository.tags(kind, name, strict=True).items() if number in versions}
