@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
+from datasvc.printable import escape_controls
+
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
@@ -92,7 +94,7 @@ def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress
     yield from _show(
         title,
         stream or sys.stderr,
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -114,4 +116,4 @@ def _show(title: str, stream: TextIO, *columns: Any, is_brief: bool = False) -> 
     from rich.progress import Progress as RichProgress
 
     with RichProgress(*columns, console=Console(file=stream), disable=not stream.isatty(), transient=is_brief) as bar:
-        yield _Bar(bar, bar.add_task(title, total=None, visible=not is_brief, sources=""))
+        yield _Bar(bar, bar.add_task(escape_controls(title), total=None, visible=not is_brief, sources=""))

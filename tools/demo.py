@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 RANKS = 2
 EPOCHS = 12
@@ -59,7 +60,7 @@ class Demo:
 
     def datasvc(self, *arguments: str) -> None:
         """Run a `datasvc` command, shown with its output."""
-        console.print(f"[bold]$ datasvc {' '.join(arguments)}[/bold]")
+        console.print(f"$ datasvc {' '.join(arguments)}", markup=False, style="bold")
         console.print(self._run(*arguments).rstrip(), markup=False)
 
     def query(self, *arguments: str) -> Any:
@@ -83,7 +84,7 @@ class Demo:
             "--checkpoint-every", str(CHECKPOINT_EVERY),
         ]
         # fmt: on
-        console.print(f"[bold]$ {' '.join(['python', *command[1:6], 'python', *command[7:]])}[/bold]")
+        console.print(f"$ {' '.join(['python', *command[1:6], 'python', *command[7:]])}", markup=False, style="bold")
         started = time.perf_counter()
         process = subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -211,7 +212,7 @@ def main() -> None:
         "whole demo": f"{time.perf_counter() - started:.0f} s",
     }
     for name, fact in facts.items():
-        table.add_row(f"[bold]{name}[/bold]", fact)
+        table.add_row(Text(name, style="bold"), Text(fact))
     console.print(table, soft_wrap=True)
     if not same_bits:
         sys.exit("the resumed run ended with other weights than the undisturbed one")

@@ -9,6 +9,7 @@ import typer
 from datasvc.cli import models, train
 from datasvc.cli.datasets import audit, export, ingest, listing, maintain, show, versions
 from datasvc.cli.nodes import cache, serve
+from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
 
@@ -52,7 +53,9 @@ def main() -> None:
         with report_unreadable():
             app()
     except (DatasvcError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+        # A message may have several lines, and names from outside in each.
+        for line in f"error: {error}".split("\n"):
+            print_line(line, err=True)
         sys.exit(error.exit_code if isinstance(error, DatasvcError) else 1)
 
 

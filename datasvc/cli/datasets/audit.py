@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, print_json
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import JsonOption, print_json, print_line
 from datasvc.errors import CorruptDataError
 
 if TYPE_CHECKING:
@@ -155,4 +154,4 @@ def _list_samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | No
 
 
 def _print_line(line: str) -> None:
-    typer.echo(text_value(line))
+    print_line(line)

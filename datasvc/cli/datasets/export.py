@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_json
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_json, print_line
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
@@ -64,7 +64,7 @@ def export(
         return
     counts = ", ".join(f"{facts['samples']} {name}" for name, facts in splits.items())
     num_files, size_bytes = (sum(facts[key] for facts in splits.values()) for key in ("files", "bytes"))
-    typer.echo(
+    print_line(
         f"exported {result.version} as {result.format} to {result.destination}: {counts} samples, "
         f"{num_files} files, {format_size(size_bytes)}"
     )

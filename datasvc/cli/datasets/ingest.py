@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from datasvc.cli.datasets.key_file import read_lines
-from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_facts, print_json_line
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    MessageOption,
+    RepoOption,
+    print_facts,
+    print_json_line,
+    print_line,
+)
 from datasvc.progress import Progress, byte_progress
 from datasvc.sizes import format_size, parse_size
 
@@ -261,36 +267,36 @@ def overlap_facts(overlap: Overlap) -> dict[str, Any]:
 
 def _print_report(report: IngestReport) -> None:
     num_shards = sum(report.num_shards.values())
-    typer.echo(
+    print_line(
         f"committed {report.version}: {format_counts(report.num_samples)} samples, {num_shards} shards, "
         f"{format_size(report.size_bytes)}"
     )
     if report.num_left_out:
-        typer.echo(
+        print_line(
             f"added {format_counts(report.num_added)} samples; left out {format_counts(report.num_left_out)} "
             "samples of earlier versions, which were replaced or are in another split"
         )
     # Notes and warnings go to standard error, so that standard output has only the result.
     if report.num_resumed:
-        typer.echo(f"resumed an interrupted ingest: {report.num_resumed} shards were already stored", err=True)
+        print_line(f"resumed an interrupted ingest: {report.num_resumed} shards were already stored", err=True)
     if report.has_source_changed:
-        typer.echo("the source has changed since the interrupted ingest, so all shards were built again", err=True)
+        print_line("the source has changed since the interrupted ingest, so all shards were built again", err=True)
     for sample in report.bad[:_MAX_SHOWN]:
-        typer.echo(f"skipped {sample.split}/{sample.key}: {sample.reason}", err=True)
+        print_line(f"skipped {sample.split}/{sample.key}: {sample.reason}", err=True)
     if report.bad:
-        typer.echo(
+        print_line(
             f"{len(report.bad)} bad samples were left out; `datasvc show --json` lists them as `quarantine`",
             err=True,
         )
     duplicates = [(split, pair) for split, pairs in report.duplicates.items() for pair in pairs]
     for split, pair in duplicates[:_MAX_SHOWN]:
-        typer.echo(f"duplicate {split}/{pair.key}: same content as {pair.first_key}", err=True)
+        print_line(f"duplicate {split}/{pair.key}: same content as {pair.first_key}", err=True)
     if len(duplicates) > _MAX_SHOWN:
-        typer.echo(f"{len(duplicates)} duplicates in total", err=True)
+        print_line(f"{len(duplicates)} duplicates in total", err=True)
     for overlap in report.overlaps:
-        typer.echo(text_value(str(overlap)), err=True)
+        print_line(str(overlap), err=True)
     if report.ignored:
-        typer.echo(f"ignored: {dict(report.ignored)}", err=True)
+        print_line(f"ignored: {dict(report.ignored)}", err=True)
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

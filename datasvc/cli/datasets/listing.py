@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.sizes import format_size
 
@@ -78,7 +78,7 @@ def tag(
     if as_json:
         print_json({"tag": name, "version": str(target)})
     else:
-        typer.echo(f"{target.name}@{name} is {target}")
+        print_line(f"{target.name}@{name} is {target}")
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:

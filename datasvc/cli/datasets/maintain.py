@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from datasvc.cli.datasets.ingest import overlap_facts
-from datasvc.cli.terminal.output import JsonOption, MessageOption, RefArgument, RepoOption, print_json
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import JsonOption, MessageOption, RefArgument, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
@@ -51,26 +50,24 @@ def verify(
         print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})
     else:
         how = "read and compared" if deep else "checked by size; --deep reads every byte"
-        typer.echo(
+        print_line(
             f"{result.version}: {result.num_samples} samples in {result.num_shards} shards, "
             f"{format_size(result.size_bytes)}, {how}"
         )
         for problem in result.problems:
-            typer.echo(text_value(str(problem)))
+            print_line(str(problem))
         for kind, count in result.accepted.items():
-            typer.echo(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
+            print_line(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
         for overlap in result.overlaps:
-            typer.echo(
-                text_value(
-                    f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them"
-                )
+            print_line(
+                f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them"
             )
         if result.num_unchecked:
-            typer.echo(
+            print_line(
                 f"{result.num_unchecked} samples have no sample index: equal images in two splits are not detected"
             )
         num_problems = len(result.problems) + len(result.overlaps)
-        typer.echo(f"{num_problems} problems" if num_problems else "no problems")
+        print_line(f"{num_problems} problems" if num_problems else "no problems")
     if result.problems or result.overlaps:
         raise typer.Exit(CorruptDataError.exit_code)
 
@@ -94,20 +91,20 @@ def gc(
     if as_json:
         print_json({**asdict(report), "size_bytes": report.size_bytes})
         return
-    typer.echo(
+    print_line(
         f"{'would remove' if report.dry_run else 'removed'} {len(report.objects)} objects "
         f"({format_size(report.size_bytes)}), {len(report.temporary_files)} unfinished files, {len(report.journals)} "
         f"journals; {report.num_kept} objects are kept"
     )
     if report.num_young:
-        typer.echo(
+        print_line(
             f"{report.num_young} of these ({format_size(report.young_bytes)}) are not used by any version, but are "
             f"younger than {grace}: if no process writes to the repository, --grace 0s --no-writers removes them"
         )
     if report.clock_warning is not None:
-        typer.echo(text_value(report.clock_warning))
+        print_line(report.clock_warning)
     if report.dry_run and (report.objects or report.pointers or report.temporary_files or report.journals):
-        typer.echo("nothing was removed; add --yes to remove, or --json to list everything")
+        print_line("nothing was removed; add --yes to remove, or --json to list everything")
 
 
 def mark_lost(
@@ -137,8 +134,8 @@ def give_up(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str
         print_json({"lost": versions, "untagged": list(result.untagged)})
         return
     for tag in result.untagged:
-        typer.echo(f"removed tag {tag}")
-    typer.echo(f"{', '.join(versions)} is marked as lost; after its grace period, `datasvc gc` runs without it")
+        print_line(f"removed tag {tag}")
+    print_line(f"{', '.join(versions)} is marked as lost; after its grace period, `datasvc gc` runs without it")
 
 
 def parse_duration(text: str) -> float:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_facts, print_json
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    RefArgument,
+    RepoOption,
+    SplitOption,
+    print_facts,
+    print_json,
+    print_line,
+)
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.cli.terminal.values import json_value, text_value
 from datasvc.errors import BadSampleError
@@ -74,7 +82,7 @@ def head(
         if as_json:
             print_json({"file": str(html), "samples": num_written})
         else:
-            typer.echo(f"wrote {num_written} samples of {dataset.resolved} to {html}")
+            print_line(f"wrote {num_written} samples of {dataset.resolved} to {html}")
     elif as_json:
         print_json([_sample_facts(sample) for sample in samples])
     else:

@@ -17,6 +17,7 @@ from datasvc.cli.terminal.output import (
     RepoOption,
     print_facts,
     print_json,
+    print_line,
 )
 from datasvc.cli.terminal.values import text_value
 from datasvc.sizes import format_size
@@ -67,13 +68,13 @@ def delete(
         return
     if report.missing:
         first_missing = [text_value(key) for key in report.missing[:_MAX_KEYS]]
-        typer.echo(
+        print_line(
             f"{len(report.missing)} keys do not exist: {_list_keys(first_missing, len(report.missing))}", err=True
         )
     if not report.num_deleted:
-        typer.echo(f"nothing to delete: {report.version} stays the newest version")
+        print_line(f"nothing to delete: {report.version} stays the newest version")
         return
-    typer.echo(f"committed {report.version}: deleted {format_counts(report.deleted)} samples")
+    print_line(f"committed {report.version}: deleted {format_counts(report.deleted)} samples")
 
 
 def classes(
@@ -95,7 +96,7 @@ def classes(
     if as_json:
         print_json({"version": str(version), "classes": class_names})
     else:
-        typer.echo(f"committed {version}: {len(class_names)} classes have names")
+        print_line(f"committed {version}: {len(class_names)} classes have names")
 
 
 def diff(
@@ -176,12 +177,12 @@ def merge(
             }
         )
         return
-    typer.echo(
+    print_line(
         f"committed {report.version} from {', '.join(merged)}: {format_counts(report.num_samples)} samples, "
         f"{sum(report.num_shards.values())} shards, {format_size(report.size_bytes)}"
     )
     for overlap in report.overlaps:
-        typer.echo(text_value(str(overlap)), err=True)
+        print_line(str(overlap), err=True)
 
 
 def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:

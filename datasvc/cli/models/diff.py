@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ def _print_tensors(tensors: TensorsDifference, max_lines: int | None) -> None:
 
 def _print_first(title: str, lines: list[str], max_lines: int | None) -> None:
     for line in islice(lines, max_lines):
-        typer.echo(f"  {title} {line}")
+        print_line(f"  {title} {line}")
     if max_lines is not None and len(lines) > max_lines:
-        typer.echo(f"  {len(lines) - max_lines} more {title}: --all lists them")
+        print_line(f"  {len(lines) - max_lines} more {title}: --all lists them")
 
 
 def _tensor_line(record: TensorRecord) -> str:

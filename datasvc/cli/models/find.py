@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from datasvc.cli.models.listing import print_versions
-from datasvc.cli.terminal.output import JsonOption, RepoOption
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_line
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.progress import entry_progress
 
@@ -44,7 +44,7 @@ def find(
     shown = versions[: limit or None]
     print_versions(describe_versions(repository, shown), as_json=as_json)
     if len(shown) < len(versions):
-        typer.echo(f"{len(versions) - len(shown)} more: --limit 0 prints all", err=True)
+        print_line(f"{len(versions) - len(shown)} more: --limit 0 prints all", err=True)
 
 
 def sql(

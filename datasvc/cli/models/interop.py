@@ -16,8 +16,7 @@ from datasvc.cli.models.arguments import (
     RefArgument,
     TrustedOption,
 )
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError
 from datasvc.progress import byte_progress
 
@@ -111,17 +110,17 @@ def import_model(
             }
         )
         return
-    typer.echo(
+    print_line(
         f"imported {source} ({report.format}) as {report.version}: {report.num_tensors} tensors, "
         f"{format_size(report.bytes)}, {format_size(report.new_bytes)} of them newly stored"
     )
     if report.ignored:
-        names = ", ".join(map(text_value, report.ignored[:5]))
-        typer.echo(f"left out {len(report.ignored)} tensors that are not in the index of the source: {names}")
+        names = ", ".join(report.ignored[:5])
+        print_line(f"left out {len(report.ignored)} tensors that are not in the index of the source: {names}")
     if report.files:
-        typer.echo(f"kept with the version: {', '.join(map(text_value, report.files))}")
+        print_line(f"kept with the version: {', '.join(report.files)}")
     if report.left_out:
-        typer.echo(f"left out: {', '.join(map(text_value, report.left_out))}")
+        print_line(f"left out: {', '.join(report.left_out)}")
 
 
 def export_model(
@@ -200,7 +199,7 @@ def export_model(
             }
         )
         return
-    typer.echo(
+    print_line(
         f"exported {result.version} as {result.format} to {folder}: {result.num_tensors} tensors, "
         f"{format_size(result.bytes)}, {len(files)} files"
     )
@@ -232,4 +231,4 @@ def _export_onnx(
     if as_json:
         print_json({"version": str(result.version), "format": "onnx", "files": files, "tensors": num_tensors})
     else:
-        typer.echo(f"exported {result.version} as onnx: {', '.join(files)}")
+        print_line(f"exported {result.version} as onnx: {', '.join(files)}")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.models.arguments import RefArgument
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 
 if TYPE_CHECKING:
     from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
@@ -36,7 +35,7 @@ def lineage(
         print_json(tree.to_dict())
         return
     for line in (*_model_lines(tree), *_data_lines(tree, shards=shards), *tree.gaps):
-        typer.echo(text_value(line))
+        print_line(line)
 
 
 def _model_lines(tree: Lineage) -> Iterator[str]:

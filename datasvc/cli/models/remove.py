@@ -10,7 +10,7 @@ import typer
 from datasvc.cli.datasets import maintain
 from datasvc.cli.models.arguments import NameArgument
 from datasvc.cli.models.listing import metrics_line
-from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line, print_table
 
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion
@@ -48,8 +48,8 @@ def rm(
         print_json({"removed": versions, "untagged": list(report.untagged)})
         return
     for tag in report.untagged:
-        typer.echo(f"removed tag {tag}")
-    typer.echo(f"removed {', '.join(versions)}; `datasvc models gc` frees their bytes after its grace period")
+        print_line(f"removed tag {tag}")
+    print_line(f"removed {', '.join(versions)}; `datasvc models gc` frees their bytes after its grace period")
 
 
 def retain(
@@ -96,10 +96,10 @@ def retain(
     rows = [_row(version, plan, apply=apply) for version in reversed(versions)]
     print_table(("version", "step", "metrics", "reason"), rows)
     verb = "removed" if apply else "would remove"
-    typer.echo(f"{verb} {len(plan.removed)} of {len(versions)} versions", err=True)
+    print_line(f"{verb} {len(plan.removed)} of {len(versions)} versions", err=True)
     if plan.removed:
         hint = "`datasvc models gc` frees their bytes after its grace period" if apply else "--apply removes them"
-        typer.echo(hint, err=True)
+        print_line(hint, err=True)
 
 
 def gc(

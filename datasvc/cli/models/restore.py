@@ -12,7 +12,7 @@ import typer
 
 from datasvc.cli.models.arguments import ExcludeOption, MapOption, OnlyOption, RefArgument, TrustedOption
 from datasvc.cli.nodes.options import BudgetOption, PeersOption
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -82,20 +82,19 @@ def restore(
         facts = {**asdict(report), "bytes_s": report.bytes_s}
         print_json({"version": str(checkpoint.version), "files": [str(file) for file in files], **facts})
         return
-    typer.echo(f"restored {checkpoint.version}, verified: {', '.join(str(file) for file in files)}")
+    print_line(f"restored {checkpoint.version}, verified: {', '.join(str(file) for file in files)}")
     for line in describe_restore(report):
-        typer.echo(line)
+        print_line(line)
 
 
 def describe_restore(report: RestoreReport) -> list[str]:
     """Return the size, speed, sources and bad copies of a restore as lines of text."""
-    from datasvc.cli.terminal.values import text_value
     from datasvc.sizes import format_size
 
     sources = ", ".join(f"{source} {format_size(count)}" for source, count in sorted(report.came_bytes.items()))
     size, rate = format_size(report.size_bytes), format_size(report.bytes_s)
     summary = f"{size} of tensors in {report.seconds:.2f} s, {rate}/s; stored bytes: {sources or 'none'}"
-    return [summary, *(text_value(f"bad copy: {copy}") for copy in report.bad_copies)]
+    return [summary, *(f"bad copy: {copy}" for copy in report.bad_copies)]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from datasvc.cli.models.arguments import RefArgument
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 
 
 def keygen(
@@ -26,7 +26,7 @@ def keygen(
     if as_json:
         print_json({"key": key.id, "private": str(path), "public": str(key.source)})
     else:
-        typer.echo(f"created key {key.id}: {path} is the private key, {key.source} the public key for verification")
+        print_line(f"created key {key.id}: {path} is the private key, {key.source} the public key for verification")
 
 
 def sign(
@@ -47,4 +47,4 @@ def sign(
     if as_json:
         print_json(asdict(signature))
     else:
-        typer.echo(f"signed {signature.version} with key {signature.key_id}: {signature.location}")
+        print_line(f"signed {signature.version} with key {signature.key_id}: {signature.location}")

@@ -10,7 +10,7 @@ import typer
 
 from datasvc.cli.datasets.maintain import parse_duration
 from datasvc.cli.models.arguments import RefArgument
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _print_version_at(model: str, tag: str, moves: list[Entry], when: datetime, 
     if as_json:
         print_json({"tag": tag, "at": time, "version": f"{model}@{version}" if version else None})
     elif version:
-        typer.echo(f"{model}@{tag} was {model}@{version} at {time}")
+        print_line(f"{model}@{tag} was {model}@{version} at {time}")
     else:
         raise NotFoundError(f"{model} had no tag {tag!r} at {time}; its first move was {moves[0].content['created']}")
 
@@ -142,4 +142,4 @@ def _print_result(model: str, tag: str, version: str | None, *, as_json: bool) -
     if as_json:
         print_json({"tag": tag, "version": version})
     else:
-        typer.echo(f"{model}@{tag} is {version}" if version else f"removed {model}@{tag}; its history stays")
+        print_line(f"{model}@{tag} is {version}" if version else f"removed {model}@{tag}; its history stays")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.datasets.key_file import read_keys
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -161,4 +160,4 @@ def _ranges(names: Sequence[str]) -> Iterator[str]:
 
 
 def _print_line(line: str) -> None:
-    typer.echo(text_value(line))
+    print_line(line)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.models.arguments import TrustedOption
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
 
@@ -65,15 +64,15 @@ def verify(
         print_json({**asdict(report), "repairs": repairs, "num_left": len(remaining), "lost": lost})
     else:
         size = format_size(report.size_bytes)
-        typer.echo(f"{len(report.versions)} versions: {report.num_objects} objects, {size}, read")
+        print_line(f"{len(report.versions)} versions: {report.num_objects} objects, {size}, read")
         for problem in report.problems:
-            typer.echo(text_value(str(problem)))
+            print_line(str(problem))
         for repair in outcome.repairs:
-            typer.echo(text_value(_describe(repair)))
+            print_line(_describe(repair))
         for version in lost:
-            typer.echo(f"{version} was declared lost: its entry could not be read, and none of it can be restored")
+            print_line(f"{version} was declared lost: its entry could not be read, and none of it can be restored")
         no_problems = "no problems in the other versions" if lost else "no problems"
-        typer.echo(f"{len(remaining)} problems" if remaining else no_problems)
+        print_line(f"{len(remaining)} problems" if remaining else no_problems)
     if remaining:
         raise typer.Exit(CorruptDataError.exit_code)
 

@@ -26,6 +26,7 @@ from datasvc.cli.terminal.output import (
     SplitOption,
     print_facts,
     print_json,
+    print_line,
     print_table,
 )
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
@@ -179,7 +180,7 @@ def unpin(
     if as_json:
         print_json({"pin": name, "num_objects": len(pinned.objects), "size_bytes": pinned.size_bytes})
     else:
-        typer.echo(f"unpinned {name}: {len(pinned.objects)} objects, {format_size(pinned.size_bytes)}")
+        print_line(f"unpinned {name}: {len(pinned.objects)} objects, {format_size(pinned.size_bytes)}")
 
 
 @app.command()
@@ -196,7 +197,7 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(asdict(result))
     else:
-        typer.echo(
+        print_line(
             f"read {result.num_checked} objects, {format_size(result.checked_bytes)}: {len(result.corrupt)} corrupt"
         )
     if result.corrupt:
@@ -233,7 +234,7 @@ def quota(
     if as_json:
         print_json({"tenant": tenant, "guaranteed_bytes": guaranteed_bytes, "maximum_bytes": maximum_bytes})
     else:
-        typer.echo(f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum(maximum_bytes)}")
+        print_line(f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum(maximum_bytes)}")
 
 
 def _open(cache: Path, *, budget: str | None, tenant: str, peers: Peers | None = None) -> Cache:
@@ -290,7 +291,8 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
     if as_json:
         print_json([{**asdict(file), "path": str(file.path)} for file in files])
     else:
-        typer.echo("\n".join(str(file.path) for file in files))
+        for file in files:
+            print_line(str(file.path))
 
 
 def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = "staged") -> None:
@@ -299,7 +301,7 @@ def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = 
         print_json({**asdict(report), **fetched})
         return
     peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
-    typer.echo(
+    print_line(
         f"{verb} {name}: {report.num_fetched} shards fetched ({format_size(report.fetched_bytes)}{peers}), "
         f"{report.num_hits} already in the cache ({format_size(report.hit_bytes)})"
     )

@@ -14,7 +14,7 @@ import typer
 
 from datasvc.cli.nodes.cache import open_existing_cache
 from datasvc.cli.nodes.options import BudgetOption, CacheOption, CaOption, TlsNameOption, TokenOption
-from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line
+from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line, print_line
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
 
@@ -96,7 +96,7 @@ def serve(
         if as_json:
             print_json_line({"url": address, "cache": str(cache), "process": os.getpid()})
         else:
-            typer.echo(f"serving {cache} at {address}")
+            print_line(f"serving {cache} at {address}")
             sys.stdout.flush()
 
     if not run_server(settings, ready):

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from datasvc.cli.terminal.output import plain_text
 from datasvc.cli.terminal.values import text_value
 from datasvc.errors import UnavailableError
 from datasvc.sizes import format_size
@@ -44,7 +45,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
             try:
                 status = read_status()
             except UnavailableError as error:
-                live.update(Text(str(error), style="bold red"), refresh=True)
+                live.update(Text(text_value(str(error)), style="bold red"), refresh=True)
             else:
                 rates = {} if previous is None else byte_rates(previous[1], status, now - previous[0])
                 live.update(draw(status, rates), refresh=True)
@@ -130,20 +131,20 @@ def _tables(status: Status) -> Iterator[RenderableType]:
             # In the order of the last three columns.
             source_bytes = (job["bytes"][source] for source in ("resident", "origin", "peer"))
             sizes = map(format_size, (job["done_bytes"], job["total_bytes"], *source_bytes))
-            table.add_row(*map(_plain, (job["ref"], job["split"] or "all", job["state"], *sizes)))
+            table.add_row(*map(plain_text, (job["ref"], job["split"] or "all", job["state"], *sizes)))
         yield table
     if status.get("peers"):
         table = _table("peer", "ok", "missing", "failed", "corrupt", "bytes")
         for url, peer in sorted(status["peers"].items()):
             # `num_lying` counts the objects with a wrong digest, which are the column "corrupt".
             counts = (peer[f"num_{name}"] for name in ("ok", "missing", "failed", "lying"))
-            table.add_row(_plain(url), *map(str, counts), format_size(peer["bytes_received"]))
+            table.add_row(plain_text(url), *map(str, counts), format_size(peer["bytes_received"]))
         yield table
     if cache["jobs"]:
         table = _table("process", "bytes read", "description")
         for job in cache["jobs"]:
             process = str(job["lease_id"]).partition("-")[0]  # the id of a lease begins with the id of its process
-            table.add_row(_plain(process), format_size(job["clock_bytes"]), _plain(job["note"]))
+            table.add_row(plain_text(process), format_size(job["clock_bytes"]), plain_text(job["note"]))
         yield table
     # For a single tenant, the first lines already show these numbers.
     if len(cache["tenants"]) > 1:
@@ -151,13 +152,8 @@ def _tables(status: Status) -> Iterator[RenderableType]:
         for name, usage in sorted(cache["tenants"].items()):
             maximum_bytes = usage["maximum_bytes"]
             sizes = map(format_size, (usage["used_bytes"], usage["guaranteed_bytes"]))
-            table.add_row(_plain(name), *sizes, "budget" if maximum_bytes is None else format_size(maximum_bytes))
+            table.add_row(plain_text(name), *sizes, "budget" if maximum_bytes is None else format_size(maximum_bytes))
         yield table
-
-
-def _plain(value: str) -> Text:
-    """Return `value` as literal text: without rich markup, and with control characters escaped."""
-    return Text(text_value(value))
 
 
 def _table(*columns: str) -> Table:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from datasvc.cli.terminal.values import text_value
 
@@ -40,17 +41,34 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         for row in rows:
             sys.stdout.write("\t".join(text_value(str(value)) for value in row) + "\n")
         return
-    table = Table(*columns, box=None, header_style="bold")
+    Console().print(_table(columns, rows))
+
+
+def print_line(line: str, *, err: bool = False) -> None:
+    """Print one line, with control characters escaped, on standard output, or with `err` on standard error."""
+    typer.echo(text_value(line), err=err)
+
+
+def plain_text(value: object) -> Text:
+    """Return a value as literal text for rich: brackets are no markup, and control characters are escaped."""
+    return Text(text_value(str(value)))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in columns:
+        # Fold: a long word, such as a URL, continues on the next line; by default its end is lost.
+        table.add_column(plain_text(column), overflow="fold")
     for row in rows:
-        table.add_row(*(text_value(str(value)) for value in row))
-    Console().print(table)
+        table.add_row(*map(plain_text, row))
+    return table
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
     """Print `name: value` lines; a value that is a mapping becomes a `name:` line and indented lines."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            sys.stdout.write(f"{name}:\n")
+            sys.stdout.write(f"{text_value(str(name))}:\n")
             for key, nested_value in value.items():
                 sys.stdout.write(f"  {text_value(str(key))}: {text_value(str(nested_value))}\n")
         else:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from datasvc.printable import escape_controls
+
 
 def json_value(value: Any) -> Any:
     """Return a sample's value as a JSON value; bytes become `{"bytes": length}`."""
@@ -32,8 +34,4 @@ def text_value(value: Any) -> str:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value)} bytes"
     text = value if isinstance(value, str) else str(json_value(value))
-    return text if text.isprintable() else "".join(map(_printable, text))
-
-
-def _printable(character: str) -> str:
-    return character if character.isprintable() else character.encode("unicode_escape").decode()
+    return escape_controls(text)

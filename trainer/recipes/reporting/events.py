@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TextIO
 
+from datasvc.printable import escape_controls
+
 _CLEAR: Final = "\r\x1b[K"
 _KEPT: Final = 0.9  # weight of the previous mean in the new mean, at each report of a step
 
@@ -92,4 +94,4 @@ def choose_events(stream: TextIO) -> EventSink:
 
 def _describe(event: str, facts: dict[str, Any]) -> str:
     values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in facts.items()}
-    return f"{event}: {', '.join(f'{name} {value}' for name, value in values.items())}"
+    return escape_controls(f"{event}: {', '.join(f'{name} {value}' for name, value in values.items())}")
