@@ -7,7 +7,7 @@ from datasvc.api.models import Models
 from datasvc.api.operation import Operation
 from datasvc.gc import gc
 from datasvc.repository import Repository
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import open_dataset
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar,
 
 from datasvc.repository import Entry, Kind, Repository, Resolved
 from datasvc.repository.lost_versions import LostVersions, mark_lost
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)

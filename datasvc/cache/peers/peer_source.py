@@ -24,8 +24,8 @@ from datasvc.cache.sources.range_requests import Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.min_throughput import MinThroughput
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.response_head import read_head
-from datasvc.repository.store.storage import redact_url
 
 _BUFFER_BYTES = 1 << 20
 _REFUSALS: dict[int, str] = {

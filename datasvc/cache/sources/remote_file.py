@@ -16,8 +16,9 @@ from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
 from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import with_retries
-from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.repository.store.storage import resolve_url
 
 # Fields by which stores report the state of a file, the most exact first.
 _STATES = (

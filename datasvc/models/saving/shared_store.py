@@ -19,7 +19,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.repository import Storage
 from datasvc.repository.logs.version_numbers import describe_numbers
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.threads import map_in_threads
 
 _REQUESTS_AT_ONCE: Final = 16

@@ -25,7 +25,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
 from datasvc.repository.logs.references import check_name
 from datasvc.repository.objects.presence import check_present
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 
 
 @dataclass(frozen=True)

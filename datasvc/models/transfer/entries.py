@@ -19,7 +19,7 @@ from datasvc.models.transfer.reachable import reachable_objects
 from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
 
 # `Log.append` writes these fields itself, so they are not copied.

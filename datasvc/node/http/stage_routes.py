@@ -17,7 +17,7 @@ from aiohttp import web
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.node.transfers.origins import Origins
 from datasvc.node.transfers.staging_jobs import StageJob, StageJobs
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import choose_split, open_dataset
 
 _FIELDS: Final = frozenset({"repo", "ref", "split"})

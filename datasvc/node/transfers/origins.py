@@ -14,7 +14,7 @@ from datasvc.node.transfers.token_bucket import TokenBucket
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 
 
 class RateLimitedStorage(Storage):

@@ -6,9 +6,11 @@ handles a commit whose response was lost.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, TypeVar
 
 import fsspec
@@ -16,6 +18,7 @@ import tenacity
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.extras import how_to_install_driver
+from datasvc.repository.store.redaction import redact_text, safe_cause
 
 ATTEMPTS: Final = 4
 FIRST_PAUSE_S = 0.2
@@ -35,6 +38,8 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
         action: verb for messages, such as "read".
         location: object of the verb for messages.
 
+    The messages have no secrets of URLs; an exception that has some is not kept as the cause.
+
     Raises:
         NotFoundError: `location` does not exist.
         ConfigError: the store denies access, or its driver is missing.
@@ -47,11 +52,13 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
     except NotADirectoryError as error:
         raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
     except FileNotFoundError as error:
-        raise NotFoundError(f"cannot {action} {location}: it does not exist") from error
+        raise NotFoundError(f"cannot {action} {location}: it does not exist") from safe_cause(error)
     except PermissionError as error:
-        raise ConfigError(f"cannot {action} {location}: access denied ({error}); check the credentials") from error
+        advice = "check the credentials" if "://" in location else _what_denies(error, location)
+        text = f"cannot {action} {location}: access denied ({redact_text(str(error))}); {advice}"
+        raise ConfigError(text) from safe_cause(error)
     except (OSError, TimeoutError) as error:
-        raise UnavailableError(f"cannot {action} {location}: {error}") from error
+        raise UnavailableError(f"cannot {action} {location}: {redact_text(str(error))}") from safe_cause(error)
     except ImportError as error:
         raise ConfigError(
             f"cannot {action} {location}: its driver is missing ({error}): {how_to_install_driver(location)}"
@@ -60,7 +67,20 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
         # Only exceptions of the stores' clients are converted; any other one is a bug.
         if type(error).__module__.partition(".")[0] not in _CLIENT_PACKAGES:
             raise
-        raise UnavailableError(f"cannot {action} {location}: {type(error).__name__}: {error}") from error
+        text = f"cannot {action} {location}: {type(error).__name__}: {redact_text(str(error))}"
+        raise UnavailableError(text) from safe_cause(error)
+
+
+def _what_denies(error: PermissionError, location: str) -> str:
+    """Return which file or folder of this machine probably denies the access."""
+    path = Path(str(error.filename or location))
+    # Not `Path.is_dir` and `Path.exists`, which raise PermissionError too.
+    folders = [folder for folder in reversed(path.parents) if os.path.isdir(folder)]
+    closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), None)
+    if closed is None and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
+        closed = path
+    # A file is created, replaced and deleted with the permissions of its folder.
+    return f"check the permissions of {closed or path.parent}"
 
 
 def pause_s(num_failures: int) -> float:

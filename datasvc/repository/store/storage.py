@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
+from fsspec.config import apply_config
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc import durable
@@ -37,9 +37,8 @@ from datasvc.repository.store import exclusive_create, file_age
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.http_stream import Take
 from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
 from datasvc.repository.store.retries import map_exceptions, with_retries
-
-_CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "adl", "az"})
 
 _Result = TypeVar("_Result")
 
@@ -79,27 +78,12 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     try:
         file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
     except OSError as error:
-        raise UnavailableError(f"cannot reach {redact_url(url)!r}: {error}") from error
+        raise UnavailableError(f"cannot reach {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
     except ImportError as error:
         raise ConfigError(f"cannot use {redact_url(url)!r} ({error}): {how_to_install_driver(url)}") from error
     except ValueError as error:
-        raise ConfigError(f"cannot use {redact_url(url)!r}: {error}") from error
+        raise ConfigError(f"cannot use {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
     return file_system, root.rstrip("/") or "/"
-
-
-def redact_url(url: str) -> str:
-    """Return `url` without passwords, keys and queries, for messages and entries; `url` may be a chain with `::`."""
-    return "::".join(map(_redact_part, url.split("::")))
-
-
-def _redact_part(part: str) -> str:
-    split = urlsplit(part)
-    if not split.netloc:
-        return part.partition("?")[0] if split.scheme else part
-    user, at, host = split.netloc.rpartition("@")
-    # Azure URLs have the container where others have the user; a colon would precede a password.
-    container = f"{user}{at}" if split.scheme in _CONTAINER_SCHEMES and ":" not in user else ""
-    return urlunsplit((split.scheme, f"{container}{host}", split.path, "", ""))
 
 
 class Storage:
@@ -133,10 +117,27 @@ class Storage:
 
     def __getstate__(self) -> dict[str, Any]:
         # Do not pickle clients: copies of their sockets and threads do not work in another process.
-        return {"url": self.url}
+        return {"url": self._url_to_pickle()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])  # type: ignore[misc]
+
+    def _url_to_pickle(self) -> str:
+        """Return the URL, without its user and password if fsspec's configuration gives the same ones.
+
+        Otherwise the pickle has the password, because a worker process could not open the store without it.
+        """
+        bare = redact_url(self.url)
+        if bare == self.url or "::" in self.url:
+            return self.url
+        driver = type(self._fs)
+        # Compare what fsspec would open, without opening it: options in FSSPEC_* variables and its files count.
+        options, bare_options = (
+            apply_config(driver, driver._get_kwargs_from_urls(url))  # noqa: SLF001 - a driver's documented interface
+            for url in (self.url, bare)
+        )
+        same_path = driver._strip_protocol(self.url) == driver._strip_protocol(bare)  # noqa: SLF001
+        return bare if same_path and options == bare_options else self.url
 
     def local_path(self, path: str) -> Path | None:
         """Return the local path of `path`, or None if the store is remote."""
@@ -531,8 +532,9 @@ class Storage:
             return
         if stored is not None:
             raise ConflictError(f"{self.location(path)} exists already") from failure
-        reason = failure or "it does not exist after the write"
-        raise UnavailableError(f"cannot create {self.location(path)}: {reason}") from failure
+        reason = redact_text(str(failure)) if failure else "it does not exist after the write"
+        cause = failure and safe_cause(failure)
+        raise UnavailableError(f"cannot create {self.location(path)}: {reason}") from cause
 
     def _read_back(self, path: str, failure: Exception | None) -> bytes | None:
         try:
@@ -541,8 +543,8 @@ class Storage:
             return None
         except (UnavailableError, ConfigError) as error:
             raise UnknownOutcomeError(
-                f"creating {self.location(path)} failed with {failure!r}, and so did the read that shows whether it "
-                f"exists: {error}; read the log before you try again"
+                f"creating {self.location(path)} failed with {redact_text(repr(failure))}, and so did the read that "
+                f"shows whether it exists: {error}; read the log before you try again"
             ) from error
 
     def _drop_listings(self, full: str | None) -> None:

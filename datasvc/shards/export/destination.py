@@ -16,8 +16,8 @@ from typing import BinaryIO
 from datasvc import durable
 from datasvc.errors import ConfigError
 from datasvc.repository import Storage
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import redact_url
 
 
 class Destination:

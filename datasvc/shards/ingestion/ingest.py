@@ -24,7 +24,7 @@ from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.references import check_name
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding

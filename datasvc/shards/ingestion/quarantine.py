@@ -9,7 +9,7 @@ from typing import Final
 
 from datasvc.errors import BadSampleError, NotFoundError
 from datasvc.repository import Digest, Objects
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.ingestion.duplicates import DuplicateSample
 from datasvc.shards.sources.common.source import BadSample, Source

@@ -14,8 +14,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
 from datasvc.shards.sources.common.files import expand_braces, is_marker
 from datasvc.shards.sources.common.options import SourceOptions

@@ -13,7 +13,7 @@ import numpy as np
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
-from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved
+from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.repository import warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
@@ -114,7 +114,7 @@ class Split:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker process receives no open files: it opens the repository and the shards with clients of its own.
-        return _unpickle_split, (self.name, self.dataset, self.repository.url, self.digest)
+        return _unpickle_split, (self.name, self.dataset, self.repository.storage, self.digest)
 
     def __repr__(self) -> str:
         return f"Split({self.dataset}/{self.name}, {len(self)} samples)"
@@ -195,8 +195,8 @@ class Split:
             return self._open[number]
 
 
-def _unpickle_split(name: str, dataset: str, url: str, digest: str) -> Split:
-    return Split(name, dataset, Repository.open(url), digest)
+def _unpickle_split(name: str, dataset: str, storage: Storage, digest: str) -> Split:
+    return Split(name, dataset, Repository(storage), digest)
 
 
 class DatasetVersion(Mapping[str, Split]):

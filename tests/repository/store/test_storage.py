@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
 from datasvc.repository import Repository, Storage
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.testing import FaultyStore
 from tests.repository.store.store_laws import StoreLaws, make_memory_file_old
 

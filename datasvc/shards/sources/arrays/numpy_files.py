@@ -22,8 +22,8 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository.objects.objects import Digest
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array, read_npy_header, read_npz_headers
 from datasvc.shards.sources.common.columns import bisect_errors

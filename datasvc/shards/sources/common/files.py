@@ -23,8 +23,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.repository import MARKER
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.sources.common.streams import BUFFER_BYTES, COMPRESSIONS, WrappingStream, decompress
 
 _BRACES = re.compile(r"\{([^{}]*)\}")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, NamedTuple, Self
 import pyarrow as pa
 
 from datasvc.repository.objects.objects import Digest, digest_of
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.sources.common.files import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 

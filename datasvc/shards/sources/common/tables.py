@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.repository.store.redaction import redact_url
+from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.sources.common.column_types import is_binary, is_text
 from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
 from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files

@@ -16,7 +16,7 @@ from typing import ClassVar, NamedTuple
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.files import SourceFile, find_below

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 

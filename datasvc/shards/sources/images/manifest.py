@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.repository.store.redaction import redact_url
+from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.sources.common.files import find_below
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import ImageFile, ListedSource

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
 from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
 from datasvc.shards.sources.common.files import extension_of

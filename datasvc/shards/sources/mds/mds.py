@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository.objects.objects import Digest
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import ColumnMap, to_batches
 from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files

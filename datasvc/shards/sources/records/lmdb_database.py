@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.common.columns import looks_like_image, to_batches
 from datasvc.shards.sources.common.files import FileReader, check_inside

@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.repository.objects.objects import Digest
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.repository.store.storage import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import to_batches
 from datasvc.shards.sources.common.files import FileReader, count_extensions, list_files

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
-from datasvc.repository.store.storage import redact_url
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import to_batches
 from datasvc.shards.sources.common.files import FileReader, count_extensions, list_files

@@ -20,7 +20,8 @@ import pyarrow as pa
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.extras import how_to_install
 from datasvc.repository.objects.objects import Digest, digest_of
-from datasvc.repository.store.storage import redact_url, resolve_url
+from datasvc.repository.store.redaction import redact_url
+from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
