@@ -142,7 +142,7 @@ def counting_sources(monkeypatch):
 def test_every_kind_of_state_comes_back_through_torchs_planners(url, codec):
     state = every_kind()
     metadata = dcp.save(state, storage_writer=DcpWriter(url, codec=codec))
-    assert metadata.storage_meta.checkpoint_id == f"{url}#checkpoint@1"
+    assert metadata.storage_meta.reference == f"{url}#checkpoint@1"
     found = empty_like(state)
     dcp.load(found, storage_reader=DcpReader(url))
     assert_same(found, state)
@@ -196,6 +196,23 @@ def test_the_metadata_comes_back_as_it_was(url):
     assert read.planner_data == saved.planner_data
     assert read.storage_meta == replace(saved.storage_meta, load_id=reader.load_id)
     assert saved.storage_meta.save_id == writer.save_id
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+def test_the_checkpoint_id_is_what_the_caller_gave_and_the_reference_names_the_version(tmp_path, as_type):
+    given = as_type(tmp_path / "repo")
+    saved = dcp.save({"w": torch.ones(2)}, checkpoint_id=given, storage_writer=DcpWriter("unused"))
+    assert saved.storage_meta.checkpoint_id == given
+    # The reference opens exactly this version, even if there is a newer one.
+    dcp.save({"w": torch.zeros(2)}, checkpoint_id=given, storage_writer=DcpWriter("unused"))
+    found = {"w": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=saved.storage_meta.reference, storage_reader=DcpReader("unused"))
+    assert found["w"].tolist() == [1, 1]
+    reader = DcpReader("unused")
+    reader.reset(given)
+    read = reader.read_metadata().storage_meta
+    assert (read.checkpoint_id, read.load_id) == (given, reader.load_id)
+    assert read.reference.endswith("repo#checkpoint@2")
 
 
 def test_a_new_save_or_load_has_a_new_id(url):

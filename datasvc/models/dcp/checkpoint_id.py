@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from torch.distributed.checkpoint.metadata import StorageMeta
+
 from datasvc.errors import ConfigError
 from datasvc.repository.logs.references import parse_reference
 
@@ -45,6 +47,17 @@ class CheckpointId:
         if ref:
             parse_reference(ref, "model")
         return cls(url or None, ref or None)
+
+
+@dataclass
+class VersionStorageMeta(StorageMeta):
+    """Torch's ids of a save or load, of which `checkpoint_id` is what the caller gave; and the version.
+
+    Attributes:
+        reference: the version that was saved or read, as "URL#NAME@3", which `DcpReader` and `dcp.load` accept.
+    """
+
+    reference: str | None = None
 
 
 class CheckpointIdMixin:

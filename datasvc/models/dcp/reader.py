@@ -18,7 +18,7 @@ from torch.futures import Future
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import DatasvcError
-from datasvc.models.dcp.checkpoint_id import CheckpointId, CheckpointIdMixin
+from datasvc.models.dcp.checkpoint_id import CheckpointId, CheckpointIdMixin, VersionStorageMeta
 from datasvc.models.dcp.loading import ShardedVersion, load_items, read_sharded
 from datasvc.models.dcp.writer import DEFAULT_NAME, picklable_errors
 from datasvc.models.restoring.copies import StoredCopies
@@ -117,8 +117,8 @@ class DcpReader(CheckpointIdMixin, StorageReader):
             return _UnreadMetadata(error)
         metadata = self._stored.sharding.metadata
         saved = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta = replace(
-            saved, checkpoint_id=f"{self.url}#{self._stored.version}", load_id=self.load_id
+        metadata.storage_meta = VersionStorageMeta(
+            self.checkpoint_id, saved.save_id, self.load_id, saved.modules, f"{self.url}#{self._stored.version}"
         )
         return metadata
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.dcp.checkpoint_id import CheckpointId, CheckpointIdMixin
+from datasvc.models.dcp.checkpoint_id import CheckpointId, CheckpointIdMixin, VersionStorageMeta
 from datasvc.models.dcp.metadata import encode_sharding
 from datasvc.models.dcp.saving import join_shares, sizes_by_name, store_share
 from datasvc.models.saving.shared_store import Marker, check_markers, write_marker
@@ -67,7 +67,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
     Attributes:
         save_id: id of this save on this rank.
         committed: version that the last save created; set on the coordinator only. Every rank finds it in the result
-            of `dcp.save`, as `metadata.storage_meta.checkpoint_id`, which `DcpReader` accepts.
+            of `dcp.save`, as `metadata.storage_meta.reference`, which `dcp.load` accepts as `checkpoint_id`.
 
     Raises:
         ConfigError: the name is not a valid model name, or the codec does not exist.
@@ -209,7 +209,8 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
             extra_objects=[sharding.digest],
         )
         # Torch sends the metadata to every rank, so each rank learns the committed version from it.
-        metadata.storage_meta = StorageMeta(f"{self.url}#{self.committed}", self.save_id)
+        reference = f"{self.url}#{self.committed}"
+        metadata.storage_meta = VersionStorageMeta(self.checkpoint_id, self.save_id, reference=reference)
 
     def __getstate__(self) -> dict[str, Any]:
         # A background save in another process pickles the writer. That process opens the repository again.

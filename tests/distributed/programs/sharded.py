@@ -71,7 +71,7 @@ def check_every_layout_is_restored_in_every_other():
     for number, (mesh, layout) in enumerate(held, 1):
         state = {"model": distributed(WHOLE, mesh(), layout), "values": VALUES}
         metadata = dcp.save(state, storage_writer=DcpWriter(URL, name="layouts", step=number))
-        assert metadata.storage_meta.checkpoint_id == f"{URL}#layouts@{number}", "every rank is told the version"
+        assert metadata.storage_meta.reference == f"{URL}#layouts@{number}", "every rank is told the version"
     for number, (mesh, layout) in enumerate([*held[1:], held[0]], 1):
         found = {"model": distributed(zeros(), mesh(), layout), "values": None}
         found["values"] = dict.fromkeys(VALUES)
