@@ -14,6 +14,7 @@ MAX_MODULES = 16
 
 # What each package may import, beside itself.
 ALLOWED = {
+    "datasvc.arrow_messages": set(),
     "datasvc.errors": set(),
     "datasvc.extras": set(),
     "datasvc.child_process": set(),
@@ -37,6 +38,7 @@ ALLOWED = {
     },
 }
 ALLOWED["datasvc.shards"] = {
+    "datasvc.arrow_messages",
     "datasvc.repository",
     "datasvc.order",
     "datasvc.keyed_random",

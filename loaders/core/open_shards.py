@@ -15,6 +15,7 @@ import numpy as np
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder
 from datasvc.shards import Shard, ShardRequest, ShardStore, Split
+from datasvc.shards.versions.dataset import open_listed_shard
 
 
 class OpenShards:
@@ -50,9 +51,9 @@ class OpenShards:
             self._release(shard)
 
     def get(self, shard: int) -> Shard:
-        """Return the complete shard; wait until it is available."""
+        """Return the complete shard; wait until it is available. For errors see `open_listed_shard`."""
         if shard not in self._open:
-            self._open[shard] = self._store.open_shard(self._table.shard(shard))
+            self._open[shard] = open_listed_shard(self._store, self._table, shard)
             for observer in self._observers:
                 observer.opened(shard)
         return self._open[shard]
@@ -68,6 +69,9 @@ class OpenShards:
         }
         # Not added to `_open`: a shard that is opened early may have the rows of this batch only.
         early = self._store.open_early(list(closed.values()))
+        for shard, request in closed.items():
+            if request.info.digest in early:
+                self._table.check_shard(shard, early[request.info.digest])
         return {
             shard: early[closed[shard].info.digest]
             if shard in closed and closed[shard].info.digest in early

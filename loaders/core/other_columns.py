@@ -14,6 +14,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
 from datasvc.shards import Split
+from datasvc.shards.format.reader import text_errors
 
 
 def is_number(data_type: pa.DataType) -> bool:
@@ -42,12 +43,17 @@ def sort_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list
 
 
 def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Return columns of a batch as lists of Python values; None for null, and if a shard lacks the column."""
+    """Return columns of a batch as lists of Python values; None for null, and if a shard lacks the column.
+
+    Raises:
+        CorruptDataError: a text is not UTF-8.
+    """
     lists: dict[str, list[Any]] = {name: [None] * len(batch.positions) for name in columns}
     for part in batch.parts:
         for name, values in lists.items():
             if name in part.shard.schema.names:
                 stored = part.shard.column(name)
-                for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
-                    values[index] = stored[row].as_py()
+                with text_errors(part.shard.name):
+                    for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
+                        values[index] = stored[row].as_py()
     return lists

@@ -23,6 +23,8 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
+from datasvc.shards.format.reader import text_errors
+from datasvc.shards.versions.dataset import open_listed_shard
 
 # A mapped shard uses two file descriptors, and a process may often open only 1024. Other shards use memory or cache
 # budget.
@@ -108,7 +110,7 @@ class SampleReader:
         while len(self._open) >= self._max_open:
             least_recent, _ = self._open.popitem(last=False)
             self._store.release_shard(table.shard(least_recent))
-        self._open[shard_index] = self._store.open_shard(table.shard(shard_index))
+        self._open[shard_index] = open_listed_shard(self._store, table, shard_index)
         return self._open[shard_index]
 
     def _choose_max_open(self) -> int:
@@ -151,10 +153,11 @@ def _read_rows(shard: Shard, rows: Integers, columns: Sequence[str]) -> list[dic
         batch_index = int(np.searchsorted(stops, row, side="right"))
         batch = shard.batches[batch_index]
         row_in_batch = row - (int(stops[batch_index - 1]) if batch_index else 0)
-        samples.append(
-            {
-                name: batch.column(name)[row_in_batch].as_py() if name in shard.schema.names else None
-                for name in columns
-            }
-        )
+        with text_errors(shard.name):
+            samples.append(
+                {
+                    name: batch.column(name)[row_in_batch].as_py() if name in shard.schema.names else None
+                    for name in columns
+                }
+            )
     return samples

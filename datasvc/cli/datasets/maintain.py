@@ -37,7 +37,7 @@ def verify(
 
     Example: datasvc verify pets@1 --deep --repo s3://bucket/repo
 
-    Without --deep, only the sizes of shards are checked. The exit status is 3 if there is a problem.
+    Without --deep, the sizes and the structure of shards are checked. The exit status is 3 if there is a problem.
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.verify import verify as run_verify
@@ -49,7 +49,7 @@ def verify(
         facts = asdict(replace(result, overlaps=()))
         print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})
     else:
-        how = "read and compared" if deep else "checked by size; --deep reads every byte"
+        how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
         print_line(
             f"{result.version}: {result.num_samples} samples in {result.num_shards} shards, "
             f"{format_size(result.size_bytes)}, {how}"

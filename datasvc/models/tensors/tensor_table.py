@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from datasvc.arrow_messages import checked_messages
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.tensors.chunks import Box, Shape, is_tiling
 from datasvc.repository import Digest, ObjectInfo, Objects
@@ -47,11 +47,6 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 
 _METADATA_KEY = b"datasvc.tensors.format"
 _MAGIC = b"ARROW1\0\0"  # an Arrow file is these bytes, an Arrow stream and a footer
-# Numbers in Arrow's Message.fbs.
-_RECORD_BATCH = 3  # header type
-_HEADER_TYPE, _HEADER = 1, 2  # fields of a message
-_COMPRESSION = 3  # field of a record batch
-_UINT32 = struct.Struct("<I")
 
 
 def _required(*fields: tuple[str, pa.DataType]) -> list[pa.Field]:
@@ -288,8 +283,9 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
         return pa.table({}), table_format
     if not reader.schema.equals(_COLUMNS_1 if table_format == 1 else _COLUMNS):
         raise ValueError(f"unexpected columns {reader.schema}")
-    if _has_compressed_batch(stream):
-        raise ValueError("its buffers are compressed, which datasvc never writes")
+    # Before the rows are read: Arrow would decompress a buffer to the size that it claims.
+    for _ in checked_messages(stream):
+        pass
     rows = reader.read_all()
     if rows.num_rows > MAX_TENSORS:
         raise ValueError(f"{rows.num_rows} tensors; the limit is {MAX_TENSORS}")
@@ -389,47 +385,3 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
         if not is_length_valid:
             return f"{link.length} bytes are not a valid length for encoding {link.encoding!r}"
     return None
-
-
-def _has_compressed_batch(stream: pa.Buffer) -> bool:
-    """Return whether a record batch of an Arrow IPC stream is compressed. Raises ArrowException, OSError, ValueError.
-
-    pyarrow decompresses such a batch to the size that the batch claims, which may exhaust memory. It has no function
-    that tells whether a batch is compressed, so this function reads the field from the flatbuffer of each message.
-    """
-    messages = pa.ipc.MessageReader.open_stream(stream)
-    try:
-        for message in messages:
-            if _is_compressed_batch(message.metadata.to_pybytes()):
-                return True
-    except (struct.error, IndexError) as error:
-        raise ValueError(f"a message is not a valid flatbuffer: {error}") from error
-    return False
-
-
-def _is_compressed_batch(message: bytes) -> bool:
-    """Return whether a message is a record batch whose header has the field `compression`."""
-    (root,) = _UINT32.unpack_from(message)
-    header_type = _field_offset(message, root, _HEADER_TYPE)
-    header = _field_offset(message, root, _HEADER)
-    if header_type is None or header is None or message[header_type] != _RECORD_BATCH:
-        return False
-    # The field holds the distance from itself to the table of the header.
-    (distance,) = _UINT32.unpack_from(message, header)
-    return _field_offset(message, header + distance, _COMPRESSION) is not None
-
-
-def _field_offset(message: bytes, table: int, index: int) -> int | None:
-    """Return the offset of a field in `message`, None if the field is absent; `table` is the offset of its table.
-
-    A flatbuffers table begins with the distance back to its vtable. The vtable has its own size and the size of the
-    table, and then the offset of each field in the table, all in two bytes.
-    """
-    vtable = table - struct.unpack_from("<i", message, table)[0]
-    if vtable < 0:
-        raise ValueError("a flatbuffers table is outside of its message")
-    (vtable_bytes,) = struct.unpack_from("<H", message, vtable)
-    if 4 + 2 * index >= vtable_bytes:
-        return None
-    (offset,) = struct.unpack_from("<H", message, vtable + 4 + 2 * index)
-    return table + offset if offset else None

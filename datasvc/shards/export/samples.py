@@ -16,7 +16,7 @@ import pyarrow as pa
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.schema import is_blob
-from datasvc.shards.versions.dataset import Split
+from datasvc.shards.versions.dataset import Split, open_listed_shard
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class ExportUnit:
         """
         schema = self.split.table.sample_schema
         for shard_number in self.shards:
-            shard = self.split.origin.open_shard(self.split.table.shard(shard_number))
+            shard = open_listed_shard(self.split.origin, self.split.table, shard_number)
+            shard.check_texts()
             live_rows = _live_rows(self.split, shard_number)
             start = 0  # row of the shard at which the batch starts
             for batch in shard.batches:

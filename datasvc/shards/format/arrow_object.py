@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.shards.format.ipc_reader import read_table
 
 
 def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> bytes:
@@ -31,8 +32,10 @@ def decode_metadata(content: bytes) -> dict[bytes, bytes]:
     return dict(metadata or {})
 
 
-def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, latest: int) -> pa.Table:
-    """Return the table that `encode_table` wrote.
+def decode_table(
+    content: bytes, name: str, *, what: str, format_key: bytes, latest: int, columns: pa.Schema
+) -> pa.Table:
+    """Return the table that `encode_table` wrote, validated.
 
     Args:
         content: bytes of the object.
@@ -40,18 +43,30 @@ def decode_table(content: bytes, name: str, *, what: str, format_key: bytes, lat
         what: type of the object, for messages, such as "sample index".
         format_key: key of the schema metadata that holds the format number.
         latest: the newest format number that this datasvc reads.
+        columns: schema of the table in this format and all earlier ones; its metadata is ignored.
 
     Raises:
-        CorruptDataError: `content` is not an object of this type.
+        CorruptDataError: `content` is not an object of this type, or has a null in a column that is not nullable.
         ConfigError: its format is newer than `latest`.
     """
     try:
-        table = pa.ipc.open_file(pa.py_buffer(content)).read_all()
-        format_number = int(table.schema.metadata[format_key])
-    except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
-        raise CorruptDataError(f"{name} is not a {what}: {error!r}") from error
+        table = read_table(content, name)
+        format_number = int((table.schema.metadata or {}).get(format_key, b""))
+    except (CorruptDataError, ValueError) as error:
+        raise CorruptDataError(f"{name} is not a {what}: {error}") from error
     if format_number > latest:
         raise ConfigError(
             f"{name} has {what} format {format_number}; this datasvc reads up to {latest}: upgrade datasvc"
         )
+    check_columns(table, columns, f"{name} is not a {what}")
     return table
+
+
+def check_columns(table: pa.Table, columns: pa.Schema, message: str) -> None:
+    """Raise CorruptDataError, which starts with `message`, if a table has other columns, or forbidden nulls."""
+    if not table.schema.equals(columns):
+        found, expected = ([f"{field.name}: {field.type}" for field in schema] for schema in (table.schema, columns))
+        raise CorruptDataError(f"{message}: it has the columns {found}; expected {expected}")
+    for field in columns:
+        if not field.nullable and table.column(field.name).null_count:
+            raise CorruptDataError(f"{message}: column {field.name!r} has nulls")

@@ -8,6 +8,7 @@ whole message instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError
 from datasvc.shards.format.digests import DIGEST_BYTES
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, check_schema, read_stream
 
 _SCHEMA_KEY: Final = b"datasvc.sample_schema"
 _SPAN = pa.struct([pa.field("offset", pa.int64(), nullable=False), pa.field("length", pa.int64(), nullable=False)])
@@ -92,10 +94,13 @@ class ShardLayout:
     def decode(cls, content: bytes, name: str) -> ShardLayout:
         """Return the layout that `encode` wrote. Raise CorruptDataError."""
         try:
-            table = pa.ipc.open_stream(pa.py_buffer(content)).read_all()
-            schema = pa.ipc.read_schema(pa.py_buffer(table.schema.metadata[_SCHEMA_KEY]))
+            table = read_stream(content)
+            if not table.schema.equals(_COLUMNS):
+                raise ValueError(f"it has the columns {table.schema.names}; expected {_COLUMNS.names}")
+            schema = pa.ipc.read_schema(pa.py_buffer((table.schema.metadata or {})[_SCHEMA_KEY]))
+            check_schema(schema)
             batches = tuple(_decode_batch(row) for row in table.to_pylist())
-        except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+        except PARSE_ERRORS as error:
             raise CorruptDataError(
                 f"{name} has an invalid layout of the shard's record batches: {error!r}"
             ) from error
@@ -107,10 +112,21 @@ class ShardLayout:
         return sum(batch.num_samples for batch in self.batches)
 
 
+def check_ranges(ranges: Iterable[ByteRange], size_bytes: int) -> None:
+    """Raise ValueError if ranges overlap or exceed `size_bytes`."""
+    position = 0
+    for span in sorted(ranges, key=lambda span: span.offset):
+        if span.length < 0 or span.offset < position or span.offset + span.length > size_bytes:
+            raise ValueError(f"bytes {span.offset} to {span.offset + span.length} are not a valid range")
+        position = span.offset + span.length
+
+
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:
     # A frame or a digest is needed to verify the bytes of the batch, and a writer never stores both.
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
     message = ByteRange(row["offset"], row["length"])
     blobs = tuple(ByteRange(**span) for span in row["blobs"])
+    if row["samples"] < 0:
+        raise ValueError("a record batch has a negative number of samples")
     return BatchLayout(message, row["samples"], digest=row["digest"], frame=row["frame"], blobs=blobs)

@@ -83,6 +83,7 @@ class _RangedFile:
         self._size_bytes = size_bytes
         self._offset = 0
         self._tail: bytes | None = None
+        self._last = (0, b"")  # offset and bytes of the last read
 
     def read(self, length: int = -1) -> bytes:
         remaining = max(self._size_bytes - self._offset, 0)
@@ -94,7 +95,12 @@ class _RangedFile:
     def _read(self, length: int) -> bytes:
         tail_start = max(self._size_bytes - _TAIL_BYTES, 0)
         if self._offset < tail_start:
-            return self._files.read_range(self._path, self._offset, length)
+            # The metadata of a record batch is read twice in succession: to check it, and by Arrow.
+            if (self._last[0], len(self._last[1])) == (self._offset, length):
+                return self._last[1]
+            content = self._files.read_range(self._path, self._offset, length)
+            self._last = (self._offset, content if length <= _TAIL_BYTES else b"")
+            return content
         # Arrow opens an IPC file with several small reads at its end: one request serves all of them.
         if self._tail is None:
             self._tail = self._files.read_range(self._path, tail_start, self._size_bytes - tail_start)

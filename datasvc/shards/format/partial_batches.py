@@ -15,10 +15,12 @@ import numpy as np
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
+from datasvc.arrow_messages import checked_messages
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import digest_blob, digest_sample
-from datasvc.shards.format.layout import BatchLayout, ByteRange
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_batch
+from datasvc.shards.format.layout import BatchLayout, ByteRange, check_ranges
 from datasvc.shards.format.reader import blob_part
 from datasvc.shards.format.sample_index import Digests
 from datasvc.shards.format.schema import is_blob
@@ -27,6 +29,7 @@ Content = bytes | memoryview
 Run = tuple[int, int]
 """Samples of a record batch as a half-open range `start, stop`."""
 
+_MIN_BITS: Final = 32  # an offset
 _ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
@@ -60,6 +63,7 @@ class FramedBatch:
             raise CorruptDataError(f"{name}: its sample index has an invalid frame: {error}") from error
         self._memory = memoryview(memory)[layout.message.offset :][: layout.message.length]
         self._columns = [field.name for field in schema if is_blob(field.type)]
+        self._check_spans()
         parts = [blob_part(self.batch.column(name)) for name in self._columns]
         # Bounds of each blob within the bytes of its column: `int64[blob columns, samples]`.
         self._starts = np.array([starts for _, starts, _ in parts])
@@ -69,6 +73,20 @@ class FramedBatch:
         )
         # A sample whose blobs have no bytes needs nothing but the frame.
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
+
+    def _check_spans(self) -> None:
+        """Raise CorruptDataError if the layout's blobs are not those of the batch: `add` writes where they are."""
+        start = _address_of(self._memory)
+        buffers = [self.batch.column(name).buffers()[2] for name in self._columns]
+        spans = [
+            ByteRange(buffer.address - start, buffer.size) if buffer is not None and buffer.size else ByteRange(0, 0)
+            for buffer in buffers
+        ]
+        if not spans or spans != [span if span.length else ByteRange(0, 0) for span in self._layout.blobs]:
+            raise CorruptDataError(
+                f"{self._name}: its sample index lists blobs at other positions than its frame; restore the index "
+                "from another copy"
+            )
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
         """Return the runs that cover `rows` (`plan_runs`), each with the byte range to read for each blob column."""
@@ -119,6 +137,12 @@ class WholeBatch:
         self._layout = layout
         self._name = name
         count = layout.num_samples
+        # Checked before the placeholder is made: its values take as much memory as those of the message.
+        if count * sum(_fixed_bits(field.type) for field in schema) > 8 * layout.message.length:
+            raise CorruptDataError(
+                f"{name}: its sample index lists {count} samples in {layout.message.length} bytes; restore the index "
+                "from another copy"
+            )
         self.batch = pa.RecordBatch.from_arrays([pa.nulls(count, field.type) for field in schema], schema=schema)
         self.readable = np.zeros(count, np.bool_)
 
@@ -140,6 +164,17 @@ class WholeBatch:
 PartialBatch = FramedBatch | WholeBatch
 
 
+def _fixed_bits(data_type: pa.DataType) -> int:
+    """Return the least number of bits that a value of this type takes in a record batch."""
+    if pa.types.is_fixed_size_list(data_type):
+        return int(data_type.list_size) * _fixed_bits(data_type.value_type)
+    if pa.types.is_struct(data_type):
+        return sum(_fixed_bits(field.type) for field in data_type)
+    if pa.types.is_primitive(data_type) or pa.types.is_fixed_size_binary(data_type):
+        return int(data_type.bit_width)
+    return _MIN_BITS
+
+
 def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:
     """Return the fewest runs of samples that cover `rows` and contain no gap of more than `gap_bytes`.
 
@@ -153,8 +188,17 @@ def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int)
 
 
 def reserve_memory(size_bytes: int) -> mmap.mmap:
-    """Return anonymous memory. Only the pages that are written to take space."""
-    memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Return anonymous memory. Only the pages that are written to take space.
+
+    Raises:
+        CorruptDataError: no process has so much memory, so the size in the shard table is wrong.
+    """
+    try:
+        memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise CorruptDataError(
+            f"a shard has {size_bytes} bytes in its table; they cannot be mapped: {error}"
+        ) from error
     # Without this advice, the kernel may allocate a huge page of 2 MiB for a sample of 100 KiB.
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory
@@ -167,6 +211,7 @@ def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
     stop = start + layout.message.length
     if stop > len(memory) or len(frame) + sum(span.length for span in layout.blobs) != layout.message.length:
         raise ValueError("its record batch does not fit into the shard")
+    check_ranges([span for span in layout.blobs if span.length], layout.message.length)
     position = 0
     # The frame has no bytes of blobs: each part of it goes between the ranges of two blobs.
     for span in sorted(layout.blobs, key=lambda span: span.offset):
@@ -178,12 +223,16 @@ def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
     return pa.py_buffer(memoryview(memory)[start:stop])
 
 
+def _address_of(memory: memoryview) -> int:
+    return int(pa.py_buffer(memory).address)
+
+
 def _read_message(message: pa.Buffer, schema: pa.Schema, num_samples: int) -> pa.RecordBatch:
     """Return the record batch of a message as a view. Raise ValueError if it is not one."""
     try:
-        batch = pa.ipc.read_record_batch(message, schema)
-        batch.validate()
-    except (pa.ArrowException, OSError, EOFError) as error:
+        (parsed,) = checked_messages(message)
+        batch = read_batch(parsed, schema)
+    except PARSE_ERRORS as error:
         raise ValueError(f"Arrow cannot read it: {error}") from error
     if batch.num_rows != num_samples:
         raise ValueError(f"it has {batch.num_rows} samples; expected {num_samples}")

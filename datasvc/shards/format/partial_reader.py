@@ -19,11 +19,12 @@ import numpy.typing as npt
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects
-from datasvc.shards.format.layout import ByteRange
+from datasvc.shards.format.layout import ByteRange, check_ranges
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialBatch, WholeBatch, reserve_memory
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.schema import check_shard_schema
 
 # Samples with a smaller gap are read together: transferring the gap takes a third of the latency of a request.
 GAP_BYTES: Final = 256 << 10
@@ -82,13 +83,16 @@ class PartialShard(Shard):
         self.info = info
         self._lock = RLock()
         self._partial: list[PartialBatch] = []
+        check_shard_schema(layout.schema, name)
         memory, payloads = reserve_memory(info.size_bytes), index.digests("payload")
+        try:
+            check_ranges([batch.message for batch in layout.batches], info.size_bytes)
+        except ValueError as error:
+            raise CorruptDataError(
+                f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes, or that overlap "
+                f"({error}); restore both from another copy"
+            ) from error
         for number, batch in enumerate(layout.batches):
-            if batch.message.offset + batch.message.length > info.size_bytes:
-                raise CorruptDataError(
-                    f"{name}: its sample index lists record batches beyond its {info.size_bytes} bytes; restore both "
-                    "from another copy"
-                )
             # The index lists samples in the order of the file, so the first remaining ones belong to this batch.
             batch_payloads, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]
             batch_name = f"record batch {number} of shard {name}"

@@ -11,13 +11,16 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
+from datasvc.arrow_messages import checked_messages
+from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import digest_batch
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader, check_schema, read_batch
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 
 # Errors that Arrow and Python raise while they parse corrupt bytes.
-_PARSE_ERRORS: Final = (pa.ArrowException, ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError)
+_PARSE_ERRORS: Final = (CorruptDataError, ArithmeticError, LookupError, MemoryError, *PARSE_ERRORS)
 # An Arrow IPC file is an IPC stream between this magic number (padded to 8 bytes) and a footer.
 _MAGIC_BYTES: Final = 8
 
@@ -36,8 +39,6 @@ def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
     identities: set[SampleIdentity] = set()
     for batch in _readable_batches(content):
         try:
-            # Validated first, because Arrow would otherwise follow a corrupt offset out of its buffer.
-            batch.validate(full=True)
             identities.update(sample_identities(batch))
         except _PARSE_ERRORS:
             continue
@@ -55,13 +56,13 @@ def missing_rows(index: SampleIndex, identities: Iterable[SampleIdentity]) -> In
 
 def _readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
     try:
-        reader = pa.ipc.open_file(pa.BufferReader(content))
+        reader = IpcReader(pa.BufferReader(content), "the shard")
     except _PARSE_ERRORS:
         yield from _leading_batches(content)
         return
-    for number in range(reader.num_record_batches):
+    for number in range(reader.num_batches):
         try:
-            yield reader.get_batch(number)
+            yield reader.batch(number)
         except _PARSE_ERRORS:
             continue
 
@@ -69,6 +70,10 @@ def _readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
 def _leading_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
     """Yield the batches from the start of a file without a readable footer, up to the first that does not parse."""
     try:
-        yield from pa.ipc.open_stream(pa.BufferReader(content.slice(_MAGIC_BYTES)))
+        messages = checked_messages(content.slice(_MAGIC_BYTES))
+        schema = pa.ipc.read_schema(next(messages, b""))
+        check_schema(schema)
+        for message in messages:
+            yield read_batch(message, schema)
     except _PARSE_ERRORS:
         return

@@ -64,7 +64,9 @@ class SampleIndex:
     @classmethod
     def decode(cls, content: bytes, name: str) -> SampleIndex:
         """Return the index that `encode` wrote. Raise CorruptDataError, or ConfigError for a newer format."""
-        table = decode_table(content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT)
+        table = decode_table(
+            content, name, what="sample index", format_key=_FORMAT_KEY, latest=INDEX_FORMAT, columns=_SCHEMA
+        )
         encoded = decode_metadata(content).get(_LAYOUT_KEY)
         if encoded is None:
             return cls(table)

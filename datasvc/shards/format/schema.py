@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, CorruptDataError
 
 SHARD_FORMAT = 1
 _FORMAT: Final = b"datasvc.shard.format"
@@ -17,6 +17,7 @@ _METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
 _KIND: Final = b"datasvc.kind"
 _PREFIX: Final = b"datasvc."
+_MAX_DIGITS: Final = 10
 
 
 def image_schema(*, labelled: bool) -> pa.Schema:
@@ -100,11 +101,18 @@ def is_blob(data_type: pa.DataType) -> bool:
     return bool(pa.types.is_large_binary(data_type))
 
 
-def check_shard_format(schema: pa.Schema, name: str) -> None:
-    """Raise ConfigError if `schema` has no shard format, or a newer one than this datasvc reads."""
-    format_number = (schema.metadata or {}).get(_FORMAT)
-    if format_number is None or int(format_number) > SHARD_FORMAT:
-        raise ConfigError(
-            f"{name} has shard format {format_number.decode() if format_number else 'none'}; this datasvc reads up "
-            f"to {SHARD_FORMAT}"
-        )
+def check_shard_schema(schema: pa.Schema, name: str) -> None:
+    """Check the schema of a stored shard.
+
+    Raises:
+        ConfigError: it has no shard format, or a newer one than this datasvc reads.
+        CorruptDataError: its format is not a number, or it has no column `key` of strings.
+    """
+    stored = (schema.metadata or {}).get(_FORMAT)
+    if stored is not None and not (stored.isdigit() and len(stored) < _MAX_DIGITS):
+        raise CorruptDataError(f"{name} has the shard format {stored[:20]!r}, which is not a number")
+    if stored is None or int(stored) > SHARD_FORMAT:
+        found = stored.decode() if stored else "none"
+        raise ConfigError(f"{name} has shard format {found}; this datasvc reads up to {SHARD_FORMAT}")
+    if KEY not in schema.names or schema.field(KEY).type != pa.string():
+        raise CorruptDataError(f"{name} has no column {KEY!r} of strings; restore it from another copy")

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,10 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.shards.format.arrow_object import encode_table
+from datasvc.repository.objects.objects import parse_digest
+from datasvc.shards.format.arrow_object import check_columns, encode_table
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, check_schema, read_table
+from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.writer import ShardStatistics
 
 TABLE_FORMAT = 2
@@ -36,6 +39,10 @@ _COLUMNS = pa.schema(
 )
 _METADATA_KEY = b"datasvc.table"
 MAX_CLASSES = 1 << 16
+# Sums of counts and sizes up to this one are exact in int64.
+_MAX_TOTAL = 1 << 60
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -123,26 +130,35 @@ class ShardTable:
             ConfigError: the table has a newer format than this datasvc reads.
         """
         try:
-            rows = pa.ipc.open_file(pa.py_buffer(content)).read_all()
-            described = json.loads(rows.schema.metadata[_METADATA_KEY])
-            schema = pa.ipc.read_schema(pa.py_buffer(rows.schema.metadata[b"datasvc.sample_schema"]))
+            rows = read_table(content, name)
+            metadata = rows.schema.metadata or {}
+            described = json.loads(metadata[_METADATA_KEY])
+            schema = pa.ipc.read_schema(pa.py_buffer(metadata[b"datasvc.sample_schema"]))
+            check_schema(schema)
             format_number = int(described["format"])
-        except (pa.ArrowInvalid, KeyError, ValueError, TypeError) as error:
+        except (CorruptDataError, RecursionError, *PARSE_ERRORS) as error:
             raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
         if format_number > TABLE_FORMAT:
             raise ConfigError(
                 f"{name} has shard table format {format_number}; this datasvc reads up to {TABLE_FORMAT}: upgrade "
                 "datasvc"
             )
-        return cls(
+        try:
             # Tables of format 1 lack two columns, which `_upgraded` adds, and the fields that `get` reads below.
-            rows if format_number > 1 else _upgraded(rows),
-            schema,
-            tuple(described["classes"]),
-            {int(label): count for label, count in described.get("label_counts", {}).items()},
-            described.get("image_kinds", {}),
-            described.get("deletions"),
-        )
+            rows = rows if format_number > 1 else _upgraded(rows)
+            check_columns(rows, _COLUMNS, f"{name} is not a shard table")
+            _check_rows(rows)
+            deletions = described.get("deletions")
+            return cls(
+                rows,
+                schema,
+                tuple(_checked(name, str) for name in described["classes"]),
+                {int(label): _checked(count, int) for label, count in described.get("label_counts", {}).items()},
+                {kind: _checked(count, int) for kind, count in described.get("image_kinds", {}).items()},
+                parse_digest(deletions) if deletions is not None else None,
+            )
+        except (pa.ArrowException, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptDataError(f"{name} is not a shard table: {error!r}") from error
 
     @property
     def num_shards(self) -> int:
@@ -193,6 +209,27 @@ class ShardTable:
         digests, sizes = self.rows.column("digest").to_pylist(), self.rows.column("bytes").to_pylist()
         return [ObjectInfo(Digest(digest.hex()), size) for digest, size in zip(digests, sizes, strict=True)]
 
+    def check_shard(self, number: int, shard: Shard) -> Shard:
+        """Return an opened shard if it has the columns and the number of samples that this table lists.
+
+        Raises:
+            CorruptDataError: it has others, so the rows of the access order are not those of the shard.
+        """
+        count = int(self.rows.column("samples")[number].as_py())
+        if shard.num_samples != count:
+            raise CorruptDataError(
+                f"{shard.name} holds {shard.num_samples} samples, the shard table lists {count}: restore both from "
+                "another copy"
+            )
+        listed = {column.name: column.type for column in self.sample_schema}
+        for column in shard.schema:
+            if listed.get(column.name) != column.type:
+                raise CorruptDataError(
+                    f"{shard.name} has a column {column.name!r} of type {column.type}, the shard table lists "
+                    f"{listed.get(column.name, 'no such column')}: restore both from another copy"
+                )
+        return shard
+
     def index(self, number: int) -> Digest | None:
         """Return the digest of a shard's sample index; None if it has none."""
         index = self.rows.column("index")[number].as_py()
@@ -218,6 +255,23 @@ def _upgraded(rows: pa.Table) -> pa.Table:
     """Return the rows of a format 1 table in the current format: no sample indexes, no deletions."""
     rows = rows.append_column(_COLUMNS.field("index"), pa.nulls(rows.num_rows, pa.binary(32)))
     return rows.append_column(_COLUMNS.field("deleted"), pa.array(np.zeros(rows.num_rows, np.int64)))
+
+
+def _check_rows(rows: pa.Table) -> None:
+    """Raise ValueError if a count or a size is out of range."""
+    columns = {name: rows.column(name).to_numpy() for name in ("samples", "bytes", "deleted")}
+    for name, values in columns.items():
+        # As floats, because a sum of hostile integers may overflow.
+        if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > _MAX_TOTAL:
+            raise ValueError(f"column {name!r} has values that are negative or too large")
+    if (columns["deleted"] > columns["samples"]).any():
+        raise ValueError("a shard has more deleted samples than samples")
+
+
+def _checked(value: Any, expected: type[Value]) -> Value:
+    if not isinstance(value, expected):
+        raise TypeError(f"{str(value)[:80]!r} is not of type {expected.__name__}")
+    return value
 
 
 def _total(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:

@@ -22,6 +22,7 @@ from pyarrow import acero
 
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Digest
+from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.versions.dataset import Split
@@ -157,18 +158,9 @@ def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: s
     """Yield a shard's record batches with its columns that are in `schema`. Raise what `ObjectFiles.open` raises."""
     with files.open(digest) as file:
         try:
-            names = pa.ipc.open_file(file).schema.names
-            fields = [position for position, name in enumerate(names) if name in schema.names]
             # The keys are read if the shard has no column of the scan, because its samples must still be counted.
-            fields = fields or [names.index(KEY)]
-            options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-            reader = pa.ipc.open_file(file, options=options)
-            for number in range(reader.num_record_batches):
-                batch = reader.get_batch(number)
-                batch.validate(full=True)  # a corrupt offset that is used without a check crashes the process
-                yield batch
-        except pa.ArrowInvalid as error:
-            # Kept for `query`, because DuckDB passes on only the text of an error.
+            yield from IpcReader(file, f"a shard of {where}", [*schema.names], otherwise=KEY).batches()
+        except CorruptDataError as error:
             files.failure = CorruptDataError(
                 f"a shard of {where} is corrupt ({error}): run `datasvc verify --deep` to find the affected samples"
             )

@@ -228,9 +228,10 @@ def _relabel_shard(
 ) -> tuple[ObjectInfo, Digest | None]:
     """Return the shard with new labels, and its sample index if it has one; both as stored if no label changes."""
     info = table.shard(number)
-    shard = open_shard(objects, info)
+    shard = table.check_shard(number, open_shard(objects, info))
     if LABEL not in shard.schema.names:
         return info, table.index(number)
+    shard.check_texts()
     batches = [relabel_batch(batch, labels) for batch in shard.batches]
     # If no label of this shard changes, the stored shard is used.
     if all(new.column(LABEL).equals(old.column(LABEL)) for new, old in zip(batches, shard.batches, strict=True)):

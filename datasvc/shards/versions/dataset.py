@@ -59,6 +59,22 @@ class ShardStore(Protocol):
         """Report that all samples before a position of an epoch were served, so that the store can plan fetches."""
 
 
+def open_listed_shard(store: ShardStore, table: ShardTable, number: int) -> Shard:
+    """Return a shard of a split, opened by `store`, after a check against the split's shard table.
+
+    Raises:
+        CorruptDataError: see `ShardTable.check_shard`; the shard is released.
+        CacheFullError, NotFoundError, UnavailableError: see `ShardStore.open_shard`.
+    """
+    info = table.shard(number)
+    shard = store.open_shard(info)
+    try:
+        return table.check_shard(number, shard)
+    except CorruptDataError:
+        store.release_shard(info)
+        raise
+
+
 class OriginShards:
     """A `ShardStore` that reads straight from a repository: local shards are mapped, remote ones read into memory.
 
@@ -188,7 +204,7 @@ class Split:
             if number in self._open:
                 self._open.move_to_end(number)
             else:
-                self._open[number] = self.origin.open_shard(self.table.shard(number))
+                self._open[number] = open_listed_shard(self.origin, self.table, number)
                 # The least recently used shard is dropped first.
                 while len(self._open) > _OPEN_SHARDS:
                     self._open.popitem(last=False)

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
@@ -78,7 +79,14 @@ class Deletions:
     def decode(cls, content: bytes, name: str) -> Deletions:
         """Return the deletions that `encode` wrote. Raise CorruptDataError, or ConfigError for a newer format."""
         what = "deletions object"
-        return cls(decode_table(content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT))
+        table = decode_table(
+            content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT, columns=_SCHEMA
+        )
+        samples = table.column("samples").to_numpy()
+        # One bit for each sample, so that flags take at most eight times the bytes that are stored.
+        if ((samples < 1) | (pc.binary_length(table.column("bitmap")).to_numpy() != (samples - 1) // 8 + 1)).any():
+            raise CorruptDataError(f"{name} is not a {what}: a bitmap does not have one bit for each sample")
+        return cls(table)
 
     @property
     def counts(self) -> Integers:
@@ -205,6 +213,6 @@ def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flag
 
 
 def _labels(objects: Objects, table: ShardTable, number: int, rows: Integers) -> list[int]:
-    shard = open_shard(objects, table.shard(number))
+    shard = table.check_shard(number, open_shard(objects, table.shard(number)))
     labels = shard.column(LABEL).take(pa.array(rows)) if LABEL in shard.schema.names else pa.nulls(0)
     return [label for label in labels.to_pylist() if label is not None]

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch
@@ -78,10 +79,15 @@ class SplitKeys:
         digest = self.table.index(shard)
         if digest is None:
             # The shard was written before sample indexes existed: keys and digests come from the samples themselves.
-            opened = open_shard(self._objects, self.table.shard(shard))
+            opened = self._open(shard)
             keys = take_keys(opened.column(KEY), rows)
             return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
         index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest)).table
+        if index.num_rows != self._stored[shard]:
+            raise CorruptDataError(
+                f"{self._objects.location(digest)} lists {index.num_rows} samples, the shard table "
+                f"{self._stored[shard]}: restore both from another copy"
+            )
         keys = take_keys(index.column("key"), rows)
         if self._labels is None:
             return ShardKeys(shard, rows, keys, lambda: take_keys(index.column("sample"), rows))
@@ -90,8 +96,11 @@ class SplitKeys:
             shard,
             rows,
             keys,
-            lambda: take_keys(self._digest(open_shard(self._objects, self.table.shard(shard))), rows),
+            lambda: take_keys(self._digest(self._open(shard)), rows),
         )
+
+    def _open(self, shard: int) -> Shard:
+        return self.table.check_shard(shard, open_shard(self._objects, self.table.shard(shard)))
 
     def live_rows(self, shard: int) -> Integers:
         """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""
@@ -102,6 +111,7 @@ class SplitKeys:
 
     def _digest(self, shard: Shard) -> pa.Array:
         """Return the sample digest of each stored sample, with the labels renumbered."""
+        shard.check_texts()
         digests: list[bytes] = []
         for batch in shard.batches:
             digests += digest_batch(batch if self._labels is None else relabel_batch(batch, self._labels))[0]

@@ -69,7 +69,9 @@ class Condition:
         live = SplitKeys(objects, table)
         for shard in range(table.num_shards):
             rows = live.live_rows(shard)
-            samples = self._samples(open_shard(objects, table.shard(shard)))
+            opened = table.check_shard(shard, open_shard(objects, table.shard(shard)))
+            opened.check_texts()  # DuckDB expects UTF-8
+            samples = self._samples(opened)
             selected = self._evaluate(samples if len(rows) == samples.num_rows else samples.take(pa.array(rows)))
             if len(selected):
                 yield shard, rows[selected]

@@ -14,14 +14,18 @@ from typing import Final, Literal
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.retries import map_exceptions
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader
+from datasvc.shards.format.object_files import ObjectFiles
+from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.salvage import missing_rows, readable_identities, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.schema import check_shard_schema
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.deletions import Deletions
 from datasvc.shards.versions.split_overlap import (
@@ -35,6 +39,8 @@ from datasvc.threads import map_in_threads
 
 # Number of threads. Each one holds a shard at a time, in memory if the repository is remote.
 _SHARDS_AT_ONCE = 4
+# Without `deep`, a shard of a remote repository takes small requests only.
+_STRUCTURES_AT_ONCE = 16
 _MAX_LISTED_KEYS: Final = 10
 
 Role = Literal["shard table", "deletions", "sample index", "shard"]
@@ -116,7 +122,9 @@ def verify(
         repository: the repository that stores the version.
         ref: the version.
         deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without it,
-            only the size of a shard is checked; tables, deletions and indexes are always hashed.
+            the size and the structure of a shard are checked: of a remote one, its footer and the headers of its
+            record batches; of a local one, also the offsets and texts in them. If the structure is wrong, the shard
+            is read as with `deep`. Tables, deletions and indexes are always hashed.
         progress: counts the bytes of each shard that was checked.
 
     Raises:
@@ -179,7 +187,8 @@ class _SplitCheck:
             progress.advance(self._table.shard(number).size_bytes)
             return shard_problems
 
-        for shard_problems in map_in_threads(check, range(self._table.num_shards), _SHARDS_AT_ONCE):
+        num_threads = _SHARDS_AT_ONCE if self._deep else _STRUCTURES_AT_ONCE
+        for shard_problems in map_in_threads(check, range(self._table.num_shards), num_threads):
             problems += shard_problems
         return problems
 
@@ -200,7 +209,7 @@ class _SplitCheck:
             digest = self._table.index(number)
             assert digest is not None
             yield DatasetProblem(_kind_of(error), "sample index", self._split.name, digest, str(error), number)
-        check = self._check_content if self._deep else self._check_size
+        check = self._check_content if self._deep else self._check_structure
         problem = check(number, self._table.shard(number), index)
         if problem is not None:
             yield problem
@@ -228,6 +237,27 @@ class _SplitCheck:
             return self._shard_problem(kind, number, f"{size_bytes} bytes, expected {shard.size_bytes}", index)
         return None
 
+    def _check_structure(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
+        problem = self._check_size(number, shard, index)
+        if problem is not None:
+            return problem
+        path = self._objects.local_path(shard.digest)
+        try:
+            if path is not None:
+                self._table.check_shard(number, Shard.map(path)).check_texts()
+            else:
+                with ObjectFiles(self._split.repository.storage, {shard.digest: shard.size_bytes}).open(
+                    shard.digest
+                ) as file:
+                    reader = IpcReader(file, self._objects.location(shard.digest))
+                    check_shard_schema(reader.schema, self._objects.location(shard.digest))
+                    for batch in range(reader.num_batches):
+                        reader.check(batch)
+        except (NotFoundError, CorruptDataError):
+            # Reading it tells whether its bytes changed, and which samples are affected.
+            return self._check_content(number, shard, index)
+        return None
+
     def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         problem = self._check_size(number, shard, index)
         # A shard of the wrong size is read anyway, to find which of its samples are intact.
@@ -249,14 +279,13 @@ class _SplitCheck:
     def _compare(self, number: int, content: pa.Buffer, index: SampleIndex | None) -> DatasetProblem | None:
         """Compare the samples of a shard that matches its digest with the sample index and the shard table."""
         try:
-            reader = pa.ipc.open_file(pa.BufferReader(content))
-            batches = (reader.get_batch(batch) for batch in range(reader.num_record_batches))
-            identities = [identity for batch in batches for identity in sample_identities(batch)]
-        except (pa.ArrowException, KeyError) as error:
-            return self._shard_problem("contradictory", number, f"it is not a shard: {error}", index)
-        if len(identities) != self._stored[number]:
-            detail = f"it holds {len(identities)} samples, the shard table lists {self._stored[number]}"
-            return self._shard_problem("contradictory", number, detail, index)
+            reader = IpcReader(pa.BufferReader(content), "the shard")
+            opened = self._table.check_shard(number, Shard(reader.schema, reader.batches(), "it"))
+            identities = [identity for batch in opened.batches for identity in sample_identities(batch)]
+        except (CorruptDataError, *PARSE_ERRORS) as error:
+            if isinstance(error, ConfigError):
+                raise
+            return self._shard_problem("contradictory", number, f"it is not a valid shard: {error}", index)
         rows = missing_rows(index, identities) if index is not None else np.empty(0, np.int64)
         if len(rows):
             detail = "its samples do not match its sample index"
@@ -267,14 +296,17 @@ class _SplitCheck:
         self, kind: Kind, number: int, detail: str, index: SampleIndex | None, rows: Integers | None = None
     ) -> DatasetProblem:
         """Describe a bad shard. `rows` are the affected rows in its file; None stands for all rows."""
-        affected = np.zeros(self._stored[number], np.bool_)
-        affected[slice(None) if rows is None else rows] = True
-        if number in self._deletions.shards:
-            affected &= ~self._deletions.flags(number)
-        first = np.flatnonzero(affected)[:_MAX_LISTED_KEYS]
+        if rows is None and number not in self._deletions.shards:
+            # Without an array of all rows: a wrong table may list more than memory has.
+            count, first = int(self._stored[number]), np.arange(min(self._stored[number], _MAX_LISTED_KEYS))
+        else:
+            affected = np.zeros(self._stored[number], np.bool_)
+            affected[slice(None) if rows is None else rows] = True
+            if number in self._deletions.shards:
+                affected &= ~self._deletions.flags(number)
+            count, first = int(np.count_nonzero(affected)), np.flatnonzero(affected)[:_MAX_LISTED_KEYS]
         keys = index.table.column("key").take(pa.array(first)).to_pylist() if index is not None else []
         digest = self._table.shard(number).digest
-        count = int(np.count_nonzero(affected))
         return DatasetProblem(kind, "shard", self._split.name, digest, detail, number, count, tuple(keys))
 
 

@@ -337,6 +337,28 @@ def test_an_index_that_says_what_cannot_be_is_corrupt(changes, message):
         PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), change(index, **changes), "part")
 
 
+def test_an_index_that_places_blobs_elsewhere_is_corrupt():
+    """Verified bytes would be written over offsets that are checked already."""
+    raw, index = write(IMAGES, schema=image_schema(labelled=True), batch_bytes=1_000_000)
+    (span,) = index.layout.batches[0].blobs
+    moved = change(index, blobs=(ByteRange(span.offset + 8, span.length),))
+    with pytest.raises(CorruptDataError, match="lists blobs at other positions than its frame"):
+        PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), moved, "part")
+
+
+def test_record_batches_that_overlap_are_corrupt():
+    raw, index = write(IMAGES, schema=image_schema(labelled=True), batch_bytes=1_000_000)
+    _, second = (batch.message for batch in index.layout.batches[:2])
+    with pytest.raises(CorruptDataError, match="or that overlap"):
+        PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), change(index, message=second), "part")
+
+
+def test_an_index_that_lists_more_samples_than_its_bytes_can_hold_is_corrupt():
+    raw, index = write(IMAGES, share=10**9, schema=image_schema(labelled=True), batch_bytes=1_000_000)
+    with pytest.raises(CorruptDataError, match=f"lists {1 << 40} samples in"):
+        PartialShard(ObjectInfo(Digest("ab" * 32), len(raw)), change(index, num_samples=1 << 40), "part")
+
+
 def test_a_message_that_is_no_record_batch_is_corrupt_though_its_digest_is_right():
     raw, index = write(IMAGES, share=10**9, schema=image_schema(labelled=True), batch_bytes=1_000_000)
     first = index.layout.batches[0].message

@@ -1,0 +1,160 @@
+"""Checks of Arrow IPC metadata that is not trusted, before Arrow follows the positions and sizes in it.
+
+Arrow trusts some of these numbers: a wrong length ends the process, and a compressed buffer is decompressed to the
+size that it claims. datasvc never compresses a buffer, so every buffer must lie in the bytes that are stored.
+See https://arrow.apache.org/docs/format/Columnar.html, and File.fbs and Message.fbs beside it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+
+# Numbers of the fields in the tables of File.fbs and Message.fbs.
+_FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3
+_MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 1, 2, 3
+_BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
+_SCHEMA_TYPE, _BATCH_TYPE = 1, 3
+_BLOCK: Final = struct.Struct("<qi4xq")  # offset, length of the metadata, length of the body
+_PAIR: Final = struct.Struct("<qq")  # of a field: length and number of nulls; of a buffer: offset and length
+_UINT32: Final = struct.Struct("<I")
+_INT64: Final = struct.Struct("<q")
+_MAGIC_BYTES: Final = 8  # "ARROW1" and its padding
+_PREFIX: Final = struct.Struct("<Ii")  # before each message: a mark, and the length of the flatbuffer
+_MARK: Final = 0xFFFFFFFF
+_ALIGNMENT: Final = 8
+# A value takes at least a bit, so no array that Arrow makes from a batch is much larger than the batch.
+MAX_VALUES_PER_BYTE: Final = 8
+
+
+class Block(NamedTuple):
+    """Position of a record batch in a file, in bytes: its metadata at `offset`, directly followed by its body."""
+
+    offset: int
+    metadata_bytes: int
+    body_bytes: int
+
+
+def parse_footer(footer: bytes, footer_offset: int) -> list[Block]:
+    """Return the record batches that the footer of an Arrow IPC file lists.
+
+    Args:
+        footer: the flatbuffer of the footer.
+        footer_offset: its position in the file; the record batches must end before it.
+
+    Raises:
+        ValueError: the footer lists dictionaries, or batches that are outside of the file or overlap.
+    """
+    try:
+        root = _table_at(footer, 0)
+        if len(_vector(footer, root, _FOOTER_DICTIONARIES, _BLOCK)):
+            raise ValueError("it has dictionaries, which datasvc never writes")
+        blocks = [Block(*block) for block in _vector(footer, root, _FOOTER_BATCHES, _BLOCK)]
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"its footer is not a valid flatbuffer: {error}") from error
+    position = _MAGIC_BYTES
+    for number, block in enumerate(blocks):
+        if block.offset < position or block.metadata_bytes < _PREFIX.size or block.body_bytes < 0:
+            raise ValueError(f"its footer has an invalid position of record batch {number}: {block}")
+        position = block.offset + block.metadata_bytes + block.body_bytes
+        if position > footer_offset:
+            raise ValueError(f"record batch {number} ends at byte {position}, after the footer's {footer_offset}")
+    return blocks
+
+
+def check_block(metadata: bytes, block: Block) -> None:
+    """Raise ValueError if `metadata`, the bytes at `block.offset`, does not describe a record batch in `block`."""
+    if len(metadata) != block.metadata_bytes:
+        raise ValueError("the file ends in a record batch")
+    mark, length = _PREFIX.unpack_from(metadata)
+    if mark != _MARK or length != block.metadata_bytes - _PREFIX.size:
+        raise ValueError(f"its metadata has {length} bytes; expected {block.metadata_bytes - _PREFIX.size}")
+    if not _check_header(metadata[_PREFIX.size :], block.body_bytes):
+        raise ValueError("it is not a record batch")
+
+
+def checked_messages(stream: pa.Buffer) -> Iterator[pa.Message]:
+    """Yield the messages of an Arrow IPC stream, such as the part of a file after its magic bytes.
+
+    Raises:
+        ValueError: a message is neither a schema nor a record batch that lies in its bytes.
+        pa.ArrowException, OSError, EOFError: a message is not valid.
+    """
+    for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(stream)):
+        _check_header(message.metadata.to_pybytes(), message.body.size if message.body is not None else 0)
+        yield message
+
+
+def _check_header(message: bytes, body_bytes: int) -> bool:
+    """Check a message; return whether it is a record batch, otherwise it is a schema. Raise ValueError."""
+    try:
+        root = _table_at(message, 0)
+        kind, header = _field(message, root, _MESSAGE_TYPE), _field(message, root, _MESSAGE_HEADER)
+        if kind is None or header is None or message[kind] not in {_SCHEMA_TYPE, _BATCH_TYPE}:
+            raise ValueError("it has a message that is neither a schema nor a record batch")
+        if _integer(message, root, _MESSAGE_BODY_LENGTH) != body_bytes:
+            raise ValueError(
+                f"a message has {_integer(message, root, _MESSAGE_BODY_LENGTH)} bytes; expected {body_bytes}"
+            )
+        if message[kind] != _BATCH_TYPE:
+            return False
+        batch = _table_at(message, header)
+        if _field(message, batch, _BATCH_COMPRESSION) is not None:
+            raise ValueError("its buffers are compressed, which datasvc never writes")
+        num_rows = _integer(message, batch, _BATCH_LENGTH)
+        nodes = _vector(message, batch, _BATCH_NODES, _PAIR)
+        buffers = _vector(message, batch, _BATCH_BUFFERS, _PAIR)
+    except (struct.error, IndexError) as error:
+        raise ValueError(f"a message is not a valid flatbuffer: {error}") from error
+    for length, num_nulls in [(num_rows, 0), *nodes]:
+        if not 0 <= num_nulls <= length <= MAX_VALUES_PER_BYTE * body_bytes:
+            raise ValueError(f"it has a column of {length} values in {body_bytes} bytes, {num_nulls} of them null")
+    position = 0
+    for offset, length in buffers:
+        # Arrow writes one buffer after the other: two that share bytes would take more memory than the file has.
+        if length < 0 or offset < position or offset + length > body_bytes or offset % _ALIGNMENT:
+            raise ValueError(
+                f"it has a buffer of {length} bytes at {offset}; expected one from {position} to {body_bytes}"
+            )
+        position = offset + length
+    return True
+
+
+def _table_at(content: bytes, position: int) -> int:
+    """Return the position of the table to which the offset at `position` refers."""
+    (offset,) = _UINT32.unpack_from(content, position)
+    return position + int(offset)
+
+
+def _field(content: bytes, table: int, number: int) -> int | None:
+    """Return the position of a field of a flatbuffers table, None if the field is absent."""
+    vtable = table - struct.unpack_from("<i", content, table)[0]
+    if vtable < 0:
+        raise ValueError("a flatbuffers table is outside of its message")
+    (vtable_bytes,) = struct.unpack_from("<H", content, vtable)
+    if 4 + 2 * number >= vtable_bytes:
+        return None
+    (offset,) = struct.unpack_from("<H", content, vtable + 4 + 2 * number)
+    return table + offset if offset else None
+
+
+def _integer(content: bytes, table: int, number: int) -> int:
+    """Return an int64 field of a table; flatbuffers leave out zeros."""
+    position = _field(content, table, number)
+    return 0 if position is None else int(_INT64.unpack_from(content, position)[0])
+
+
+def _vector(content: bytes, table: int, number: int, item: struct.Struct) -> list[tuple[int, ...]]:
+    """Return a field that is a vector of structs of integers; [] if it is absent."""
+    position = _field(content, table, number)
+    if position is None:
+        return []
+    start = _table_at(content, position)
+    (count,) = _UINT32.unpack_from(content, start)
+    start += _UINT32.size
+    if start + count * item.size > len(content):
+        raise ValueError("a flatbuffers vector is longer than its message")
+    return list(item.iter_unpack(content[start : start + count * item.size]))

@@ -1,0 +1,190 @@
+"""Reader of Arrow IPC files that are not trusted: shards, and the tables that describe them.
+
+A digest proves that bytes are those that somebody stored, not that datasvc stored them. So every position, length and
+offset is checked before a value is read through it: a file can only be refused, not crash the process or take much
+more memory than it has bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection, Iterator
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from datasvc.arrow_messages import MAX_VALUES_PER_BYTE, Block, check_block, checked_messages, parse_footer
+from datasvc.errors import CorruptDataError
+from datasvc.shards.format.schema import KEY
+
+_TAIL: Final = struct.Struct("<i6s")  # length of the footer and the magic number, at the end of a file
+_MAGIC: Final = b"ARROW1"
+# A hostile type nests more deeply than any reader's recursion.
+_MAX_DEPTH: Final = 32
+# Errors of pyarrow on invalid files. UnicodeDecodeError, a ValueError, is that of a name that is not UTF-8.
+PARSE_ERRORS: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, KeyError, OverflowError)
+
+
+class IpcReader:
+    """Reads the record batches of an Arrow IPC file; each is checked first, and its values are validated.
+
+    Args:
+        file: the file; it must not change while it is open.
+        name: name of the file for messages.
+        columns: names of the columns to read, of which the file may lack some; None for all.
+        otherwise: column to read if the file has none of `columns`.
+        texts: also check that texts are UTF-8; without it, only keys and nested texts are checked, since the check
+            reads all bytes.
+
+    Attributes:
+        schema: schema of the file, with all its columns.
+
+    Raises:
+        CorruptDataError: the file is not an Arrow IPC file, or has a type that datasvc never writes.
+    """
+
+    def __init__(
+        self,
+        file: pa.NativeFile,
+        name: str,
+        columns: Collection[str] | None = None,
+        *,
+        otherwise: str = "",
+        texts: bool = True,
+    ) -> None:
+        self._file, self._name, self._texts = file, name, texts
+        try:
+            self._blocks = _read_blocks(file)
+            self._reader = pa.ipc.open_file(file)
+            self.schema = self._reader.schema
+            check_schema(self.schema)
+            if columns is not None:
+                chosen = [number for number, column in enumerate(self.schema.names) if column in columns]
+                chosen = chosen or [self.schema.names.index(otherwise)]
+                options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=chosen)
+                self._reader = pa.ipc.open_file(file, options=options)
+        except PARSE_ERRORS as error:
+            raise CorruptDataError(f"{name} is not an Arrow IPC file: {error}") from error
+        if self._reader.num_record_batches != len(self._blocks):
+            raise CorruptDataError(f"{name} is not an Arrow IPC file: its footer is not valid")
+
+    @property
+    def num_batches(self) -> int:
+        """Number of record batches."""
+        return len(self._blocks)
+
+    def check(self, number: int) -> None:
+        """Check the metadata of a record batch, without its values. Raise CorruptDataError."""
+        block = self._blocks[number]
+        try:
+            check_block(self._file.read_at(block.metadata_bytes, block.offset), block)
+        except PARSE_ERRORS as error:
+            raise self._corrupt(number, error) from error
+
+    def batch(self, number: int) -> pa.RecordBatch:
+        """Return a record batch, as a view if the file is in memory. Raise CorruptDataError."""
+        self.check(number)
+        try:
+            batch = self._reader.get_batch(number)
+            _validate(batch, self._blocks[number].body_bytes, texts=self._texts)
+        except PARSE_ERRORS as error:
+            raise self._corrupt(number, error) from error
+        return batch
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield all record batches. Raise CorruptDataError."""
+        return (self.batch(number) for number in range(len(self._blocks)))
+
+    def _corrupt(self, number: int, error: Exception) -> CorruptDataError:
+        return CorruptDataError(
+            f"record batch {number} of {self._name} is corrupt: {error}; restore it from another copy"
+        )
+
+
+def read_table(content: bytes, name: str) -> pa.Table:
+    """Return the validated table of an Arrow IPC file. Raise CorruptDataError."""
+    reader = IpcReader(pa.BufferReader(content), name)
+    return pa.Table.from_batches(reader.batches(), reader.schema)
+
+
+def read_stream(content: bytes) -> pa.Table:
+    """Return the validated table of an Arrow IPC stream. Raise one of `PARSE_ERRORS`."""
+    messages = checked_messages(pa.py_buffer(content))
+    schema = pa.ipc.read_schema(next(messages, b""))
+    check_schema(schema)
+    return pa.Table.from_batches((read_batch(message, schema) for message in messages), schema)
+
+
+def read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
+    """Return the validated batch of a message of `checked_messages`, as a view. Raise one of `PARSE_ERRORS`."""
+    batch = pa.ipc.read_record_batch(message, schema)
+    _validate(batch, message.body.size if message.body is not None else 0, texts=True)
+    return batch
+
+
+def _validate(batch: pa.RecordBatch, body_bytes: int, *, texts: bool) -> None:
+    """Raise ArrowInvalid or ValueError if a value of a batch is not in its bytes; see `IpcReader` for `texts`."""
+    batch.validate()
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        # Arrow follows offsets without a check afterwards: one outside of its buffer would end the process.
+        (column if texts or name == KEY else _as_bytes(column)).validate(full=True)
+        if _num_viewed(column) > MAX_VALUES_PER_BYTE * body_bytes:
+            raise ValueError(f"column {name!r} has more values in its list views than its bytes can hold")
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    """Return an array of text as one of bytes, without a copy; other arrays unchanged."""
+    if pa.types.is_string(column.type):
+        return column.view(pa.binary())
+    return column.view(pa.large_binary()) if pa.types.is_large_string(column.type) else column
+
+
+def _num_viewed(array: pa.Array) -> int:
+    """Return the number of values in the list views of a valid array; the views may overlap."""
+    data_type = array.type
+    if pa.types.is_list_view(data_type) or pa.types.is_large_list_view(data_type):
+        return int(array.sizes.to_numpy().sum(dtype=np.int64, initial=0))
+    if pa.types.is_struct(data_type):
+        return sum(_num_viewed(array.field(number)) for number in range(data_type.num_fields))
+    if pa.types.is_map(data_type):
+        return _num_viewed(array.keys) + _num_viewed(array.items)
+    return _num_viewed(array.values) if pa.types.is_nested(data_type) and hasattr(array, "values") else 0
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Raise ValueError if a type is one that datasvc never writes, or two columns have the same name."""
+    if len(set(schema.names)) != len(schema.names):
+        raise ValueError(f"two columns have the same name: {schema.names}")
+    for field in schema:
+        _check_type(field)
+
+
+def _read_blocks(file: pa.NativeFile) -> list[Block]:
+    size_bytes = file.size()
+    if size_bytes < _TAIL.size:
+        raise ValueError(f"it has {size_bytes} bytes")
+    length, magic = _TAIL.unpack(file.read_at(_TAIL.size, size_bytes - _TAIL.size))
+    offset = size_bytes - _TAIL.size - length
+    if magic != _MAGIC or length < 0 or offset < 0:
+        raise ValueError("it does not end with a footer; it may be truncated")
+    return parse_footer(file.read_at(length, offset), offset)
+
+
+def _check_type(field: pa.Field, depth: int = 0, *, is_viewed: bool = False) -> None:
+    """Raise ValueError for a type whose values may take more memory than their bytes, or with an invalid name."""
+    data_type = field.type
+    is_view = pa.types.is_list_view(data_type) or pa.types.is_large_list_view(data_type)
+    is_expanding = (
+        (is_view and is_viewed)
+        or pa.types.is_dictionary(data_type)
+        or pa.types.is_run_end_encoded(data_type)
+        or pa.types.is_binary_view(data_type)
+        or pa.types.is_string_view(data_type)
+    )
+    if is_expanding:
+        raise ValueError(f"column {field.name!r} has the type {data_type}, which datasvc never writes")
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"a column nests more than {_MAX_DEPTH} types")
+    for number in range(data_type.num_fields):
+        _check_type(data_type.field(number), depth + 1, is_viewed=is_viewed or is_view)
