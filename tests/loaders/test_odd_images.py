@@ -131,7 +131,7 @@ def odd_split(tmp_path_factory):
             return ImageHeader("JPEG", 200, 600 if content == BAD["promises-more.jpg"][0] else 150)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.shards.ingestion.build_listed.read_header", measure)
+        patch.setattr("datasvc.shards.images.header.read_header", measure)
         ingest(repository, str(folder / "source"), "odd")
     return open_dataset(repository, "odd")["train"]
 

@@ -86,7 +86,9 @@ def ingest(
     on_bad: Annotated[
         Literal["fail", "skip"], typer.Option(help="If samples do not decode: commit nothing, or skip them.")
     ] = "fail",
-    decode_check: Annotated[bool, typer.Option(help="Decode every image completely.")] = False,
+    decode_check: Annotated[
+        bool, typer.Option(help="Decode every image completely, and find damage that decoders repair.")
+    ] = False,
     duplicates: Annotated[
         Literal["keep", "drop", "fail"],
         typer.Option(help="If samples have equal content: keep and list them, drop them, or fail."),

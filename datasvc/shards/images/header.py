@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from datasvc.errors import BadSampleError, ConfigError
+from datasvc.errors import BadSampleError, ConfigError, DatasvcError
 from datasvc.shards.images.exif import parse_orientation, read_orientation, swaps_sides
+from datasvc.shards.images.jpeg_damage import decode_jpeg
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 REENCODE_QUALITY: Final = 90
@@ -82,7 +83,8 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
 
     Args:
         content: the complete file.
-        decode: also decode every pixel, which takes about a hundred times longer.
+        decode: also decode every pixel, which takes about a hundred times longer. In a JPEG, this finds damage that
+            decoders repair, see `jpeg_damage`.
 
     Raises:
         BadSampleError: the file is empty, not an image, truncated, or has too many pixels; the message says which.
@@ -120,6 +122,27 @@ def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
         return _encode(upright, kind, settings.quality or REENCODE_QUALITY)
 
 
+def check_and_reencode(
+    content: bytes | memoryview, settings: Reencoding, *, decode: bool
+) -> tuple[ImageHeader, bytes | None]:
+    """Check an image, and encode it again if `settings` require it.
+
+    Args:
+        content: the complete file.
+        settings: see `reencode`.
+        decode: see `read_header`. The file itself is decoded: a new encoding would hide its damage.
+
+    Returns:
+        The header of the image to store, and its new bytes; None for `content`.
+
+    Raises:
+        BadSampleError: see `read_header`.
+    """
+    header = read_header(content, decode=True) if decode else None
+    encoded = reencode(content, settings) if settings.is_enabled else None
+    return read_header(encoded or content) if encoded or header is None else header, encoded
+
+
 @contextmanager
 def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
     """Open an encoded image with Pillow, and map Pillow's errors, here and in the `with` block, to BadSampleError.
@@ -130,7 +153,7 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             yield image
-    except BadSampleError:
+    except DatasvcError:
         raise
     except UnidentifiedImageError as error:
         raise BadSampleError(f"not an image: the file starts with {bytes(content[:16])!r}") from error
@@ -204,7 +227,9 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
         kind, (width, height) = image.format or "?", image.size
         if swaps_sides(read_orientation(content, kind)):
             width, height = height, width
-        if decode or not _is_complete(kind, content):
+        # A JPEG with several pictures has the kind MPO.
+        is_decoded = decode and kind in {"JPEG", "MPO"} and decode_jpeg(content)
+        if not is_decoded and (decode or not _is_complete(kind, content)):
             image.load()
     return ImageHeader(kind, width, height)
 

@@ -22,7 +22,7 @@ from datasvc.repository import Repository
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.digests import digest_blob, digest_samples, encode_value
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
-from datasvc.shards.images.header import ImageHeader, read_header, reencode
+from datasvc.shards.images.header import ImageHeader, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork, ShardFinisher, ShardOutput, UnitResult
 from datasvc.shards.ingestion.plan import IngestUnit
 from datasvc.shards.sources.common.files import FileReader
@@ -81,7 +81,7 @@ class _ImageAppender:
         self._output = output
         self._writer = output.writer
         self._decode = work.options.decode_check
-        self._reencoding = work.options.reencoding if work.options.reencoding.is_enabled else None
+        self._reencoding = work.options.reencoding
         self._has_label = LABEL in work.source.schema.names
         extra_columns = [name for name in work.source.schema.names if name not in _STANDARD_COLUMNS]
         # Position of each extra column in `ImageFile.values`.
@@ -102,10 +102,8 @@ class _ImageAppender:
         # `printable` changes only a name that is not UTF-8.
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
-        if self._reencoding is not None:
-            # None: the image stays unchanged.
-            content = reencode(content, self._reencoding) or content
-        header = read_header(content, decode=self._decode)
+        header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode)
+        content = encoded or content  # None: the image stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)
         is_full = self._writer.append_blobs(*blobs)

@@ -127,7 +127,8 @@ def ingest(
         classes: class names for a source whose labels are integers without names, label 0 first.
         shard_bytes: size of the samples in a full shard.
         on_bad: "fail" checks all samples and commits nothing if one is bad; "skip" leaves bad samples out.
-        decode_check: decode every image completely instead of checking its header and its end.
+        decode_check: decode every image completely instead of checking its header and its end; damage of a JPEG that
+            decoders repair is an error.
         duplicates: for samples with the same content as an earlier one of their split: "keep" and report them, "drop"
             them, or "fail".
         max_side: longest side in pixels; larger images are scaled down and encoded again.

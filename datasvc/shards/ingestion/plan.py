@@ -41,7 +41,8 @@ class BuildOptions:
 
     Attributes:
         shard_bytes: size of the samples in a full shard.
-        decode_check: decode every image completely instead of checking its header and its end.
+        decode_check: decode every image completely instead of checking its header and its end; damage of a JPEG that
+            decoders repair is an error.
         reencoding: how images are made smaller, if at all.
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         seed: seed of that permutation.

@@ -16,7 +16,7 @@ from datasvc.errors import BadSampleError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import DIGEST_BYTES, blob_views, digest_batch, value_offsets
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_gathered, is_image
-from datasvc.shards.images.header import ImageHeader, read_header, reencode
+from datasvc.shards.images.header import ImageHeader, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.sources.common.source import BadSample
 
@@ -137,10 +137,9 @@ def _check_images(
             if view is None and not nullable:
                 raise BadSampleError("has no image")  # noqa: TRY301 - one place turns errors into reasons
             if view is not None:
-                content = reencode(view, options.reencoding) if options.reencoding.is_enabled else None
+                header, content = check_and_reencode(view, options.reencoding, decode=options.decode_check)
                 if content is not None:
                     reencoded[row] = content
-                header = read_header(content or view, decode=options.decode_check)
         except BadSampleError as error:
             reasons[row] = str(error)
         headers.append(header)

@@ -307,15 +307,16 @@ SLOW = """
 import os, sys, time
 from datasvc.repository import Repository
 from datasvc.shards import ingest
-from datasvc.shards.ingestion import build_listed, executors
-real = build_listed.read_header
+from datasvc.shards.images import header
+from datasvc.shards.ingestion import executors
+real = header.read_header
 def read_header(*arguments, **options):
     if os.getppid() == driver:
         open(os.path.join(sys.argv[3], str(os.getpid())), "w").close()
         os.read(os.open(sys.argv[3] + ".gate", os.O_RDONLY), 1)
     return real(*arguments, **options)
 driver = os.getpid()
-build_listed.read_header = read_header
+header.read_header = read_header
 executors.choose_start_method = lambda **_: "fork"
 try:
     ingest(Repository.open(sys.argv[1]), sys.argv[2], "pets", shard_bytes=2500, workers=2)

@@ -191,6 +191,18 @@ def test_a_decode_check_finds_what_headers_do_not_show(repository, folder):
     assert str(ingest(repository, str(folder), "pets").version) == "pets@1"
 
 
+@pytest.mark.parametrize("options", [{}, {"max_side": 50}])
+def test_a_decode_check_names_the_image_that_decoders_repair(repository, folder, options):
+    whole = jpeg(200, 150, seed=1, quality=95)
+    damaged = whole[: len(whole) // 2] + bytes(200) + whole[len(whole) // 2 + 200 :]
+    (folder / "train" / "b" / "bad.jpg").write_bytes(damaged)
+    samples = [{"key": "good", "image": whole}, {"key": "bad", "image": damaged}]
+    for source, key in ((str(folder), r"train/b/bad\.jpg"), (samples, "bad")):
+        with pytest.raises(BadSampleError, match=rf"{key}: does not decode: Corrupt JPEG data"):
+            ingest(repository, source, "pets", decode_check=True, **options)
+    assert str(ingest(repository, str(folder), "pets").version) == "pets@1"
+
+
 def test_extensions_and_split_folders_are_recognised_in_any_case(repository, folder):
     (folder / "train" / "a" / "loud.JPG").write_bytes(jpeg(seed=99))
     (folder / "train").rename(folder / "TRAIN")

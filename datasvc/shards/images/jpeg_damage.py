@@ -1,0 +1,90 @@
+"""Damage in the compressed pixels of a JPEG, which most decoders repair without an error.
+
+libjpeg continues after damage, and only counts warnings; Pillow and GPU decoders ignore them. simplejpeg raises them
+as errors. A run of zeros, as a lost disk sector leaves it, may decode without a warning, because each code of the run
+is valid. It is found because the Huffman tables show that no encoder writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from datasvc.errors import BadSampleError, ConfigError
+
+# libjpeg has other warnings too, such as an unknown Adobe segment, that leave the pixels as they are.
+_DAMAGE: Final = ("Corrupt JPEG data", "Premature end of JPEG file")
+_MIN_ZEROS: Final = 64
+_SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)
+_HUFFMAN_TABLES, _START_OF_SCAN, _END_OF_IMAGE = 0xC4, 0xDA, b"\xff\xd9"
+_END_OF_BLOCK: Final = 0  # symbol of the AC tables
+
+
+def decode_jpeg(content: bytes | memoryview) -> bool:
+    """Decode a JPEG, and check that no decoder has to repair it.
+
+    Args:
+        content: the file; with several pictures, as in MPO files, only the first is decoded.
+
+    Returns:
+        False if TurboJPEG does not support the file, for instance CMYK with subsampled colours, so that another
+        decoder has to decode it.
+
+    Raises:
+        BadSampleError: the compressed pixels are damaged; the message has the report of the decoder.
+        ConfigError: simplejpeg is not installed.
+    """
+    try:
+        import simplejpeg  # here, so that everything else works where it is not installed
+    except ImportError as error:
+        raise ConfigError("a decode check of JPEG files needs a package: pip install simplejpeg") from error
+    offset = _find_zeros(bytes(content))
+    if offset is not None:
+        raise BadSampleError(f"does not decode: Corrupt JPEG data: {_MIN_ZEROS} zero bytes at byte {offset}")
+    try:
+        # In grey, because all colours are decompressed anyway, and this skips their conversion.
+        simplejpeg.decode_jpeg(content, "gray", strict=True)
+    except ValueError as error:
+        if str(error).startswith(_DAMAGE):
+            raise BadSampleError(f"does not decode: {error}") from error
+        return False
+    return True
+
+
+def _find_zeros(raw: bytes) -> int | None:
+    """Return the offset of a run of zero bytes in compressed pixels that no encoder writes; None without one.
+
+    In a Huffman table, the code of zeros belongs to the first symbol. If that is not the end of a block, the run sets
+    frequencies of at least one whole block to the same value, which no block of pixels has. Only files with one
+    sequential scan are searched: others may have long runs of zeros.
+    """
+    first_symbols: dict[int, int] = {}
+    num_components = None
+    offset = 2
+    while offset + 4 <= len(raw) and raw[offset] == 0xFF:
+        marker, stop = raw[offset + 1], offset + 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
+        segment = raw[offset + 4 : stop]
+        if marker in _SEQUENTIAL_FRAMES:
+            num_components = segment[5]
+        elif marker == _HUFFMAN_TABLES:
+            first_symbols |= _first_symbols(segment)
+        elif marker == _START_OF_SCAN:
+            if segment[0] != num_components:
+                return None
+            used = {segment[position] & 15 for position in range(2, 2 * num_components + 1, 2)}
+            if all(first_symbols.get(table) == _END_OF_BLOCK for table in used):
+                return None
+            found = raw.find(bytes(_MIN_ZEROS), stop, raw.find(_END_OF_IMAGE, stop))
+            return found if found >= 0 else None
+        offset = stop
+    return None
+
+
+def _first_symbols(segment: bytes) -> dict[int, int]:
+    """Return the first symbol of each AC table of a segment, by the number of the table."""
+    symbols: dict[int, int] = {}
+    while len(segment) > 17:
+        num_symbols = sum(segment[1:17])
+        if segment[0] >> 4:
+            symbols[segment[0] & 15] = segment[17]
+        segment = segment[17 + num_symbols :]
+    return symbols
