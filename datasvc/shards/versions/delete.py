@@ -1,4 +1,7 @@
-"""Delete samples: commit the next version of a data set with new deletion bitmaps; shards are not changed."""
+"""Delete samples: commit the next version of a data set with new deletion bitmaps; shards are not changed.
+
+`repo.datasets.delete` and the command `datasvc delete` call `delete`.
+"""
 
 from __future__ import annotations
 
@@ -96,13 +99,15 @@ class _NothingToDeleteError(Exception):
 
 @dataclass(eq=False)
 class _DeleteBuild:
-    """Builds the log entry from the newest version. `Log.append` calls it again if another writer committed first.
+    """Builds the log entry of the new version from the newest version.
+
+    `Log.append` calls an instance once per attempt: again if another writer committed first.
 
     Attributes:
         repository, keys, where, split, ignore_missing, message: as in `delete`.
         parent: the version that the last call built on; before the first call, the newest version.
         deleted: number of samples that the last call deleted, by split.
-        missing: keys that the first call did not find.
+        missing: keys that the first call did not find, sorted.
     """
 
     repository: Repository
@@ -121,50 +126,54 @@ class _DeleteBuild:
         self.parent = continued_version(self.repository, self.parent.name, head) or self.parent
         dataset = open_dataset(self.repository, str(self.parent))
         tables = {opened.name: opened.table for opened in choose_split(dataset, self.split)}
-        rows = self._find(tables)
+        rows_by_split = self._select_rows(tables)
         objects = self.repository.objects
-        self.deleted = {split: sum(map(len, chosen.values())) for split, chosen in rows.items()}
-        if not rows:
+        self.deleted = {split: sum(map(len, rows.values())) for split, rows in rows_by_split.items()}
+        if not rows_by_split:
             raise _NothingToDeleteError
         for split, count in self.deleted.items():
             if count == tables[split].num_samples:
                 raise ConfigError(
                     f"all samples of split {split!r} of {self.parent} would be deleted: nothing was committed"
                 )
-        changed = {split: delete_samples(objects, tables[split], chosen) for split, chosen in rows.items()}
-        selection = {"where": self.where, "split": self.split}
-        change = {
-            "kind": "delete",
-            "deleted": sum(self.deleted.values()),
-            **{name: value for name, value in selection.items() if value is not None},
-        }
+        changed = {split: delete_samples(objects, tables[split], rows) for split, rows in rows_by_split.items()}
+        change: dict[str, Any] = {"kind": "delete", "deleted": sum(self.deleted.values())}
+        if self.where is not None:
+            change["where"] = self.where
+        if self.split is not None:
+            change["split"] = self.split
         return changed_entry(dataset, changed, change, message=self.message)
 
-    def _find(self, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
-        """Return the rows to delete in each shard's file, by split and shard, without splits that have none."""
+    def _select_rows(self, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
+        """Return the rows to delete in each shard's file, by split and shard.
+
+        A split or shard without rows to delete is left out.
+        """
         objects = self.repository.objects
         if self.where is None:
-            rows_by_split = self._find_keys(objects, tables)
+            rows_by_split = self._select_rows_by_key(objects, tables)
         else:
             rows_by_split = {
                 split: dict(Condition(self.where, table.sample_schema).find(objects, table))
                 for split, table in tables.items()
             }
-        return {split: shards for split, shards in rows_by_split.items() if shards}
+        return {split: rows for split, rows in rows_by_split.items() if rows}
 
-    def _find_keys(self, objects: Objects, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
-        assert self.keys is not None
+    def _select_rows_by_key(
+        self, objects: Objects, tables: Mapping[str, ShardTable]
+    ) -> dict[str, dict[int, Integers]]:
+        assert self.keys is not None, "`delete` requires either keys or a condition"
         rows_by_split: dict[str, dict[int, Integers]] = {}
-        seen: set[str] = set()
+        existing: set[str] = set()
         for split, table in tables.items():
             rows_by_split[split] = {}
             for shard_keys in SplitKeys(objects, table):
                 keys = shard_keys.keys.to_pylist()
                 positions = [position for position, key in enumerate(keys) if key in self.keys]
                 if positions:
-                    seen.update(keys[position] for position in positions)
+                    existing.update(keys[position] for position in positions)
                     rows_by_split[split][shard_keys.shard] = shard_keys.rows[np.array(positions)]
-        self._check_missing(self.keys - seen)
+        self._check_missing(self.keys - existing)
         return rows_by_split
 
     def _check_missing(self, missing: frozenset[str]) -> None:
@@ -180,6 +189,7 @@ class _DeleteBuild:
 
 
 def _checked_keys(keys: Iterable[str] | None) -> frozenset[str] | None:
+    # A string is an iterable of strings too: without this check, each of its characters would be a key.
     if isinstance(keys, str):
         raise ConfigError(f"keys is the string {keys!r}; expected a list of keys, such as [{keys!r}]")
     return None if keys is None else frozenset(keys)

@@ -36,14 +36,16 @@ _SCHEMA = pa.schema(
     ],
     metadata={_FORMAT_KEY: str(DELETIONS_FORMAT).encode()},
 )
-# Upper bound on the row numbers (8 bytes each, 32 MiB together) that `kept_rows` caches.
+# Maximum number of row numbers that `kept_rows` caches for a split; with 8 bytes each, they take 32 MiB.
 _CACHED_ROWS = 4 << 20
 
 Flags = npt.NDArray[np.bool_]
 
 
 class Deletions:
-    """The deleted samples of one split. Safe for use by several threads.
+    """The deleted samples of one split, as bitmaps of its shards. Safe for use by several threads.
+
+    A bitmap has one bit per stored sample (live or deleted), lowest bit first; 1 means deleted.
 
     Args:
         table: Arrow table with the columns of docs/formats.md, by ascending shard number.
@@ -57,8 +59,10 @@ class Deletions:
         self._table = table.combine_chunks()
         self.shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
         self.samples = np.asarray(self._table.column("samples").to_numpy(), np.int64)
-        bitmaps = [blob_views(chunk) for chunk in self._table.column("bitmap").chunks]
-        self._bitmaps = [np.frombuffer(view, np.uint8) for chunk in bitmaps for view in chunk if view is not None]
+        # No view is None, because `bitmap` is not nullable in the schema; the test below is for the type checker.
+        views = [view for chunk in self._table.column("bitmap").chunks for view in blob_views(chunk)]
+        self._bitmaps = [np.frombuffer(view, np.uint8) for view in views if view is not None]
+        # Results of `kept_rows` by shard, least recently used first, and the number of rows in all of them.
         self._kept: OrderedDict[int, Integers] = OrderedDict()
         self._kept_rows = 0
         self._lock = threading.Lock()
@@ -98,7 +102,7 @@ class Deletions:
         return np.asarray(np.add.reduceat(bits, starts), np.int64)
 
     def bitmap(self, shard: int) -> bytes:
-        """Return the bitmap of one shard, one bit per stored sample, lowest bit first; b"" without deletions."""
+        """Return the bitmap of one shard; b"" if the shard has no deletions."""
         position = self._find(shard)
         return b"" if position is None else self._bitmaps[position].tobytes()
 
@@ -110,7 +114,10 @@ class Deletions:
         return np.unpackbits(self._bitmaps[position], count=count, bitorder="little").view(np.bool_)
 
     def kept_rows(self, shard: int) -> Integers:
-        """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
+        """Return the live (not deleted) rows of a shard with deletions: `int64[live]`, ascending.
+
+        The array is cached; do not modify it.
+        """
         with self._lock:
             if shard in self._kept:
                 self._kept.move_to_end(shard)
@@ -127,6 +134,7 @@ class Deletions:
         return rows
 
     def _find(self, shard: int) -> int | None:
+        """Return the position of a shard in `shards`; None if the shard has no deletions."""
         position = int(np.searchsorted(self.shards, shard))
         return position if position < len(self.shards) and self.shards[position] == shard else None
 
@@ -143,6 +151,7 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
         return Deletions.build({})
     name = objects.location(table.deletions)
     deletions = Deletions.decode(objects.read(table.deletions), name)
+    # The shard table counts the deleted samples too. The two objects must agree.
     affected = np.flatnonzero(table.deleted_per_shard)
     if not (
         np.array_equal(deletions.shards, affected)
@@ -156,40 +165,42 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
     """Return the table of a split with more samples deleted, and store the deletions object that it refers to.
 
-    `rows` has by shard the rows in its file to delete, `int64[n]` each; rows that are deleted already are ignored.
-    Shards without live (not deleted) samples are left out of the new table, so its shards are renumbered.
+    `rows` has, by shard, the rows to delete in the shard's file: `int64[n]`. Rows that are deleted already are
+    ignored; if all are, `table` is returned. Shards without live samples are left out of the new table, and the other
+    shards are renumbered.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: the labels of a shard, or the present deletions, cannot
             be read.
     """
-    before = load_deletions(objects, table)
-    flags = {int(shard): before.flags(int(shard)) for shard in before.shards}
+    present = load_deletions(objects, table)
+    flags = {int(shard): present.flags(int(shard)) for shard in present.shards}
     stored = table.stored_per_shard
     deleted_labels: Counter[int] = Counter()
     num_new = 0
-    for shard, chosen in sorted(rows.items()):
+    for shard, shard_rows in sorted(rows.items()):
         deleted = flags.setdefault(shard, np.zeros(int(stored[shard]), np.bool_))
-        new = np.unique(chosen[~deleted[chosen]])
+        new = np.unique(shard_rows[~deleted[shard_rows]])
+        # Labels are read from the shard only if the table has label counts to update.
         if len(new) and table.label_counts:
             deleted_labels.update(_labels(objects, table, shard, new))
         deleted[new] = True
         num_new += len(new)
     if not num_new:
         return table
-    counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
-    counted = replace(table, label_counts={label: count for label, count in counts.items() if count})
-    return with_deletions(objects, counted, flags)
+    live_counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
+    recounted = replace(table, label_counts={label: count for label, count in live_counts.items() if count})
+    return with_deletions(objects, recounted, flags)
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with all samples deleted except the live samples `rows`. Otherwise like `delete_samples`."""
+    """Return the table with all samples deleted except `rows`, which are live. Otherwise like `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     kept_labels: Counter[int] = Counter()
-    for shard, chosen in rows.items():
-        flags[shard][chosen] = False
+    for shard, kept_rows in rows.items():
+        flags[shard][kept_rows] = False
         if table.label_counts:
-            kept_labels.update(_labels(objects, table, shard, chosen))
+            kept_labels.update(_labels(objects, table, shard, kept_rows))
     return with_deletions(objects, replace(table, label_counts=dict(sorted(kept_labels.items()))), flags)
 
 
@@ -202,17 +213,18 @@ def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flag
     deleted = np.zeros(table.num_shards, np.int64)
     for shard, shard_flags in flags.items():
         deleted[shard] = np.count_nonzero(shard_flags)
-    # Shards without live samples are dropped, so bitmaps are numbered by the remaining shards.
+    # Shards without live samples are dropped. Each bitmap gets the number that its shard has among the others.
     kept = np.flatnonzero(deleted < table.stored_per_shard)
     deletions = Deletions.build(
-        {number: flags[shard] for number, shard in enumerate(kept.tolist()) if shard in flags}
+        {new_number: flags[shard] for new_number, shard in enumerate(kept.tolist()) if shard in flags}
     )
     digest = objects.put(deletions.encode()).digest if len(deletions.shards) else None
-    marked = table.with_column("deleted", deleted)
-    return replace(marked, rows=marked.rows.take(kept), deletions=digest)
+    with_counts = table.with_column("deleted", deleted)
+    return replace(with_counts, rows=with_counts.rows.take(kept), deletions=digest)
 
 
 def _labels(objects: Objects, table: ShardTable, number: int, rows: Integers) -> list[int]:
+    """Return the labels of some rows of a shard, without nulls; [] if the shard has no labels."""
     shard = table.check_shard(number, open_shard(objects, table.shard(number)))
     labels = shard.column(LABEL).take(pa.array(rows)) if LABEL in shard.schema.names else pa.nulls(0)
     return [label for label in labels.to_pylist() if label is not None]

@@ -47,6 +47,8 @@ def count_classes(label_counts: Mapping[int, int], classes: tuple[str, ...]) -> 
     if not label_counts:
         return {}
     counts = {name: label_counts.get(label, 0) for label, name in enumerate(classes)}
-    unnamed = {str(label): count for label, count in sorted(label_counts.items()) if not 0 <= label < len(classes)}
-    # A class may be named "7": then the samples with the unnamed label 7 are counted as "label 7".
-    return counts | {label if label not in counts else f"label {label}": count for label, count in unnamed.items()}
+    for label, count in sorted(label_counts.items()):
+        if not 0 <= label < len(classes):
+            # A class may be named "7": then the samples with the unnamed label 7 are counted as "label 7".
+            counts[f"label {label}" if str(label) in classes else str(label)] = count
+    return counts

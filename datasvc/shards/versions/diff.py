@@ -48,7 +48,7 @@ class Keys:
         """Yield the keys. Raise CorruptDataError, NotFoundError, UnavailableError."""
         shards = self._split.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
-            # No key of this shard is left, so its index need not be read.
+            # If `without` has every live sample of the shard, no key is left, and its index need not be read.
             if len(self._without.get(shard, ())) == len(self._split.live_rows(shard)):
                 continue
             shard_keys = self._split.read(shard)
@@ -130,9 +130,10 @@ def diff(repository: Repository, a: str, b: str) -> Difference:
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
     """Return the changes from split `a` to split `b`; None stands for an empty split. Raise what `diff` raises."""
     a, b = _or_empty(a, b), _or_empty(b, a)
-    # A class may have different numbers on the two sides, so the labels of `b` get the numbers that `a` uses.
+    # A class may have different numbers on the two sides: `labels` maps the labels of `b` to the numbers of `a`.
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
     unshared_a, unshared_b, num_shared = _unshared(objects, a, b, labels)
+    # An unshared sample is in `common` if both sides have its key, and otherwise only one side has its key.
     common = match_keys(unshared_a, unshared_b)
     types_a, types_b = ({column.name: str(column.type) for column in table.sample_schema} for table in (a, b))
     return SplitDifference(
@@ -157,15 +158,16 @@ def _unshared(
 ) -> tuple[SplitKeys, SplitKeys, int]:
     """Return the samples of each side that are not shared, and the number of shared samples.
 
-    A sample is shared if both sides have its shard, and neither deleted it. Other samples are compared by key.
+    A sample is shared if both sides have its shard and it is live (not deleted) on both. Shared samples are equal, so
+    only the others are compared by key. `labels` maps the labels of `b` to those of `a`; {} if they are the same.
     """
     if labels and LABEL in b.sample_schema.names:
-        # Renumbered labels change the samples, so that equal shards no longer mean equal samples.
+        # Renumbered labels change the samples of `b`, so that equal shards no longer mean equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
     sides = [SplitKeys(objects, table) for table in (a, b)]
     bitmaps = [load_deletions(objects, table).bitmap for table in (a, b)]
     unshared_shards: tuple[list[int], list[int]] = ([], [])
-    without: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
+    shared_rows: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
     num_live = a.samples_per_shard
     num_shared = 0
     partners = find_partners(a, b)
@@ -175,23 +177,23 @@ def _unshared(
             continue
         # The same file with different deletions: the bitmaps show which samples differ, so no key is read.
         live = [side.live_rows(shard) for side, shard in zip(sides, (shard_a, shard_b), strict=True)]
-        both = np.intersect1d(live[0], live[1], assume_unique=True)
-        num_shared += len(both)
+        live_in_both = np.intersect1d(live[0], live[1], assume_unique=True)
+        num_shared += len(live_in_both)
         for side, shard in enumerate((shard_a, shard_b)):
-            if len(live[side]) > len(both):
+            if len(live[side]) > len(live_in_both):
                 unshared_shards[side].append(shard)
-                without[side][shard] = both
+                shared_rows[side][shard] = live_in_both
     unshared_shards[0].extend(set(range(a.num_shards)) - partners.keys())
     unshared_shards[1].extend(set(range(b.num_shards)) - set(partners.values()))
     unshared_a, unshared_b = (
-        SplitKeys(objects, table, sorted(unshared_shards[side]), without=without[side])
+        SplitKeys(objects, table, sorted(unshared_shards[side]), without=shared_rows[side])
         for side, table in enumerate((a, b))
     )
     return unshared_a, unshared_b, num_shared
 
 
 def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
-    """Return the shards of `a` that `b` has too, mapped to their numbers in `b`; no number occurs twice."""
+    """Return the numbers in `a` of the shards that `b` has too, mapped to their numbers in `b`; none occurs twice."""
     numbers_in_b: dict[bytes, list[int]] = {}
     for number, digest in enumerate(b.rows.column("digest").to_pylist()):
         numbers_in_b.setdefault(digest, []).append(number)
@@ -204,7 +206,11 @@ def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
 
 
 def _or_empty(table: ShardTable | None, other: ShardTable | None) -> ShardTable:
+    """Return `table`; if it is None, an empty table with the columns and classes of `other`.
+
+    Then a split that one version lacks differs in its samples only.
+    """
     if table is not None:
         return table
-    assert other is not None
+    assert other is not None, "at least one of two versions has the split"
     return ShardTable.build([], other.sample_schema, other.classes)

@@ -1,6 +1,7 @@
 """Join of two splits on their sample keys, with a comparison of the matched samples.
 
-Append, merge and diff use this join. `matching` finds the pairs; their samples are compared by their digests.
+Append, merge and diff use this join. `matching` finds the pairs of samples with equal keys; the two samples of a pair
+are equal if their sample digests are.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ class CommonKeys:
 
 
 def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:
-    """Return the keys that live (not deleted) samples of both splits have. Raise what `match_keys` raises."""
+    """Return the pairs of live (not deleted) samples with equal keys. Raise what `match_keys` raises."""
     return match_keys(SplitKeys(objects, a), SplitKeys(objects, b))
 
 
 def match_keys(a: SplitKeys, b: SplitKeys) -> CommonKeys:
-    """Return the keys that occur on both sides.
+    """Return the pairs of samples of `a` and `b` with equal keys.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
@@ -65,6 +66,8 @@ def first_keys(keys: list[str] | pa.Array, count: int = 10) -> str:
 
 
 def _side(split: SplitKeys) -> Side:
+    """Return a side that is matched by key, with sample digests as the attached values."""
+
     def read() -> Iterator[ShardValues]:
         return (ShardValues(shard.shard, shard.rows, shard.keys, shard.read_digests) for shard in split)
 

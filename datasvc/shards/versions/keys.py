@@ -1,6 +1,6 @@
 """Keys, digests and places (shard and row) of a split's live (not deleted) samples, read from the sample indexes.
 
-Append, merge, diff, delete and the search for duplicates compare or select samples with it.
+Append, merge, diff, delete and the search for duplicates compare or select samples with these classes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ShardKeys:
 
 
 class SplitKeys:
-    """The live samples of some shards of a split.
+    """The live samples of some shards of a split; iteration reads them shard by shard.
 
     Args:
         objects: objects of the repository.
@@ -50,7 +50,12 @@ class SplitKeys:
         shards: numbers of the shards, ascending; None for all.
         labels: new number of each label. Sample digests are computed with the new numbers; stored labels are not
             changed. None: all labels keep their numbers.
-        without: by shard, live rows to leave out, ascending.
+        without: by shard, live rows to leave out, ascending; only of shards that `shards` contains.
+
+    Attributes:
+        table: the shard table.
+        shards: `int64[n]`, numbers of the shards, ascending.
+        num_samples: number of samples, without those left out.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class SplitKeys:
         return (self.read(shard) for shard in self.shards.tolist())
 
     def read(self, shard: int) -> ShardKeys:
-        """Return the live samples of one shard. Raise what `__iter__` raises."""
+        """Return the live samples of one shard, except those in `without`. Raise what `__iter__` raises."""
         rows = self.live_rows(shard)
         digest = self.table.index(shard)
         if digest is None:
@@ -104,13 +109,13 @@ class SplitKeys:
 
     def live_rows(self, shard: int) -> Integers:
         """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""
-        # Deletions are read only if the shard has any.
+        # The deletions object of the split is read only if the shard has deletions.
         live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
         excluded = self._without.get(shard)
         return live if excluded is None else np.setdiff1d(live, excluded, assume_unique=True)
 
     def _digest(self, shard: Shard) -> pa.Array:
-        """Return the sample digest of each stored sample, with the labels renumbered."""
+        """Return the sample digest of each stored sample, computed with the numbers of `labels`."""
         shard.check_texts()
         digests: list[bytes] = []
         for batch in shard.batches:

@@ -1,7 +1,8 @@
 """Rules for labels when splits with different class names are combined, as pure functions.
 
-A label is an index into the class names of its split. An existing name keeps its index in every later version, and
-new names get the next ones, so that a model trained on one version predicts the right names on later ones.
+Ingest, append and merge number labels by these rules; diff compares labels by them. A label is an index into the
+class names of its split. An existing name keeps its index in every later version, and new names get the next ones,
+so that a model trained on one version predicts the right names on later ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
     """Return the class names of both sides: those of `head`, then the new ones.
 
     Args:
-        head: class names by label.
+        head: class names of the existing data, by label.
         new: lists of class names to add, such as those of several splits.
 
     Returns:
@@ -39,7 +40,10 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
             )
     longest = longest_list(lists)
     # A list that extends all others keeps its order, because shards store its labels; sorting would renumber them.
-    return longest or (*head, *sorted({name for names in lists for name in names} - set(head)))
+    if longest is not None:
+        return longest
+    all_names = {name for names in lists for name in names}
+    return (*head, *sorted(all_names - set(head)))
 
 
 def longest_list(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
@@ -49,8 +53,11 @@ def longest_list(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
 
 
 def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]:
-    """Return the index in `combined` of each label of `names`; {} if no label changes. `combined` has all `names`."""
-    # If the lists are equal or names were only appended, no label changes, and no shard is stored again.
+    """Return the index in `combined` of each label of `names`; {} if no label changes.
+
+    `combined` contains all `names`.
+    """
+    # If the lists are equal, or `combined` only appends names, no label changes, and no shard is stored again.
     if tuple(combined[: len(names)]) == tuple(names):
         return {}
     indexes = {name: index for index, name in enumerate(combined)}
@@ -60,10 +67,13 @@ def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]
 def map_labels(labels: pa.Array, mapping: Mapping[int, int]) -> pa.Array:
     """Return the labels mapped to other indexes. Null and negative labels, which have no class, stay unchanged.
 
+    `mapping` has all labels from 0 to its length - 1, as `plan_labels` returns them.
+
     Raises:
         ConfigError: a label is not in the mapping.
     """
     valid = labels.is_valid().to_numpy(zero_copy_only=False)
+    # A null label has the value 0 here. The mask makes it null again in the result.
     values = np.zeros(len(labels), np.int64)
     values[valid] = labels.drop_null().to_numpy(zero_copy_only=False)
     targets = np.array([mapping[label] for label in range(len(mapping))], np.int64)
@@ -93,6 +103,7 @@ def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: s
         what: subject of the message, such as "the added data".
     """
     outside = sorted(label for label in label_counts if label >= len(names))
+    # Without class names on either side, labels are plain numbers, and any number is valid.
     if names and outside:
         raise ConfigError(
             f"{what} has labels without class names up to {outside[-1]}, but there are only {len(names)} class "

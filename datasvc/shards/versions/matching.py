@@ -73,14 +73,15 @@ class Matches:
 def match_values(a: Side, b: Side) -> Matches:
     """Return the samples of `b` whose value occurs on side `a` too. Raise what `Side.read` raises.
 
-    The smaller side is scanned for hashes, then the larger one for candidates, then the smaller one again for the
-    values of the candidates.
+    The smaller side is read for the hashes of its values; then the larger side, for the samples with one of these
+    hashes; then the smaller side again, for the samples with a hash of those. Finally, the values are compared.
     """
     small, large = (a, b) if a.num_samples <= b.num_samples else (b, a)
-    candidates = _read_hits(large, _sorted_hashes(small))
-    confirmed = _read_hits(small, np.unique(candidates.column("hash").to_numpy()))
-    hits_a, hits_b = (confirmed, candidates) if small is a else (candidates, confirmed)
-    del candidates, confirmed  # so that each batch is released as soon as the needed columns were copied
+    large_hits = _read_hits(large, _sorted_hashes(small))
+    small_hits = _read_hits(small, np.unique(large_hits.column("hash").to_numpy()))
+    hits_a, hits_b = (small_hits, large_hits) if small is a else (large_hits, small_hits)
+    # Without these names, a batch is released below as soon as its needed columns are copied.
+    del large_hits, small_hits
     # A value may occur more than once on either side: `index_in` returns its first position in `hits_a`.
     positions = pc.index_in(hits_b.column("value"), value_set=hits_a.column("value"))
     hits_a = hits_a.select(["shard", "row", "attached"]).take(positions.drop_null())
@@ -98,7 +99,7 @@ def match_values(a: Side, b: Side) -> Matches:
 def hash_values(values: pa.Array) -> Integers:
     """Return a hash of each value: `int64[n]`."""
     if pa.types.is_fixed_size_binary(values.type):
-        # Digests are uniformly distributed already: their first 8 bytes serve as the hash.
+        # Digests are uniformly distributed already: the first of their two 8-byte words serves as the hash.
         words = np.frombuffer(values.buffers()[1] or b"", np.int64)[::2]
         return words[values.offset : values.offset + len(values)]
     # Python's hash of strings is keyed per process, so keys of a source cannot be crafted to collide.
@@ -106,6 +107,7 @@ def hash_values(values: pa.Array) -> Integers:
 
 
 def _sorted_hashes(side: Side) -> Integers:
+    """Return the hashes of all values of a side, ascending; a hash may occur several times."""
     hashes = np.empty(side.num_samples, np.int64)
     stop = 0
     for shard_values in side.read():
@@ -118,8 +120,9 @@ def _sorted_hashes(side: Side) -> Integers:
 
 
 def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
-    """Return the samples with a hash in `hashes` (ascending), as a batch with the columns of `_NO_HITS`."""
+    """Return the samples of a side with a hash in `hashes` (ascending), as a batch with the columns of `_NO_HITS`."""
     batches = []
+    # Without hashes there are no hits, so the side is not read.
     for shard_values in side.read() if len(hashes) else ():
         shard_hashes = hash_values(shard_values.values)
         hits = np.flatnonzero(_is_in(shard_hashes, hashes))
@@ -136,6 +139,7 @@ def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
     return pa.concat_batches(batches) if batches else _NO_HITS
 
 
+# The result of `_read_hits` without hits. The type of its attached values is null, because no value gives their type.
 _NO_HITS = pa.RecordBatch.from_pydict(
     {"value": pa.array([], pa.large_string()), **dict.fromkeys(("hash", "shard", "row"), np.empty(0, np.int64)),
      "attached": pa.nulls(0)}
@@ -143,12 +147,13 @@ _NO_HITS = pa.RecordBatch.from_pydict(
 
 
 def _is_in(values: Integers, ordered: Integers) -> Flags:
+    """Return for each value whether it is in `ordered`, which ascends and is not empty."""
     positions = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
     return np.asarray(ordered[positions] == values, np.bool_)
 
 
 def _with_wide_offsets(values: pa.Array) -> pa.Array:
-    """Return strings with 64-bit offsets: the keys of all shards together may exceed 2 GiB."""
+    """Return text with 64-bit offsets, because the keys of all shards together may exceed 2 GiB; others unchanged."""
     is_text = not (pa.types.is_fixed_size_binary(values.type) or pa.types.is_null(values.type))
     return values.cast(pa.large_string()) if is_text else values
 
