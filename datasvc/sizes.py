@@ -11,6 +11,7 @@ from datasvc.errors import ConfigError
 _Value = TypeVar("_Value")
 _UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+# A number and a unit with or without "B": the groups are the number and the unit without "B".
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 

@@ -1,4 +1,7 @@
-"""In-memory DuckDB databases for SQL of users, which cannot access files, network, extensions or Python variables."""
+"""In-memory DuckDB databases for SQL of users, which cannot access files, network, extensions or Python variables.
+
+`delete --where`, and the SQL queries of data sets and model versions, run in such a database.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import duckdb
 
 _T = TypeVar("_T")
+# Time between two interrupts of a query, see `fetch`.
 _INTERRUPT_AGAIN_S: Final = 0.1
 _SETTINGS: Final = {
     "autoinstall_known_extensions": False,
@@ -24,7 +28,10 @@ _SETTINGS: Final = {
 
 
 def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
-    """Open a database. Register its tables, then call `lock`: before this call, SQL of users is not safe."""
+    """Open a database. Register its tables, then call `lock`: without `lock`, SQL of users can access files.
+
+    `settings` are options of DuckDB.
+    """
     import duckdb  # takes a fifth of a second, and most programs run no SQL
 
     return duckdb.connect(config={**_SETTINGS, **settings})
@@ -32,7 +39,7 @@ def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
 
 @contextmanager
 def connected() -> Iterator[duckdb.DuckDBPyConnection]:
-    """Open a database that may spill to a temporary folder; close it at the end."""
+    """Open a database that may spill to a temporary folder; close it at the end. It is not locked, see `connect`."""
     with (
         tempfile.TemporaryDirectory(prefix="datasvc-sql-", ignore_cleanup_errors=True) as folder,
         closing(connect(temp_directory=folder)) as connection,
@@ -56,7 +63,7 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
     kinds = duckdb.StatementType
     statements = connection.extract_statements(sql)
-    # DuckDB parses PIVOT to several statements.
+    # DuckDB replaces PIVOT by several statements, and returns them as one of type MULTI.
     if len(statements) != 1 or statements[0].type not in {kinds.SELECT, kinds.EXPLAIN, kinds.MULTI}:
         raise ConfigError(f"{sql!r} is not a single query; expected one, such as {example!r}")
     return statements[0]

@@ -14,7 +14,8 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 _Value = TypeVar("_Value")
 
-# For calls on fewer bytes, handing the work to another thread takes more time than the thread saves.
+# Size up to which `run_in_threads` joins calls to one task. For fewer bytes, handing the work to another thread takes
+# more time than the thread saves.
 _GROUP_BYTES: Final = 1 << 20
 
 
@@ -33,17 +34,20 @@ def run_in_threads(
     """
     groups: list[Sequence[tuple[*_Arguments]]]
     if sizes is None:
+        # `zip` of one sequence wraps each element in a tuple: each call is a group of its own.
         groups = list(zip(arguments, strict=True))
     else:
-        numbers = group_by_size(range(len(arguments)), sizes.__getitem__, _GROUP_BYTES)
-        groups = [arguments[group[0] : group[-1] + 1] for group in numbers]
+        index_groups = group_by_size(range(len(arguments)), sizes.__getitem__, _GROUP_BYTES)
+        groups = [arguments[indexes[0] : indexes[-1] + 1] for indexes in index_groups]
     if len(groups) <= 1:
+        # One group would occupy one thread only, so this thread makes its calls.
         return list(starmap(work, arguments))
     stopped = threading.Event()
 
     def run_group(group: Sequence[tuple[*_Arguments]]) -> list[_Result]:
         results = []
         for call in group:
+            # The shortened results are not returned: an error or an interrupt, which set the event, is raised.
             if stopped.is_set():
                 break
             try:
@@ -59,7 +63,7 @@ def run_in_threads(
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()
-        # No `with` block: it would run all calls to their end, even after Ctrl-C has ended the wait.
+        # A `with` block would run all calls to their end, even after Ctrl-C has ended the wait.
         pool.shutdown(wait=True, cancel_futures=True)
     for future in futures:
         if not future.cancelled():
@@ -69,6 +73,7 @@ def run_in_threads(
 
 def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], threads: int) -> list[_Result]:
     """Call `work` with each of `values`, as `run_in_threads` does; return the results in the same order."""
+    # `zip` makes a tuple of one argument from each value.
     return run_in_threads(work, list(zip(values, strict=True)), threads)
 
 

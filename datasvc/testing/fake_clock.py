@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """Pass it as the argument `clock`, in place of `time.monotonic`; `now_s` is its time in seconds."""
+    """A clock that stands still; pass it as an argument `clock`, in place of `time.monotonic`.
+
+    Attributes:
+        now_s: its time in seconds.
+    """
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s
@@ -14,6 +18,6 @@ class FakeClock:
         return self.now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass; `seconds` is not negative."""
+        """Add to the time; `seconds` is not negative."""
         assert seconds >= 0, seconds
         self.now_s += seconds

@@ -25,6 +25,8 @@ _SCHEME: Final = "faulty"
 
 @dataclass
 class _Fault:
+    """The arguments of one call of `FaultyStore.fail`; `remaining` counts down from `times`, None: without end."""
+
     operation: Operation
     pattern: str
     remaining: int | None
@@ -35,8 +37,8 @@ class _Fault:
 class FaultyStore:
     """A store in the memory of this process; pass its `url` wherever datasvc takes the URL of a store.
 
-    Reads are not retried, so errors of the store reach the caller at once. Thread-safe. As a context manager, the
-    store removes its files at the end.
+    datasvc does not retry reads of this store, so its errors reach the caller at once. The store is thread-safe. As a
+    context manager, it removes its files at the end.
 
     Args:
         creates_exclusively: whether a create-only write fails if the file exists; if False, it overwrites the file,
@@ -72,8 +74,9 @@ class FaultyStore:
             operation: kind of the requests that fail.
             path: pattern of the paths below the URL, with `*` and `?`, as in "objects/*".
             times: number of matching requests that fail; None: all.
-            effect: "refused": nothing is done. "unanswered": the request is done, but its answer is lost. "silent":
-                no error, but a write stores nothing and a read returns the first half of its bytes.
+            effect: "refused": nothing is done, and `error` is raised. "unanswered": the request is done, but `error`
+                is raised instead of its result. "silent": no error is raised, but a write stores nothing, a delete
+                deletes nothing, and a read returns the first half of its bytes.
             error: error that the driver raises; default: an OSError.
         """
         error = error or OSError(f"injected fault: {operation}")
@@ -115,31 +118,42 @@ class FaultyStore:
 
 
 def _matches(fault: _Fault, operation: Operation, path: str) -> bool:
+    """Return whether a fault applies to a request; a fault with no remaining requests does not."""
     return fault.operation == operation and fault.remaining != 0 and fnmatch.fnmatchcase(path, fault.pattern)
 
 
+# The stores of this process by name. fsspec creates the driver objects, so a driver gets its store from here.
 _stores: weakref.WeakValueDictionary[str, FaultyStore] = weakref.WeakValueDictionary()
 
 
 def _request(operation: Operation, path: str, action: Callable[[], Any]) -> Any:
-    """Return the result of `action`; if a fault of the store matches the request, apply it."""
+    """Record a request, and return the result of `action`, which executes it; if a fault matches, apply the fault.
+
+    `path` starts with the name of the store.
+    """
     name, _, path_in_store = path.strip("/").partition("/")
     store = _stores.get(name)
     fault = None if store is None else store._record(operation, path_in_store)  # noqa: SLF001 - same module
     if fault is not None and fault.effect == "silent" and operation in {"write", "delete"}:
-        return io.BytesIO()
+        return io.BytesIO()  # a file that is never stored
     result = action()
     if fault is None:
         return result
     if fault.effect == "silent":
         return result[: len(result) // 2] if operation == "read" else result
+    # The effect is "unanswered": the request was executed above.
     raise fault.error
 
 
 class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    # datasvc does not retry reads of drivers with the protocol "memory". Do not override `pipe_file`:
-    # `exclusive_create` would no longer treat create-only writes as atomic.
+    """The fsspec driver of all stores: a path is the name of a store and the path in it.
+
+    Do not override `pipe_file`: `exclusive_create` would no longer treat create-only writes as atomic.
+    """
+
+    # datasvc does not retry reads of drivers with the protocol "memory".
     protocol: ClassVar[tuple[str, ...]] = (_SCHEME, "memory")
+    # The files and folders of all stores, apart from those of fsspec's own memory driver.
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
 
@@ -153,11 +167,11 @@ class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no ty
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         path, open_file = self._strip_protocol(path), super()._open
         if mode == "rb":
-            # Return a copy: all readers of the stored object would share its read position.
+            # Return a copy, because all readers of the stored file object would share its read position.
             return io.BytesIO(_request("read", path, lambda: open_file(path, mode, **options).getvalue()))
         store = _stores.get(path.strip("/").partition("/")[0])
         if store is not None and not store.creates_exclusively:
-            mode = mode.replace("x", "w")
+            mode = mode.replace("x", "w")  # overwrite instead of create-only
         return _request("write", path, partial(open_file, path, mode, **options))
 
     def put_file(self, lpath: Any, rpath: str, *_callback: Any, **_options: Any) -> None:

@@ -62,7 +62,7 @@ def small_dataset(
         repository = repository.repository
     with tempfile.TemporaryDirectory(prefix="datasvc-testing-") as folder:
         split_of_sample = [split for split, count in (splits or {"train": samples}).items() for _ in range(count)]
-        # Number the samples over all splits, because an ingest refuses keys and images that are in two splits.
+        # The numbers are distinct over all splits, because an ingest refuses keys and images that are in two splits.
         for number, split in enumerate(split_of_sample):
             path = Path(folder, split, f"class{number % classes}", f"{number:06d}.jpg")
             path.parent.mkdir(parents=True, exist_ok=True)

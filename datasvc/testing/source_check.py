@@ -14,7 +14,12 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 
 class CheckedSamples(NamedTuple):
-    """Good samples of a source as a table with the columns of the source, and bad samples; both in its order."""
+    """Samples of a source, or of one part of it.
+
+    Attributes:
+        table: the good samples with the columns of the source, in its order.
+        bad: the samples that could not be read, in the order of the source.
+    """
 
     table: pa.Table
     bad: list[BadSample]
@@ -23,9 +28,9 @@ class CheckedSamples(NamedTuple):
 def check_source(source: StreamedSource, *, is_read_once: bool = False) -> CheckedSamples:
     """Read all parts of a source, and return their samples if it fulfils the contract of `StreamedSource`.
 
-    By this contract, batches have the source's columns, a bounded size, nulls only where the schema permits them, and
-    the number of samples in the listing. Keys are unique in each split. A pickled copy, as worker processes get it,
-    has the same fingerprint. It gives the same samples, in whatever order its parts are read.
+    By this contract, batches have the source's columns, a bounded size, and nulls only where the schema permits them.
+    A part has as many samples as the listing states. Keys are unique in each split. A pickled copy, as worker
+    processes get it, has the same fingerprint, and the same samples in whatever order its parts are read.
 
     Args:
         source: source to check.
@@ -45,6 +50,7 @@ def check_source(source: StreamedSource, *, is_read_once: bool = False) -> Check
     if not is_read_once:
         copy = pickle.loads(pickle.dumps(source))  # noqa: S301 - made in the same call
         _require(copy.fingerprint() == source.fingerprint(), source.url, "a pickled copy has the same fingerprint")
+        # Read the parts in another order than above: the samples of a part must not depend on parts read before.
         for part, read in reversed(list(zip(copy.parts, parts, strict=True))):
             is_same = _content(read_part(copy, part)) == _content(read)
             _require(is_same, part.name, "each read of a part gives the same samples")
@@ -63,6 +69,7 @@ def read_part(source: StreamedSource, part: SourcePart) -> CheckedSamples:
             _check_batch(item, source.schema, part.name)
             batches.append(item)
     table = pa.Table.from_batches(batches, source.schema)
+    # One bad sample may stand for all samples in the rest of a part, so their number is unknown.
     is_complete = bool(bad) or part.num_samples in {None, table.num_rows}
     _require(is_complete, part.name, f"it has the {part.num_samples} samples of the listing")
     return CheckedSamples(table, bad)
@@ -86,11 +93,13 @@ def _keys(samples: CheckedSamples) -> list[str]:
 
 
 def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
+    """Return the keys, the sample digests and the bad samples: equal for equal samples."""
     # Compare digests and not tables, because NaN is not equal to NaN for Arrow.
     digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
     return _keys(samples), digests, samples.bad
 
 
 def _require(holds: bool, subject: str, rule: str) -> None:
+    """Raise ConfigError if a rule does not hold; `subject` is the part or source that breaks the rule."""
     if not holds:
         raise ConfigError(f"{subject} breaks a rule for sources: {rule}; see `StreamedSource`")

@@ -33,6 +33,7 @@ OnCommonKey = Literal["fail", "drop", "first", "last"]
 """Rule for a key that several versions have. "fail" raises ConflictError. "drop" keeps one sample if all are equal,
 and raises ConflictError otherwise. "first" and "last" keep the sample of the first or last version with the key."""
 
+# The rule of `combine.append_splits` for each rule of a merge, which appends one version after the other.
 _RULES: Final[dict[str, OnCommon]] = {"fail": "fail", "drop": "drop", "first": "keep", "last": "replace"}
 
 
@@ -108,13 +109,16 @@ def merge(
 
 @dataclass(eq=False)
 class _MergeBuild:
-    """Builds the log entry. `Log.append` calls it again if another writer committed first.
+    """Builds the log entry of the merged version.
+
+    `Log.append` calls an instance once per attempt: again if another writer committed first.
 
     Attributes:
-        repository, refs, name, on_common, on_overlap, message: as in `merge`.
+        repository, refs, name, on_overlap, message: as in `merge`.
+        on_common: rule of `append_splits`, see `_RULES`.
         versions: the versions that the last call merged.
-        tables: shard tables of the result by split.
-        overlaps: samples that two splits share.
+        tables: shard tables of the last call's result by split.
+        overlaps: samples that two splits of this result share, see `MergeReport`.
     """
 
     repository: Repository
@@ -134,33 +138,35 @@ class _MergeBuild:
         # Without a version to continue, no reference resolves to the data set itself, and `parent` is not used.
         parent = continued_version(self.repository, self.name, head) or Resolved("datasets", self.name, head)
         for position, ref in enumerate(map(parse_reference, self.refs)):
-            # A reference to the data set itself follows its newest version.
+            # A reference to the data set without a version or tag means the version that this attempt continues.
             if ref.name == self.name and ref.version is None and ref.tag is None:
                 self.versions[position] = parent
         objects = self.repository.objects
-        merging = [read_tables(self.repository, version) for version in self.versions]
-        self.tables = merging[0]
+        tables_by_version = [read_tables(self.repository, version) for version in self.versions]
+        self.tables = tables_by_version[0]
         # Versions are appended in the order of the references, which defines "first" and "last".
-        for added in merging[1:]:
+        for added in tables_by_version[1:]:
             self.tables = append_splits(objects, self.tables, added, on_common=self.on_common)
         contents = [self.repository.entry(version).content for version in self.versions]
-        # Only overlaps within one merged version were accepted; overlaps that the merge creates were not.
+        # Only overlaps within one merged version were accepted; overlaps that the merge creates were not. A log entry
+        # has only the number of accepted samples, so the samples are searched for again.
         accepted = [
             overlap
-            for content, tables in zip(contents, merging, strict=True)
+            for content, tables in zip(contents, tables_by_version, strict=True)
             if accepted_counts(content)
             for overlap in find_overlaps(objects, tables)
         ]
         self.tables, shared, self.overlaps = settle_overlaps(objects, self.tables, self.on_overlap, accepted=accepted)
-        merged = [str(version) for version in self.versions]
+        merged_tables = [table for tables in tables_by_version for table in tables.values()]
+        merged_refs = [str(version) for version in self.versions]
         # The new version continues the newest version of `name` only if that version was merged too.
         continues = parent in self.versions
         return derived_entry(
-            describe_tables(objects, self.tables, before=[table for tables in merging for table in tables.values()]),
-            {"kind": "merge", "versions": merged},
+            describe_tables(objects, self.tables, before=merged_tables),
+            {"kind": "merge", "versions": merged_refs},
             message=self.message,
             parent=parent if continues else None,
-            source=", ".join(merged),
+            source=", ".join(merged_refs),
             **{
                 VAL_FRACTION: read_val_fraction(self.repository, parent if continues else self.versions[0]),
                 ENTRY_FIELD: shared,

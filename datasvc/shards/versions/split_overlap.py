@@ -1,7 +1,7 @@
 """Samples that two splits of a version share, by key or by content, such as validation data among the training data.
 
-An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports such samples. Only
-sample indexes are read, no images. For the memory that a comparison needs, see `matching`.
+An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports such samples. They
+are found by the keys and digests in the sample indexes; no image is read. `matching` states the memory needed.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ OnSplitOverlap = Literal["fail", "drop", "keep"]
 training. "keep" keeps them and records their number in the version."""
 
 OverlapKind = Literal["key", "payload"]
+"""What two splits share: "key", a sample key; "payload", a payload digest, that is, an image or other blobs."""
 KINDS: Final[tuple[OverlapKind, ...]] = ("key", "payload")
 ENTRY_FIELD: Final = "split_overlap"
 
@@ -46,8 +47,8 @@ class SharedSample(NamedTuple):
     Attributes:
         key: key of the sample.
         other_key: key of the first equal sample in the other split.
-        shard: number of its shard in the table.
-        row: row in the shard's file.
+        shard: number of the sample's shard in the table of its split.
+        row: row of the sample in the shard's file.
     """
 
     key: str
@@ -58,7 +59,7 @@ class SharedSample(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedSamples:
-    """Samples of one split that occur in another split too, as arrays, because they may be all samples of the split.
+    """Samples of one split that occur in another split too, as arrays, because a split may share all its samples.
 
     Attributes:
         keys: Arrow array of `n` strings.
@@ -95,7 +96,7 @@ class Overlap:
     """Samples that two splits share.
 
     Attributes:
-        kind: "key": equal keys; "payload": equal blobs, see `digests`.
+        kind: "key": equal keys; "payload": equal payload digests, see `shards.format.digests`.
         split: the split that "drop" removes them from: "train" if it is one of the two, else "val" if it is, else the
             first by name.
         other: the split that keeps them.
@@ -127,19 +128,19 @@ def find_overlaps(
 ) -> list[Overlap]:
     """Return the samples that each pair of splits shares, without the pairs that share nothing.
 
-    Samples without blobs are not compared by payload, because equal numbers in two samples are not a leaked image.
-    Samples in shards without a sample index are not compared by payload either, see `count_unchecked`.
+    Samples without blobs are not compared by payload: two of them may have equal numbers by chance, but two equal
+    images are copies. Nor are samples in shards without a sample index, see `count_unchecked`.
 
     Args:
         objects: objects of the repository.
         tables: shard tables by split.
-        checked: tables of splits that were compared before. The samples of their shards are compared with new samples
-            only.
+        checked: tables of splits that were compared before. Their samples are compared only with the new samples:
+            those that they do not have.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
-    # "drop" removes samples from the first split of a pair: training data before validation data.
+    # "drop" removes samples from the first split of a pair: from training data before validation data.
     order = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
     new = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
     overlaps = []
@@ -147,8 +148,8 @@ def find_overlaps(
         for split, other in combinations(order, 2):
             all_shards = np.arange(tables[split].num_shards)
             old = np.setdiff1d(all_shards, new[split])
-            # Old samples of both splits were compared before. So new samples of `split` are compared with all of
-            # `other`, and old samples of `split` with new ones of `other`.
+            # Old shards of both splits were compared before. So new shards of `split` are compared with all of
+            # `other`, and old shards of `split` with new ones of `other`.
             shared = [
                 *_find_shared(objects, kind, (tables[split], new[split]), (tables[other], None)),
                 *_find_shared(objects, kind, (tables[split], old), (tables[other], new[other])),
@@ -174,12 +175,13 @@ def settle_overlaps(
         tables: shard tables by split.
         on_overlap: rule for samples that two splits share.
         accepted: overlaps that were accepted in the versions that these splits come from.
-        keys_are_places: whether keys are made of file and row. If so, equal keys are accepted: samples may differ.
+        keys_are_places: whether keys are made of file and row. If so, equal keys are accepted, because the samples
+            may differ.
         checked: as in `find_overlaps`.
 
     Returns:
-        The splits; the number of samples that stay shared, by kind, for the log entry; and the overlaps that were not
-        accepted before.
+        The splits; the number of samples that stay shared, by kind, for the log entry; and the overlaps to which
+        `on_overlap` was applied: those that were not accepted before.
 
     Raises:
         ConflictError: splits share samples, and `on_overlap` is "fail".
@@ -203,6 +205,7 @@ def settle_overlaps(
     result, counts = dict(tables), count_overlaps(all_overlaps)
     if on_overlap == "drop":
         for split in {overlap.split for overlap in overlaps}:
+            # A sample may be in several overlaps: with several splits, or of both kinds.
             rows = _rows_by_shard(overlap for overlap in overlaps if overlap.split == split)
             result[split] = delete_samples(objects, tables[split], rows)
             if not result[split].num_samples:
@@ -251,17 +254,21 @@ def _find_shared(
     """Yield the samples of `table` that `other` has too, if any.
 
     `table` and `other` are each a shard table and the numbers of the shards to compare; None stands for all shards.
+    At most one result is yielded; there is none if no sample is shared.
     """
     if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
         return
     side = _key_side if kind == "key" else _payload_side
+    # The matches are samples of the second argument, each with the first equal sample of the first argument.
     matches = match_values(side(objects, *other), side(objects, *table))
     if len(matches):
+        # Samples that match by payload have their keys attached. Samples that match by key have the same key.
         keys = (matches.attached_b, matches.attached_a) if kind == "payload" else (matches.values, matches.values)
         yield SharedSamples(*keys, matches.b)
 
 
 def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
+    """Return the samples of some shards, to be matched by key; the attached values are null, as none are needed."""
     keys = SplitKeys(objects, table, shards)
 
     def read() -> Iterator[ShardValues]:
@@ -273,13 +280,17 @@ def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> S
 
 
 def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
+    """Return the samples with blobs of some shards, to be matched by payload digest; their keys are attached.
+
+    Shards without a sample index are left out.
+    """
     numbers = np.arange(table.num_shards) if shards is None else shards
     keys = SplitKeys(objects, table, numbers[_is_indexed(table)[numbers]])
 
     def read() -> Iterator[ShardValues]:
         for shard in keys.shards.tolist():
             digest = table.index(shard)
-            assert digest is not None
+            assert digest is not None, "`keys` has only shards with a sample index"
             index = SampleIndex.decode(objects.read(digest), objects.location(digest))
             rows = keys.live_rows(shard)
             # The payload digest of a sample without blobs equals its sample digest; such samples are left out.
@@ -305,11 +316,12 @@ def _join(parts: Sequence[SharedSamples]) -> SharedSamples:
 def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
     """Return which samples of an overlap are in `accepted` with the same sample of the other split."""
     flags = np.zeros(len(overlap.samples), np.bool_)
-    for other in accepted:
-        if (other.kind, other.split, other.other) == (overlap.kind, overlap.split, overlap.other):
-            # Keys are unique within a split, so the first position is the only one.
-            positions = pc.index_in(overlap.samples.keys, value_set=other.samples.keys)
-            same = pc.equal(other.samples.other_keys.take(positions), overlap.samples.other_keys)
+    for earlier in accepted:
+        if (earlier.kind, earlier.split, earlier.other) == (overlap.kind, overlap.split, overlap.other):
+            # Keys are unique within a split, so a sample has at most one position; it is null for a sample that
+            # `earlier` does not have. Then the result of the comparison is null too, and counts as False.
+            positions = pc.index_in(overlap.samples.keys, value_set=earlier.samples.keys)
+            same = pc.equal(earlier.samples.other_keys.take(positions), overlap.samples.other_keys)
             flags |= same.fill_null(fill_value=False).to_numpy(zero_copy_only=False)
     return flags
 
@@ -324,21 +336,25 @@ def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None)
     new = []
     for number, digest in enumerate(table.rows.column("digest").to_pylist()):
         old = old_numbers.get(digest)
-        # A sample that was deleted in `checked` and is live again was not compared with samples added meanwhile.
-        if old is None or (
-            old_deleted[old]
-            and not (table.deleted_per_shard[number] and deletions.flags(number)[old_deletions.flags(old)].all())
-        ):
+        if old is None:
             new.append(number)
+        elif old_deleted[old]:
+            # A sample that was deleted in `checked` and is live again was not compared with samples added meanwhile.
+            # So the shard is new unless every sample that was deleted then is still deleted.
+            has_deletions = table.deleted_per_shard[number]
+            if not (has_deletions and deletions.flags(number)[old_deletions.flags(old)].all()):
+                new.append(number)
     return np.array(new, np.int64)
 
 
 def _rows_by_shard(overlaps: Iterable[Overlap]) -> dict[int, Integers]:
+    """Return the rows of the samples of some overlaps of one split, by shard, each once; there is at least one."""
     places = SampleRows.concatenate([overlap.samples.places for overlap in overlaps])
     return {shard: np.unique(rows) for shard, rows in places.by_shard().items()}
 
 
 def _is_indexed(table: ShardTable) -> Flags:
+    """Return for each shard whether it has a sample index: `bool[num_shards]`."""
     return np.array(table.rows.column("index").is_valid().to_pylist(), np.bool_)
 
 

@@ -37,9 +37,8 @@ class Condition:
 
     def __init__(self, expression: str, schema: pa.Schema) -> None:
         self._expression = expression
-        self._filter = (
-            f"({expression}\n)"  # a new line before the bracket, because the expression may end in a comment
-        )
+        # A new line before the bracket, because the expression may end in a comment.
+        self._filter = f"({expression}\n)"
         self._columns = schema.names
         if len({name.lower() for name in schema.names}) != len(schema.names):
             raise ConfigError(
@@ -48,8 +47,9 @@ class Condition:
         self._connection = connect()
         lock(self._connection)
         without_blobs = pa.schema([field for field in schema if not is_blob(field.type)])
-        # If the expression is valid for neither schema, the smaller one gives the error message.
-        self._schema = schema if not self._runs_on(without_blobs) and self._runs_on(schema) else without_blobs
+        needs_blobs = not self._runs_on(without_blobs) and self._runs_on(schema)
+        # An expression that is valid for neither schema needs no blobs: `project` below raises its error.
+        self._schema = schema if needs_blobs else without_blobs
         with self._map_errors():
             types = self._connection.from_arrow(self._schema.empty_table()).project(self._filter).types
         if [str(column_type) for column_type in types] != ["BOOLEAN"]:
@@ -72,11 +72,13 @@ class Condition:
             opened = table.check_shard(shard, open_shard(objects, table.shard(shard)))
             opened.check_texts()  # DuckDB expects UTF-8
             samples = self._samples(opened)
+            # Without deletions in the shard, no copy of its live samples is needed.
             selected = self._evaluate(samples if len(rows) == samples.num_rows else samples.take(pa.array(rows)))
             if len(selected):
                 yield shard, rows[selected]
 
     def _evaluate(self, samples: pa.Table) -> Integers:
+        """Return the positions of the samples that satisfy the condition: `int64[n]`, ascending."""
         column = _unused_column_name(samples.schema)
         numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
         with self._map_errors():
@@ -85,6 +87,7 @@ class Condition:
         return np.sort(np.asarray(selected[column], np.int64))
 
     def _samples(self, shard: Shard) -> pa.Table:
+        """Return all stored samples of a shard, with null in columns that were added to the split after the shard."""
         columns = [
             shard.column(field.name) if field.name in shard.schema.names else pa.nulls(shard.num_samples, field.type)
             for field in self._schema
@@ -92,6 +95,7 @@ class Condition:
         return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in self._schema]))
 
     def _runs_on(self, schema: pa.Schema) -> bool:
+        """Return whether the expression is valid for a table with these columns."""
         import duckdb
 
         try:

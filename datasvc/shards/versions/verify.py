@@ -37,7 +37,7 @@ from datasvc.shards.versions.split_overlap import (
 )
 from datasvc.threads import map_in_threads
 
-# Number of threads. Each one holds a shard at a time, in memory if the repository is remote.
+# Number of threads that check shards. Each holds one shard at a time, in memory if the repository is remote.
 _SHARDS_AT_ONCE = 4
 # Without `deep`, a shard of a remote repository takes small requests only.
 _STRUCTURES_AT_ONCE = 16
@@ -139,8 +139,11 @@ def verify(
         try:
             readable.append((split, split.table))
         except (NotFoundError, CorruptDataError) as error:
-            kind, samples = _kind_of(error), int(dataset.entry.content["splits"][split.name]["samples"])
-            problem = DatasetProblem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples)
+            # The log entry has the number of samples too.
+            samples = int(dataset.entry.content["splits"][split.name]["samples"])
+            problem = DatasetProblem(
+                _kind_of(error), "shard table", split.name, split.digest, str(error), num_samples=samples
+            )
             problems.append(problem)
     # Shards of an unreadable table are unknown, so their bytes are not counted.
     size_bytes = sum(table.size_bytes for _, table in readable)
@@ -150,10 +153,13 @@ def verify(
     overlaps: list[Overlap] = []
     tables = {split.name: table for split, table in readable}
     accepted = accepted_counts(dataset.entry.content) or {}
-    # An index or shard that cannot be read stops the comparison of splits, and is in `problems` already.
-    with suppress(*((NotFoundError, CorruptDataError) if problems else ())):
+    # An index or shard that cannot be read stops the comparison of splits, and is in `problems` already. If there are
+    # no problems, such an error is not reported yet, and is raised.
+    reported: tuple[type[Exception], ...] = (NotFoundError, CorruptDataError) if problems else ()
+    with suppress(*reported):
         overlaps = find_overlaps(repository.objects, tables)
     counts = count_overlaps(overlaps)
+    # A log entry has only the number of accepted samples, and later deletions do not lower it.
     within_accepted = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
     return VerifyReport(
         str(dataset.resolved),
@@ -196,9 +202,15 @@ class _SplitCheck:
         try:
             self._deletions = self._split.deletions
         except (NotFoundError, CorruptDataError) as error:
-            kind, samples, digest = _kind_of(error), self._table.num_samples, self._table.deletions
-            assert digest is not None
-            return [DatasetProblem(kind, "deletions", self._split.name, digest, str(error), num_samples=samples)]
+            digest = self._table.deletions
+            assert digest is not None, "a split without a deletions object reads none"
+            # Without the bitmaps, any sample may be deleted or live.
+            samples = self._table.num_samples
+            return [
+                DatasetProblem(
+                    _kind_of(error), "deletions", self._split.name, digest, str(error), num_samples=samples
+                )
+            ]
         return []
 
     def _check_shard(self, number: int) -> Iterator[DatasetProblem]:
@@ -207,7 +219,7 @@ class _SplitCheck:
             index = self._read_index(number)
         except (NotFoundError, CorruptDataError) as error:
             digest = self._table.index(number)
-            assert digest is not None
+            assert digest is not None, "`_read_index` reads nothing for a shard without an index"
             yield DatasetProblem(_kind_of(error), "sample index", self._split.name, digest, str(error), number)
         check = self._check_content if self._deep else self._check_structure
         problem = check(number, self._table.shard(number), index)
@@ -225,6 +237,8 @@ class _SplitCheck:
                 "restore both from another copy"
             )
         return index
+
+    # `index` in the methods below is the sample index of the shard; None if there is none, or if it cannot be read.
 
     def _check_size(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         size_bytes = self._objects.size(shard.digest)
@@ -271,6 +285,7 @@ class _SplitCheck:
             return self._compare(number, content, index)
         kind = problem.kind if problem else "changed"
         detail = problem.detail if problem else "its bytes do not match its digest"
+        # Without the index, it is unknown which samples are intact: all count as affected.
         rows = None if index is None else missing_rows(index, readable_identities(content))
         if rows is not None and not len(rows):
             detail += ", but every sample in it is intact"
@@ -317,7 +332,8 @@ def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
         with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:
             return mapped.read_buffer()
     sink = io.BytesIO()
-    with suppress(CorruptDataError):  # the caller hashes the bytes that arrived
+    # `fetch` writes the bytes before it checks their digest. The caller finds what is wrong with them.
+    with suppress(CorruptDataError):
         objects.fetch(shard.digest, objects.size(shard.digest) or 0, sink)
     return pa.py_buffer(sink.getbuffer())
 

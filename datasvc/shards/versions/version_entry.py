@@ -1,4 +1,7 @@
-"""Log entries of data-set versions: the description of their splits, and the fields that a version inherits."""
+"""Log entries of data-set versions: the description of their splits, and the fields that a version inherits.
+
+Ingest, append, merge, delete and naming of classes use these functions to build the entries that they commit.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ def describe_tables(
 ) -> dict[str, dict[str, Any]]:
     """Store tables and return the description of the splits for a log entry.
 
-    The objects that the tables refer to must exist. This is checked, except for objects of `before`: the tables of
-    the committed versions that `tables` were made from.
+    The objects that the tables refer to must exist. This is checked, except for objects that the tables in `before`
+    refer to: these are the tables of the committed versions that `tables` were made from.
 
     Raises:
         NotFoundError: an object that only the new tables refer to no longer exists.
@@ -85,7 +88,7 @@ def changed_entry(
         message=message,
         parent=dataset.resolved,
         source=str(dataset.resolved),
-        # Without new samples, both fields stay valid in the new version.
+        # Without new samples, nothing is held out and no sample becomes shared, so both fields stay valid.
         **{name: content[name] for name in (VAL_FRACTION, ENTRY_FIELD) if name in content},
     )
 
@@ -113,6 +116,7 @@ def derived_entry(
         **more,
         "message": message,
         "splits": dict(splits),
+        # Fields that an ingest sets too. Nothing was read from a source here, so no sample was skipped.
         "source": {"kind": "version", "url": source, "options": {}},
         "skipped": 0,
         "parent": None if parent is None else str(parent),
