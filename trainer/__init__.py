@@ -1,8 +1,8 @@
 """Horovod's API for data-parallel training, on torch.distributed: `import datasvc.trainer as hvd`.
 
-Importing the package does not import torch, so that the launcher starts the ranks without that delay; most names
-import torch when they are first used. The modules of `horovod.torch` that programs use exist here under
-the same names, as do the packages `horovod.common` and `horovod.runner`.
+Importing the package does not import torch, so that the launcher starts the ranks without that delay. Most names
+import torch when they are first used. The modules of `horovod.torch` that programs use exist here under the same
+names, as do the packages `horovod.common` and `horovod.runner`.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ __all__ = [
     "synchronize",
 ]
 
-# A name is searched for in these modules, in this order. The first three do not import torch, so the
-# process that calls `hvd.run` does not import it either.
+# `__getattr__` searches these modules for a name, in this order. The first three do not import torch, so the process
+# that calls `hvd.run` does not import it either.
 _MODULES = (
     "errors",
     "function",
@@ -206,6 +206,7 @@ def __getattr__(name: str) -> Any:
         for module_name in _MODULES:
             module = importlib.import_module(f"datasvc.trainer.{module_name}")
             if hasattr(module, name):
+                # Python calls this function only for names that the module lacks: the next access does not search.
                 value = globals()[name] = getattr(module, name)
                 return value
     raise AttributeError(f"module 'datasvc.trainer' has no attribute {name!r}")

@@ -29,11 +29,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
             profile(arguments[1:])
             return
         options = parse_options(arguments, prog=prog)
+        # Only `--show-config` permits missing options. Options that are complete are validated for it too.
         config = None if options.missing else options.config()
         if options.show_config:
             sys.stdout.write(f"{options.describe()}\n")
             return
-        assert config is not None
+        assert config is not None, "`parse_options` refuses missing options without `--show-config`"
         from datasvc.trainer.recipes.train import train
 
         train(config)

@@ -11,18 +11,18 @@ class EngineSettings:
 
     Args:
         fusion_bytes: maximum size of a fusion buffer; 0 disables fusion.
-        cycle_time_s: pause between two negotiations while nothing is submitted. The pause of an idle engine grows to
-            fifty times this value, or to five times with process sets. A busy engine does not pause.
+        cycle_time_s: unit of the pause between two negotiations while nothing is submitted. An idle engine pauses for
+            up to fifty times this value, or up to five times with process sets. A busy engine does not pause.
+        stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 for never.
         stall_shutdown_s: seconds after which an operation that some ranks have not submitted ends the job; 0 for
             never.
-        stall_warning_s: seconds after which an operation that some ranks have not submitted is logged; 0 for never.
-        cache_capacity: maximum number of cached requests; instead of a cached request, a rank sends its number.
+        cache_capacity: maximum number of cached requests; a rank sends the number of a cached request in its place.
         timeout_s: seconds for which a rank may be unreachable before the operations of the others fail.
         start_timeout_s: seconds for which `init` waits for all ranks.
         timeline: path for a Chrome trace of all operations, written by rank 0; None for no trace.
         timeline_marks_cycles: whether the trace contains the cycles of the engine.
         autotune: whether to search for the best `fusion_bytes` and `cycle_time_s` while the job runs.
-        autotune_log: path for a CSV file of the tried values, written by rank 0; None for no file.
+        autotune_log: path for a CSV file of the values that `autotune` tried, written by rank 0; None for no file.
 
     Raises:
         ValueError: a value is out of range.

@@ -1,4 +1,7 @@
-"""Reads environment variables of launchers and of Horovod: the placement of a rank, engine settings, logging."""
+"""Reads environment variables of launchers and of Horovod: the placement of a rank, engine settings, logging.
+
+`hvd.init` calls these functions. Launchers set the variables of a placement for each rank.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ _LOG_LEVELS = {
     "ERROR": logging.ERROR,
     "FATAL": logging.CRITICAL,
 }
+# torchrun's names of the first four fields of `RankPlacement`, in the same order.
 WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """The rank of a process in the job, its local rank on its node, and the number of its node (cross rank)."""
+    """The rank of a process in the job, its local rank on its node, and the number of its node (cross rank).
+
+    Each has a size: the number of ranks in the job, of ranks on this node, and of nodes.
+    """
 
     rank: int = 0
     size: int = 1
@@ -40,6 +47,7 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
     """
     environ = {**environ, **translate(environ)}
     present = [name for name in WORLD_VARIABLES if name in environ]
+    # Without RANK and WORLD_SIZE there is no job, so the local variables are ignored.
     if not {"RANK", "WORLD_SIZE"} & set(present):
         return RankPlacement()
     missing = sorted(set(WORLD_VARIABLES) - set(present))
@@ -61,6 +69,7 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
 def placement_variables(placement: RankPlacement) -> dict[str, str]:
     """Return the environment variables of a placement, with the names of torchrun and with those of Horovod."""
     numbers = {name: str(number) for name, number in asdict(placement).items()}
+    # torchrun has no variables for the last two fields, the cross rank and the cross size.
     torchrun = dict(zip(WORLD_VARIABLES, numbers.values(), strict=False))
     # Horovod's variables are the names of the fields: HOROVOD_RANK to HOROVOD_CROSS_SIZE.
     return torchrun | {f"HOROVOD_{name.upper()}": number for name, number in numbers.items()}
@@ -90,9 +99,9 @@ def configure_logging(environ: Mapping[str, str]) -> None:
     # An earlier call of this function may have added the handler; a second handler would print each line twice.
     if logger.hasHandlers():
         return
-    hides_time = _is_on(environ, "HOROVOD_LOG_HIDE_TIME") or not _is_on(
-        {"HOROVOD_LOG_TIMESTAMP": "1", **environ}, "HOROVOD_LOG_TIMESTAMP"
-    )
+    # Lines have the time unless one of two variables turns it off; without HOROVOD_LOG_TIMESTAMP, it counts as on.
+    has_timestamp = _is_on({"HOROVOD_LOG_TIMESTAMP": "1", **environ}, "HOROVOD_LOG_TIMESTAMP")
+    hides_time = _is_on(environ, "HOROVOD_LOG_HIDE_TIME") or not has_timestamp
     handler = logging.StreamHandler()
     time = "" if hides_time else "%(asctime)s "
     handler.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s"))
@@ -101,7 +110,7 @@ def configure_logging(environ: Mapping[str, str]) -> None:
 
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the cross rank and the cross size from the launcher's variables; None if they are not set."""
-    # These variables are exact; a computed value is wrong if nodes have different numbers of ranks.
+    # These variables take precedence over a computation, which is wrong if nodes have different numbers of ranks.
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
         if all(name in environ for name in names):
             cross_rank, cross_size = (parse_whole(environ[name], name) for name in names)
@@ -122,13 +131,14 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
     timeline = environ.get("HOROVOD_TIMELINE") or None
     return EngineSettings(
         fusion_bytes=int(_number(environ, "HOROVOD_FUSION_THRESHOLD", defaults.fusion_bytes)),
+        # HOROVOD_CYCLE_TIME is in milliseconds.
         cycle_time_s=_number(environ, "HOROVOD_CYCLE_TIME", defaults.cycle_time_s * 1e3) / 1e3,
         stall_warning_s=0.0 if _is_on(environ, "HOROVOD_STALL_CHECK_DISABLE") else warning_s,
         stall_shutdown_s=_number(environ, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", defaults.stall_shutdown_s),
         cache_capacity=int(_number(environ, "HOROVOD_CACHE_CAPACITY", defaults.cache_capacity)),
         timeout_s=_number(environ, "HOROVOD_GLOO_TIMEOUT_SECONDS", defaults.timeout_s),
         start_timeout_s=_number(environ, "HOROVOD_START_TIMEOUT", defaults.start_timeout_s),
-        # "DYNAMIC" defers the trace to a call of start_timeline(), which needs no preparation here.
+        # "DYNAMIC" means that the program starts the trace by start_timeline(), which needs no setting.
         timeline=None if timeline == "DYNAMIC" else timeline,
         timeline_marks_cycles=_is_on(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
         autotune=_is_on(environ, "HOROVOD_AUTOTUNE"),
@@ -138,7 +148,7 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
 
 def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     """Return whether a tool that reads NVTX ranges started this process, or `DATASVC_NVTX=1` is set."""
-    # Tools that read NVTX ranges set the path of an injection library. Nsight Systems also sets its session's ID.
+    # Such tools set the path of a library that NVTX loads. Nsight Systems also sets the ID of its session.
     tools = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
     return _is_on(environ, "DATASVC_NVTX") or any(environ.get(name) for name in tools)
 

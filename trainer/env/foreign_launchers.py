@@ -1,6 +1,7 @@
 """Pure functions that translate the environment variables of srun and mpirun to those of torchrun.
 
-The ranks need the address of the store before they can communicate. So each rank computes the same address:
+The ranks need the address of torch's key-value store before they can communicate. srun and mpirun do not set it, so
+each rank computes the same address:
 
 - `MASTER_ADDR` is the loopback address if all ranks are on one node. Otherwise it is the first host in the node list
   of the Slurm step or job, because that host has rank 0.
@@ -19,6 +20,7 @@ from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_t
 
 # These ports are below the ephemeral range of Linux, 32768 and above: any process may get an ephemeral port.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+# torchrun's names, and Open MPI's names of the same variables.
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
@@ -47,12 +49,14 @@ def translate(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables for the placement of this task of srun."""
     # The variables of the step come first: a step may have fewer tasks and nodes than its job.
     size = environ.get("SLURM_STEP_NUM_TASKS") or _required(environ, "SLURM_NTASKS", "srun")
     node = parse_whole(environ.get("SLURM_NODEID", "0"), "SLURM_NODEID")
     num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     if counts is None:
+        # Without counts per node, all tasks are on the only node, or each node has the same number of tasks.
         local_size = size if num_nodes == "1" else _required(environ, "SLURM_NTASKS_PER_NODE", "srun")
     else:
         per_node = expand_task_counts(counts, parse_whole(num_nodes, "SLURM_NNODES"))
@@ -73,6 +77,7 @@ def _read_task(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(environ: Mapping[str, str], placement: Mapping[str, str]) -> dict[str, str]:
+    """Return MASTER_ADDR and MASTER_PORT; {} for one rank, which needs no store."""
     if placement["WORLD_SIZE"] == "1":
         return {}
     address = environ.get("MASTER_ADDR") or _first_host(environ, placement)
@@ -81,6 +86,7 @@ def _address(environ: Mapping[str, str], placement: Mapping[str, str]) -> dict[s
 
 
 def _first_host(environ: Mapping[str, str], placement: Mapping[str, str]) -> str:
+    """Return the host of rank 0, as the module docstring describes."""
     if placement["LOCAL_WORLD_SIZE"] == placement["WORLD_SIZE"]:
         return "127.0.0.1"
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
@@ -90,6 +96,7 @@ def _first_host(environ: Mapping[str, str], placement: Mapping[str, str]) -> str
 
 
 def _derive_port(environ: Mapping[str, str]) -> str:
+    """Return a port that is the same for all ranks of this job and step."""
     for name in _JOB_NUMBERS:
         if environ.get(name):
             job = f"{environ[name]}.{environ.get('SLURM_STEP_ID', '')}"

@@ -9,9 +9,9 @@ from datasvc.trainer.env.environment import RankPlacement
 
 
 def find_gpu_uuid(placement: RankPlacement) -> str:
-    """Return the UUID of the GPU for this rank; empty without GPUs or NCCL.
+    """Return the UUID of the GPU for this rank. Two ranks with the same UUID share a GPU.
 
-    Two ranks with the same UUID share a GPU.
+    The UUID is "" without GPUs or NCCL: then the ranks communicate over Gloo only.
     """
     if not dist.is_nccl_available() or not torch.cuda.is_available():
         return ""

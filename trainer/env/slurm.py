@@ -6,12 +6,15 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-# A short text can name billions of nodes; this limit ends the expansion before it fills the memory.
+# A short text such as a[0-99999]b[0-99999] names billions of nodes. This limit ends the expansion before it fills the
+# memory.
 _MAX_NUM_NODES = 1 << 20
 # A name consists of text and ranges in brackets. A comma outside brackets separates two names.
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
+# A part of a name: the text inside brackets (group 1), or other text (group 2).
 _NAME_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+# A number of tasks, and the number of consecutive nodes that have as many, as in 4(x2).
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
@@ -25,9 +28,11 @@ def expand_node_list(text: str) -> list[str]:
     position = 0
     for match in _NAME.finditer(text):
         # One comma separates two names. Any other text between them ends the loop, and is an error below.
-        if text[position : match.start()] not in ({""} if position == 0 else {","}):
+        separator = "" if position == 0 else ","
+        if text[position : match.start()] != separator:
             break
         position = match.end()
+        # The names are all combinations of the choices of each part: a part without brackets has one choice.
         choices = [list(_expand_part(part, text)) for part in _NAME_PART.finditer(match[0])]
         names += ["".join(parts) for parts in itertools.islice(itertools.product(*choices), _MAX_NUM_NODES + 1)]
         if len(names) > _MAX_NUM_NODES:
@@ -52,6 +57,7 @@ def expand_task_counts(text: str, num_nodes: int) -> list[int]:
 
 
 def _list_counts(text: str) -> list[int]:
+    """Return the numbers of a list of tasks per node, with repeated ones; for errors, see `expand_task_counts`."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())
@@ -92,6 +98,7 @@ def is_task(environ: Mapping[str, str]) -> bool:
 
 
 def _expand_part(part: re.Match[str], text: str) -> Iterator[str]:
+    """Yield the texts that a match of `_NAME_PART` stands for; `text` is the whole list, for error messages."""
     if part[2] is not None:
         yield part[2]
         return
@@ -102,4 +109,5 @@ def _expand_part(part: re.Match[str], text: str) -> Iterator[str]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last - first > _MAX_NUM_NODES:
             raise ValueError(f"{text!r} is not a list of nodes: the range {range_text!r} is empty or too large")
+        # Numbers keep the width of the first one: 01-03 is 01, 02, 03.
         yield from (str(number).zfill(len(match[1])) for number in range(first, last + 1))

@@ -1,8 +1,9 @@
 """The server of `datasvc.trainer.run`: it sends the ranks the function to call, and collects their results.
 
-It runs in the process of the launcher. Each connection carries one request. Invariant: before any pickle is read,
-both sides prove by the challenge of `multiprocessing` that they have the key of the job. The data is not encrypted,
-like all communication between ranks.
+It runs in the process of the launcher. A rank fetches the call, the pickled function with its arguments, and sends an
+answer, which contains the result or the exception. Each connection carries one of these requests. Invariant: before
+any pickle is read, both sides prove by the challenge of `multiprocessing` that they have the key of the job. The data
+is not encrypted, like all communication between ranks.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class CallServer:
     @property
     def results(self) -> list[CallResult]:
         """The results received so far, in rank order. Each process sends one result or exception."""
+        # Only an exception has a text, its traceback.
         with self._lock:
             return sorted((answer for answer in self._answers if not answer.text), key=lambda answer: answer.rank)
 
@@ -68,6 +70,7 @@ class CallServer:
             thread.join()
 
     def _serve(self, connection: Connection) -> None:
+        """Serve one request of a rank: the other side of `fetch_call` and `send_answer`."""
         deliver_challenge(connection, self._key)
         answer_challenge(connection, self._key)
         if connection.recv_bytes() == _CALL_REQUEST:
@@ -111,6 +114,8 @@ def send_answer(address: tuple[str, int], key: bytes, answer: CallResult) -> Non
 
 
 class _CallTcpServer(socketserver.ThreadingTCPServer):
+    """Accepts connections, and passes each one to `serve` in a thread of its own."""
+
     # A client that connects and sends nothing must not delay the end of the job.
     daemon_threads = True
     block_on_close = False
@@ -129,6 +134,7 @@ class _Handler(socketserver.BaseRequestHandler):
         # reports the death of a rank.
         with (
             contextlib.suppress(OSError, EOFError, AuthenticationError),
+            # `Connection` closes its file descriptor, and socketserver closes the one of `request`.
             Connection(os.dup(self.request.fileno())) as connection,
         ):
             self.server.serve(connection)

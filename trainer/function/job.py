@@ -25,7 +25,7 @@ from datasvc.trainer.launch.ranks.remote_shell import is_local
 
 T = TypeVar("T")
 
-# Ranks get the search path of this process, so that they import the same modules, including this package.
+# The program of each rank. It gets the search path of this process, to import the same modules and this package.
 _PROGRAM = "import sys; sys.path[:] = {paths!r}; from datasvc.trainer.function.worker import main; main()"
 
 
@@ -109,10 +109,10 @@ def run(
             that rank.
     """
     _check_controller(use_gloo=use_gloo, use_mpi=use_mpi, mpi_args=mpi_args)
-    num_proc = _choose_name("np", np, "num_proc", num_proc)
-    min_num_proc = _choose_name("min_np", min_np, "min_num_proc", min_num_proc)
-    max_num_proc = _choose_name("max_np", max_np, "max_num_proc", max_num_proc)
-    interfaces = _choose_name("network_interface", network_interface, "network_interfaces", network_interfaces)
+    num_proc = _merge_aliases("np", np, "num_proc", num_proc)
+    min_num_proc = _merge_aliases("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _merge_aliases("max_np", max_np, "max_num_proc", max_num_proc)
+    interfaces = _merge_aliases("network_interface", network_interface, "network_interfaces", network_interfaces)
     num_ranks = num_proc or min_num_proc or 1
     if num_ranks < 1:
         raise ValueError(f"num_proc must be at least 1, not {num_ranks}")
@@ -152,6 +152,7 @@ def run(
 
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
+    """Run a job whose ranks make the pickled call; for results and errors, see `run`."""
     # The ranks get the key through their environment; processes without it cannot fetch the call.
     key = secrets.token_bytes(32)
     # A discovery script may return any host, so other hosts must be able to connect.
@@ -170,27 +171,35 @@ def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, s
     exited = sorted(answer.rank for answer in server.errors if answer.has_left)
     results = server.results
     missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
-    if exited or (missing and (elastic is None or not results)):
-        raise HorovodInternalError(f"rank {[*exited, *missing][0]} ended with status 0 before the function returned")
+    # An elastic job may end with fewer ranks than it started with, but not without any result.
+    is_incomplete = bool(missing) and (elastic is None or not results)
+    if exited or is_incomplete:
+        first_rank = [*exited, *missing][0]
+        raise HorovodInternalError(f"rank {first_rank} ended with status 0 before the function returned")
     return [unpickle_result(answer) for answer in results]
 
 
 def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the first exception of a rank that is not only a report of the death of another rank."""
+    """Return the exception that caused the failure of a job that is not elastic."""
     errors = [unpickle_error(answer) for answer in server.errors]
     reporting_ranks = {answer.rank for answer in server.errors}
     has_died = failure.rank is not None and failure.rank not in reporting_ranks
-    # A rank that only lost the connection to another rank has raised HorovodInternalError.
+    # A HorovodInternalError usually reports only the loss of another rank, so any other exception is the cause.
     causes = [error for error in errors if not isinstance(error, HorovodInternalError)]
     if causes:
         return causes[0]
     if errors and not has_died:
         return errors[0]
+    # No rank has reported the cause, for example because the first rank that failed was killed.
     return HorovodInternalError(failure.describe())
 
 
-def _choose_name(older: str, older_value: T | None, newer: str, value: T | None) -> T | None:
-    """Return the value of an argument that has two names."""
+def _merge_aliases(older: str, older_value: T | None, newer: str, value: T | None) -> T | None:
+    """Return the value of an argument that has two names; None if neither is given.
+
+    Raises:
+        ValueError: both names are given, with different values.
+    """
     if older_value is not None and value is not None and older_value != value:
         raise ValueError(f"{older}={older_value!r} is the older name of {newer}={value!r}: give one of them")
     return older_value if value is None else value
@@ -203,12 +212,15 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
         argument = "use_mpi=True" if use_mpi else f"mpi_args={mpi_args!r}"
         warnings.warn(
             f"{argument} has no effect: there is no MPI; the ranks communicate over gloo, and over NCCL on GPUs",
-            stacklevel=3,
+            stacklevel=3,  # the warning names the line that calls `run`
         )
 
 
 def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the exception of the worker that ended the job; an elastic job survives those of other workers."""
+    """Return the exception of the worker that ended the job. The job has continued after those of other workers.
+
+    A worker is a process of an elastic job, where its rank may change.
+    """
     errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 
