@@ -47,7 +47,7 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
     """
     environ = {**environ, **translate(environ)}
     present = [name for name in WORLD_VARIABLES if name in environ]
-    # Without RANK and WORLD_SIZE there is no job, so the local variables are ignored.
+    # If neither RANK nor WORLD_SIZE is set, there is no job, and the other two are ignored.
     if not {"RANK", "WORLD_SIZE"} & set(present):
         return RankPlacement()
     missing = sorted(set(WORLD_VARIABLES) - set(present))
@@ -69,7 +69,7 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
 def placement_variables(placement: RankPlacement) -> dict[str, str]:
     """Return the environment variables of a placement, with the names of torchrun and with those of Horovod."""
     numbers = {name: str(number) for name, number in asdict(placement).items()}
-    # torchrun has no variables for the last two fields, the cross rank and the cross size.
+    # The last two fields, the cross rank and the cross size, are set with Horovod's names only.
     torchrun = dict(zip(WORLD_VARIABLES, numbers.values(), strict=False))
     # Horovod's variables are the names of the fields: HOROVOD_RANK to HOROVOD_CROSS_SIZE.
     return torchrun | {f"HOROVOD_{name.upper()}": number for name, number in numbers.items()}

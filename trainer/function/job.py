@@ -183,14 +183,14 @@ def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
     """Return the exception that caused the failure of a job that is not elastic."""
     errors = [unpickle_error(answer) for answer in server.errors]
     reporting_ranks = {answer.rank for answer in server.errors}
-    has_died = failure.rank is not None and failure.rank not in reporting_ranks
+    is_cause_unreported = failure.rank is not None and failure.rank not in reporting_ranks
     # A HorovodInternalError usually reports only the loss of another rank, so any other exception is the cause.
     causes = [error for error in errors if not isinstance(error, HorovodInternalError)]
     if causes:
         return causes[0]
-    if errors and not has_died:
+    if errors and not is_cause_unreported:
         return errors[0]
-    # No rank has reported the cause, for example because the first rank that failed was killed.
+    # The rank that failed first has sent no exception, for example because it was killed; or no rank has sent one.
     return HorovodInternalError(failure.describe())
 
 

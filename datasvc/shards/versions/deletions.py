@@ -97,6 +97,7 @@ class Deletions:
         """Number of deleted samples of each of `shards`: `int64[n]`."""
         if not self._bitmaps:
             return np.empty(0, np.int64)
+        # `starts` has the position of each bitmap among the bytes of all bitmaps.
         starts = np.cumsum([0, *map(len, self._bitmaps[:-1])])
         bits = np.bitwise_count(np.concatenate(self._bitmaps)).astype(np.int64)
         return np.asarray(np.add.reduceat(bits, starts), np.int64)

@@ -35,6 +35,7 @@ training. "keep" keeps them and records their number in the version."""
 OverlapKind = Literal["key", "payload"]
 """What two splits share: "key", a sample key; "payload", a payload digest, that is, an image or other blobs."""
 KINDS: Final[tuple[OverlapKind, ...]] = ("key", "payload")
+# Field of a log entry, see `accepted_counts`.
 ENTRY_FIELD: Final = "split_overlap"
 
 _KIND_TEXT: Final = {"key": "keys", "payload": "equal images or other blobs"}

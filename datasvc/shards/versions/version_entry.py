@@ -14,6 +14,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.shards.versions.split_overlap import ENTRY_FIELD
 
+# Field of a log entry, see `read_val_fraction`.
 VAL_FRACTION: Final = "val_fraction"
 
 
