@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """A clock that stands still; pass it as an argument `clock`, in place of `time.monotonic`.
-
-    Attributes:
-        now_s: its time in seconds.
-    """
+    """A clock at the time `now_s`, in seconds; pass it as an argument `clock`, in place of `time.monotonic`."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

@@ -14,12 +14,7 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 
 class CheckedSamples(NamedTuple):
-    """Samples of a source, or of one part of it.
-
-    Attributes:
-        table: the good samples with the columns of the source, in its order.
-        bad: the samples that could not be read, in the order of the source.
-    """
+    """Samples of a source, or of a part of it, in order: good ones with the source's columns, and unreadable ones."""
 
     table: pa.Table
     bad: list[BadSample]
@@ -93,13 +88,12 @@ def _keys(samples: CheckedSamples) -> list[str]:
 
 
 def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
-    """Return the keys, the sample digests and the bad samples: equal for equal samples."""
     # Compare digests and not tables, because NaN is not equal to NaN for Arrow.
     digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
     return _keys(samples), digests, samples.bad
 
 
 def _require(holds: bool, subject: str, rule: str) -> None:
-    """Raise ConfigError if a rule does not hold; `subject` is the part or source that breaks the rule."""
+    """Raise ConfigError unless the rule holds for `subject`, a source or a part of it."""
     if not holds:
         raise ConfigError(f"{subject} breaks a rule for sources: {rule}; see `StreamedSource`")

@@ -195,11 +195,7 @@ def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
 
 
 def _merge_aliases(older: str, older_value: T | None, newer: str, value: T | None) -> T | None:
-    """Return the value of an argument that has two names; None if neither is given.
-
-    Raises:
-        ValueError: both names are given, with different values.
-    """
+    """Return the value of an argument that has two names. Raise ValueError if they have different values."""
     if older_value is not None and value is not None and older_value != value:
         raise ValueError(f"{older}={older_value!r} is the older name of {newer}={value!r}: give one of them")
     return older_value if value is None else value
@@ -217,10 +213,8 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
 
 
 def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
-    """Return the exception of the worker that ended the job. The job has continued after those of other workers.
-
-    A worker is a process of an elastic job, where its rank may change.
-    """
+    """Return the exception of the worker (a process of an elastic job) whose failure ended the job."""
+    # The job has continued after the exceptions of other workers.
     errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 

@@ -99,9 +99,7 @@ class _NothingToDeleteError(Exception):
 
 @dataclass(eq=False)
 class _DeleteBuild:
-    """Builds the log entry of the new version from the newest version.
-
-    `Log.append` calls an instance once per attempt: again if another writer committed first.
+    """Builds the log entry from the newest version. `Log.append` calls it again if another writer committed first.
 
     Attributes:
         repository, keys, where, split, ignore_missing, message: as in `delete`.
@@ -145,10 +143,7 @@ class _DeleteBuild:
         return changed_entry(dataset, changed, change, message=self.message)
 
     def _select_rows(self, tables: Mapping[str, ShardTable]) -> dict[str, dict[int, Integers]]:
-        """Return the rows to delete in each shard's file, by split and shard.
-
-        A split or shard without rows to delete is left out.
-        """
+        """Return the rows to delete in each shard's file, by split and shard; splits without any are left out."""
         objects = self.repository.objects
         if self.where is None:
             rows_by_split = self._select_rows_by_key(objects, tables)

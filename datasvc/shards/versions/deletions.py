@@ -115,10 +115,7 @@ class Deletions:
         return np.unpackbits(self._bitmaps[position], count=count, bitorder="little").view(np.bool_)
 
     def kept_rows(self, shard: int) -> Integers:
-        """Return the live (not deleted) rows of a shard with deletions: `int64[live]`, ascending.
-
-        The array is cached; do not modify it.
-        """
+        """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
         with self._lock:
             if shard in self._kept:
                 self._kept.move_to_end(shard)

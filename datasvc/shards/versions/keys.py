@@ -53,9 +53,7 @@ class SplitKeys:
         without: by shard, live rows to leave out, ascending; only of shards that `shards` contains.
 
     Attributes:
-        table: the shard table.
-        shards: `int64[n]`, numbers of the shards, ascending.
-        num_samples: number of samples, without those left out.
+        num_samples: number of live samples of these shards, less those in `without`.
     """
 
     def __init__(

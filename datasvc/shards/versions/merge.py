@@ -109,9 +109,7 @@ def merge(
 
 @dataclass(eq=False)
 class _MergeBuild:
-    """Builds the log entry of the merged version.
-
-    `Log.append` calls an instance once per attempt: again if another writer committed first.
+    """Builds the log entry. `Log.append` calls an instance again if another writer committed first.
 
     Attributes:
         repository, refs, name, on_overlap, message: as in `merge`.

@@ -139,11 +139,9 @@ def verify(
         try:
             readable.append((split, split.table))
         except (NotFoundError, CorruptDataError) as error:
-            # The log entry has the number of samples too.
+            kind = _kind_of(error)
             samples = int(dataset.entry.content["splits"][split.name]["samples"])
-            problem = DatasetProblem(
-                _kind_of(error), "shard table", split.name, split.digest, str(error), num_samples=samples
-            )
+            problem = DatasetProblem(kind, "shard table", split.name, split.digest, str(error), num_samples=samples)
             problems.append(problem)
     # Shards of an unreadable table are unknown, so their bytes are not counted.
     size_bytes = sum(table.size_bytes for _, table in readable)
@@ -204,13 +202,9 @@ class _SplitCheck:
         except (NotFoundError, CorruptDataError) as error:
             digest = self._table.deletions
             assert digest is not None, "a split without a deletions object reads none"
-            # Without the bitmaps, any sample may be deleted or live.
-            samples = self._table.num_samples
-            return [
-                DatasetProblem(
-                    _kind_of(error), "deletions", self._split.name, digest, str(error), num_samples=samples
-                )
-            ]
+            # Without the bitmaps, it is unknown which samples are live: all count as affected.
+            kind, samples = _kind_of(error), self._table.num_samples
+            return [DatasetProblem(kind, "deletions", self._split.name, digest, str(error), num_samples=samples)]
         return []
 
     def _check_shard(self, number: int) -> Iterator[DatasetProblem]:
