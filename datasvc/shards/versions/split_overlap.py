@@ -98,9 +98,9 @@ class Overlap:
 
     Attributes:
         kind: "key": equal keys; "payload": equal payload digests, see `shards.format.digests`.
-        split: the split that "drop" removes them from: "train" if it is one of the two, else "val" if it is, else the
-            first by name.
-        other: the split that keeps them.
+        split: the split from which "drop" removes the samples: "train" if it is one of the two, else "val" if it is,
+            else the first by name.
+        other: the split that keeps its samples.
         samples: the shared samples of `split`, in the order of its table.
     """
 
