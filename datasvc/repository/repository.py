@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +47,26 @@ class Resolved:
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True)
+class NameState:
+    """State of one data set or model, from one listing of its logs: all that changes without a new version.
+
+    Attributes:
+        versions: numbers of all versions, ascending.
+        tags: version that each tag points at; a tag that cannot be read is left out.
+        removed: versions that are removed. A tagged version is not: a tag that was set during its removal reverts it.
+    """
+
+    versions: Sequence[int]
+    tags: Mapping[str, int]
+    removed: frozenset[int]
+
+    @property
+    def living(self) -> list[int]:
+        """Numbers of the versions that are not removed, ascending."""
+        return [number for number in self.versions if number not in self.removed]
 
 
 class Repository:
@@ -140,14 +160,20 @@ class Repository:
             CorruptDataError, ConfigError: with `strict`, a tag cannot be read.
             UnavailableError: the store does not respond.
         """
-        versions, errors = self._tags(kind, name).heads()
+        return self._read_tags(kind, name, None, strict=strict)
+
+    def _read_tags(
+        self, kind: Kind, name: str, moves: Mapping[str, Sequence[int]] | None, *, strict: bool = False
+    ) -> dict[str, int]:
+        """Return the result of `tags`; for `moves`, see `Tags.heads`."""
+        versions, errors = self._tags(kind, name).heads(moves)
         for tag, error in errors.items():
             models = "models " if kind == "models" else ""
             text = f"{error}; `datasvc {models}tag {name}@VERSION {tag}` sets the tag {tag!r} again"
             if strict:
                 raise type(error)(text) from error
             message = f"{name}@{tag} is left out: {text}"
-            warnings.warn(UnreadableVersionWarning(f"{name}@{tag}", message), stacklevel=2)
+            warnings.warn(UnreadableVersionWarning(f"{name}@{tag}", message), stacklevel=3)
         return versions
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
@@ -232,6 +258,30 @@ class Repository:
         logs = self._list_logs(kind, reference.name)
         removed_numbers = self._removed(kind, reference.name, logs)
         return self._resolve(kind, reference, logs, removed_numbers, accept_removed=removed)
+
+    def state(self, kind: Kind, name: str) -> NameState:
+        """Return the versions, tags and removals of `name` with one listing; `versions` is () for an unknown name.
+
+        Raises:
+            ConfigError: `name` is not a valid name.
+            UnavailableError: the store does not respond.
+        """
+        return self._state(kind, name, self._list_logs(kind, name))
+
+    def resolve_with_state(self, kind: Kind, ref: str, *, removed: bool = False) -> tuple[Resolved, NameState]:
+        """Return the version that `ref` refers to, and the state of its name, with one listing; see `resolve`."""
+        reference = parse_reference(str(ref), _KIND_NAMES[kind])
+        logs = self._list_logs(kind, reference.name)
+        state = self._state(kind, reference.name, logs)
+        tagged = None if reference.tag is None or reference.moves_back else state.tags.get(reference.tag)
+        if tagged is not None and tagged in state.versions:
+            return Resolved(kind, reference.name, tagged), state
+        return self._resolve(kind, reference, logs, state.removed, accept_removed=removed), state
+
+    def _state(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> NameState:
+        moves = {path.removeprefix("tags/"): moves for path, moves in logs.items() if path.startswith("tags/")}
+        tags = self._read_tags(kind, name, moves)
+        return NameState(logs["versions"], tags, self._removed(kind, name, logs) - set(tags.values()))
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:
         """Return the newest version of `name` that is not removed, or None; for errors, see `living`."""

@@ -1,9 +1,16 @@
 """How often common acts ask the store: a request is what a remote store answers over the network."""
 
+import threading
+from collections import Counter
+
 import pytest
 
-from datasvc.models import describe_model, save
+from datasvc.models import describe_model, list_models, save
 from datasvc.repository import Repository, Storage
+from datasvc.shards import open_dataset
+from datasvc.shards.versions.describe import describe_dataset
+from datasvc.testing import FaultyStore
+from tests.shards.written_versions import write_version
 
 LISTINGS = ("list", "find")
 REQUESTS = (*LISTINGS, "read", "read_range", "size", "create", "put_bytes", "refresh")
@@ -14,19 +21,19 @@ class CountingStorage(Storage):
 
     def __init__(self, url):
         super().__init__(url)
-        self.requests, self._is_inside = [], False
+        self.requests, self._thread = [], threading.local()
 
 
 def _counted(name):
     def request(self, *arguments, **options):
-        if self._is_inside:
+        if getattr(self._thread, "is_inside", False):
             return getattr(Storage, name)(self, *arguments, **options)
         self.requests.append(name)
-        self._is_inside = True
+        self._thread.is_inside = True
         try:
             return getattr(Storage, name)(self, *arguments, **options)
         finally:
-            self._is_inside = False
+            self._thread.is_inside = False
 
     return request
 
@@ -83,6 +90,35 @@ def test_a_first_save_lists_no_other_model(repository):
     assert [name for name in asked if name in LISTINGS] == ["find", "list"]
 
 
-def test_a_version_is_described_without_a_listing_for_each_log(repository):
-    asked = requests_of(repository, lambda: describe_model(repository, "m@2"))
-    assert sum(name in LISTINGS for name in asked) <= 3
+@pytest.mark.parametrize("ref", ["m", "m@2", "m@prod"])
+def test_a_version_is_described_by_one_listing_its_entry_and_the_tags(repository, ref):
+    assert sorted(requests_of(repository, lambda: describe_model(repository, ref))) == ["find", *["read"] * 3]
+
+
+def test_models_are_listed_by_one_listing_each_and_one_of_the_names(repository):
+    for name in ("n", "o"):
+        save(repository, name, {}, step=1)
+    asked = requests_of(repository, lambda: list_models(repository))
+    assert sorted(asked) == [*["find"] * 3, "list", *["read"] * 5]
+
+
+def test_a_data_set_is_described_by_one_listing_its_entry_and_a_table_per_split():
+    with FaultyStore() as store:
+        samples = [[{"key": "a", "text": "b"}]]
+        write_version(Repository.create(store.url), "pets", {"train": samples, "val": samples})
+        before = len(store.requests)
+        describe_dataset(open_dataset(Repository.open(store.url), "pets"))
+        # The marker, the entry and both tables are read.
+        assert Counter(operation for operation, _ in store.requests[before:]) == {"read": 4, "list": 1}
+
+
+def test_the_stores_own_requests_of_describing_a_version_are_as_few():
+    with FaultyStore() as store:
+        made = Repository.create(store.url)
+        for number in (1, 2, 3):
+            save(made, "m", {}, step=number)
+        made.tag("models", "m@2", "best")
+        before = len(store.requests)
+        describe_model(Repository.open(store.url), "m@best")
+        # The marker, the tag and the entry are read; all logs of the model are listed once.
+        assert Counter(operation for operation, _ in store.requests[before:]) == {"read": 3, "list": 1}

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.search.index import map_models
 from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
-from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.logs.references import is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.repository import warn_unreadable
+from datasvc.repository.repository import NameState, warn_unreadable
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,22 @@ def list_models(repository: Repository) -> list[ModelVersion]:
     """
 
     def newest(name: str) -> list[ModelVersion]:
-        numbers = repository.living("models", name)[-1:]
-        return _versions(repository, name, repository.readable_entries("models", name, numbers)) if numbers else []
+        state = repository.state("models", name)
+        newest_number = state.living[-1:]
+        entries = repository.readable_entries("models", name, newest_number) if newest_number else []
+        return _versions(name, entries, state)
 
-    newest_of_each = map_models(repository, newest, repository.names("models"))
+    names = [name for name in repository.storage.list("models") if is_name(name)]
+    newest_of_each = map_models(repository, newest, names)
     return [version for versions in newest_of_each for version in versions]
 
 
 def describe_model(repository: Repository, ref: str) -> ModelVersion:
     """Return one version, which may be removed. Raise the errors of `Repository.resolve` and `Log.read`."""
-    version = repository.resolve("models", ref, removed=True)
+    version, state = repository.resolve_with_state("models", ref, removed=True)
     entry = repository.entry(version)
     check_fields(entry.content, version)
-    return _version(version.name, entry, _read_mutable_state(repository, version.name))
+    return _version(version.name, entry, state)
 
 
 def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> list[ModelVersion]:
@@ -88,7 +91,8 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
         numbers.setdefault(version.name, []).append(version.version)
 
     def describe(name: str) -> list[ModelVersion]:
-        return _versions(repository, name, repository.readable_entries("models", name, numbers[name]))
+        entries = repository.readable_entries("models", name, numbers[name])
+        return _versions(name, entries, repository.state("models", name))
 
     described = {
         (version.name, version.version): version
@@ -101,7 +105,7 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
 
 def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
     """Return all or the `last` versions of a model, oldest first, with removed ones; see `Repository.entries`."""
-    return _versions(repository, name, repository.entries("models", name, last=last))
+    return _versions(name, repository.entries("models", name, last=last), repository.state("models", name))
 
 
 def model_ancestry(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
@@ -110,7 +114,7 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
     Parents that are not in this repository are left out. Errors are those of `Repository.entries`.
     """
     versions = {(version.name, version.version): version for version in model_log(repository, name, last=last)}
-    reader, state_of = EntryReader(repository), dict[str, _MutableState]()
+    reader, state_of = EntryReader(repository), dict[str, NameState]()
     unreadable: set[tuple[str, int]] = set()
     missing = _missing_parents(versions.values(), versions)
     while missing:
@@ -118,7 +122,7 @@ def model_ancestry(repository: Repository, name: str, *, last: int | None = None
         existing = sorted(key for key in others if key[1] in reader.numbers(key[0]))
         for other, number in existing:
             if other not in state_of:
-                state_of[other] = _read_mutable_state(repository, other)
+                state_of[other] = repository.state("models", other)
             try:
                 entry = reader.entry(other, number)
                 check_fields(entry.content, f"{other}@{number}")
@@ -148,23 +152,7 @@ def _missing_parents(
     return {key for key in parents if key is not None and key not in present}
 
 
-class _MutableState(NamedTuple):
-    """Tags by version number, and removed versions: both change without a new version of the model."""
-
-    tags: Mapping[int, Sequence[str]]
-    removed: frozenset[int]
-
-
-def _read_mutable_state(repository: Repository, name: str) -> _MutableState:
-    tags: dict[int, list[str]] = {}
-    for tag, version in repository.tags("models", name).items():
-        tags.setdefault(version, []).append(tag)
-    # A tagged version does not count as removed: a tag that was set during the removal causes its reversal.
-    return _MutableState(tags, repository.removals("models", name).removed() - tags.keys())
-
-
-def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[ModelVersion]:
-    state = _read_mutable_state(repository, name)
+def _versions(name: str, entries: list[Entry], state: NameState) -> list[ModelVersion]:
     versions = []
     for entry in entries:
         version = Resolved("models", name, entry.number)
@@ -177,6 +165,6 @@ def _versions(repository: Repository, name: str, entries: list[Entry]) -> list[M
     return versions
 
 
-def _version(name: str, entry: Entry, state: _MutableState) -> ModelVersion:
-    tags = tuple(state.tags.get(entry.number, ()))
+def _version(name: str, entry: Entry, state: NameState) -> ModelVersion:
+    tags = tuple(tag for tag, version in state.tags.items() if version == entry.number)
     return ModelVersion(name, entry.number, tags, entry.content, entry.number in state.removed)

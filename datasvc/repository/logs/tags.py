@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.logs.log import Entry, Log, list_logs
 from datasvc.repository.logs.references import check_tag, is_name
 from datasvc.repository.store.storage import Storage
+from datasvc.threads import map_in_threads
+
+_READS_AT_ONCE = 16
 
 
 class Tags:
@@ -19,20 +22,35 @@ class Tags:
         self._folder = f"{folder}/tags"
         self._name = folder.rpartition("/")[2]
 
-    def heads(self) -> tuple[dict[str, int], dict[str, CorruptDataError | ConfigError]]:
+    def heads(
+        self, logs: Mapping[str, Sequence[int]] | None = None
+    ) -> tuple[dict[str, int], dict[str, CorruptDataError | ConfigError]]:
         """Return the version that each tag points at, and the errors of the tags that cannot be read.
+
+        Args:
+            logs: numbers of the moves of each tag, ascending, if the caller has listed them already.
 
         Raises:
             UnavailableError: the store does not respond.
         """
-        logs = list_logs(self._storage, self._folder)
+        moves = list_logs(self._storage, self._folder) if logs is None else logs
         versions: dict[str, int] = {}
         errors: dict[str, CorruptDataError | ConfigError] = {}
-        for tag in filter(is_name, sorted(logs)):
+
+        def read(tag: str) -> None:
             try:
-                versions[tag] = version_of(self._log(tag).read(logs[tag][-1]))
+                versions[tag] = version_of(self._log(tag).read(moves[tag][-1]))
             except (CorruptDataError, ConfigError) as error:
                 errors[tag] = error
+
+        tags = list(filter(is_name, sorted(moves)))
+        if self._storage.is_local or len(tags) < 2:
+            for tag in tags:
+                read(tag)
+        else:
+            map_in_threads(read, tags, _READS_AT_ONCE)
+        # Threads end in any order, but the tags are sorted.
+        versions = {tag: versions[tag] for tag in tags if tag in versions}
         return {tag: version for tag, version in versions.items() if version}, errors
 
     def newest(self, tag: str, moves: Sequence[int]) -> Entry:

@@ -14,6 +14,7 @@ import numpy as np
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
+from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.repository import warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
@@ -279,7 +280,7 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
         UnavailableError: the store does not respond.
     """
     datasets = []
-    for name in repository.names("datasets"):
+    for name in filter(is_name, repository.storage.list("datasets")):
         newest = repository.newest("datasets", name)
         for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
             resolved = Resolved("datasets", name, entry.number)

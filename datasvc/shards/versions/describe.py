@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from datasvc.shards.versions.dataset import DatasetVersion, Split
+from datasvc.threads import map_in_threads
+
+_READS_AT_ONCE: Final = 8
 
 
 def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
@@ -14,7 +17,9 @@ def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a shard table cannot be read.
     """
-    splits = {name: describe_split(split) for name, split in dataset.items()}
+    # Threads hide the latency of a network; a local disk has none.
+    num_threads = 1 if dataset.repository.storage.is_local else _READS_AT_ONCE
+    splits = dict(zip(dataset, map_in_threads(describe_split, dataset.values(), num_threads), strict=True))
     return {**dataset.entry.content, "version": str(dataset.resolved), "splits": splits}
 
 
