@@ -76,7 +76,8 @@ class Service:
             staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
             self._closing = opening.pop_all()
         self._cache = cache
-        self._jobs = StageJobs(staging)
+        self._loop = asyncio.get_running_loop()
+        self._jobs = StageJobs(staging, stop_node=self._fail_from_thread)
         self._fetches = Fetches(cache)
         self._sender = Sender(settings.peer_rate_bytes_s, count=partial(cache.count, "served_bytes"))
         self._started_s = time.monotonic()
@@ -156,6 +157,9 @@ class Service:
     def _authorize(self, request: web.Request) -> None:
         if self._connections is not None:
             self._connections.authorize(request)
+
+    def _fail_from_thread(self, error: UnusableCatalogueError) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: UnusableCatalogueError) -> None:
         self.failure = error

@@ -349,6 +349,18 @@ def test_a_node_whose_catalogue_cannot_be_used_any_more_ends_with_an_error(node,
     assert "remove that folder" not in str(node.error)
 
 
+def test_a_staging_job_that_finds_such_a_catalogue_ends_the_node_too(run, origin, folder, monkeypatch):
+    def panic(*_arguments, **_options):
+        raise describe_failure(Path("catalogue"), lmdb.PanicError("MDB_PANIC"))
+
+    ingest(origin[0], str(folder), "pets")
+    node = run(repositories=(origin[0].url,))
+    monkeypatch.setattr(Catalogue, "reserve", panic)
+    assert node.ask("POST", "/stage", {"ref": "pets"}).status == 202
+    node.wait()
+    assert isinstance(node.error, UnavailableError)
+
+
 def test_metrics_are_what_prometheus_reads(node, origin):
     repository, infos, _ = origin
     node.get_object(infos[3], repository)

@@ -9,11 +9,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 from datasvc.cache import Cache
+from datasvc.cache.catalogue.tables import UnusableCatalogueError
 from datasvc.errors import DatasvcError, NotFoundError, UnavailableError
 from datasvc.progress import SourceCounter
 from datasvc.shards.versions.dataset import Split
@@ -63,6 +64,11 @@ class StageJob:
     def has_ended(self) -> bool:
         """Whether it is done, failed or cancelled."""
         return self.state in _ENDED
+
+    @property
+    def error(self) -> DatasvcError | None:
+        """Error of a job that has failed; None otherwise."""
+        return self._error
 
     def describe(self) -> dict[str, Any]:
         """Return the job as JSON values: state, bytes by source, seconds, error."""
@@ -141,13 +147,23 @@ class StageJobs:
 
     Args:
         cache: cache that the jobs fill.
+        stop_node: called in the thread of a job that finds that the cache's catalogue cannot be used any more.
         num_at_once: number of jobs that run at the same time; each uses several threads and connections.
         max_unfinished: maximum number of waiting and running jobs; further ones are refused.
         max_ended: number of ended jobs that stay listed.
     """
 
-    def __init__(self, cache: Cache, *, num_at_once: int = 2, max_unfinished: int = 64, max_ended: int = 256) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        stop_node: Callable[[UnusableCatalogueError], None] = lambda _error: None,
+        num_at_once: int = 2,
+        max_unfinished: int = 64,
+        max_ended: int = 256,
+    ) -> None:
         self._cache = cache
+        self._stop_node = stop_node
         self._max_unfinished = max_unfinished
         self._max_ended = max_ended
         self._jobs: dict[str, StageJob] = {}
@@ -175,7 +191,7 @@ class StageJobs:
                 raise UnavailableError(
                     f"{self._max_unfinished} staging jobs are unfinished; cancel some, or try later"
                 )
-            job.future = self._threads.submit(job.run, self._cache)
+            job.future = self._threads.submit(self._run, job)
             self._jobs[job.id] = job
             self._forget_oldest_ended()
         return job
@@ -206,6 +222,11 @@ class StageJobs:
         """Cancel all jobs; return whether they ended in time."""
         self.cancel_all()
         return not wait([job.future for job in self.all()], timeout_s).not_done
+
+    def _run(self, job: StageJob) -> None:
+        job.run(self._cache)
+        if isinstance(job.error, UnusableCatalogueError):
+            self._stop_node(job.error)
 
     def _forget_oldest_ended(self) -> None:
         ended = [job.id for job in self._jobs.values() if job.has_ended]
