@@ -262,19 +262,46 @@ def test_connections_above_the_bound_are_refused_at_once_but_for_health(run, ori
     idle[0].close()
 
 
-def test_strangers_who_send_no_request_keep_nobody_out(run, monkeypatch):
-    monkeypatch.setattr(connection_limit, "_MAX_PENDING_PER_ADDRESS", 4)
-    node = run(max_connections=4, token=TOKEN)
+def is_open(connection):
+    """Return whether a connection that gets no bytes is open after the node has answered another one."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1))
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+def connect_silently(node, source, opened):
     where = urlsplit(node.url).hostname, urlsplit(node.url).port
+    connection = opened.enter_context(socket.create_connection(where, source_address=(source, 0)))
+    connection.sendall(b"GET /st")
+    return connection
+
+
+def test_strangers_who_send_no_request_keep_nobody_out(run):
+    node = run(max_connections=4, token=TOKEN)
     with ExitStack() as opened:
-        for number in range(8):  # those of four other addresses, then these
-            source = ("127.0.0.2", 0) if number < 4 else ("127.0.0.3", 0)
-            opened.enter_context(socket.create_connection(where, source_address=source)).sendall(b"GET /st")
-        with socket.create_connection(where, source_address=("127.0.0.3", 0)) as fifth:
-            assert fifth.recv(100).startswith(b"HTTP/1.1 503 ")
+        silent = [connect_silently(node, "127.0.0.2", opened) for _ in range(8)]
         assert node.get("/healthz").status == 200
         assert node.get("/status", Authorization=f"Bearer {TOKEN}").status == 200
         assert node.get("/status").status == 401
+        assert list(map(is_open, silent)) == [False] * 5 + [True] * 3  # the oldest made place for others
+
+
+def test_of_a_stranger_who_sends_no_request_the_oldest_connections_are_closed_but_in_a_burst(run, monkeypatch):
+    monkeypatch.setattr(connection_limit, "_MAX_PENDING_PER_ADDRESS", 3)
+    node = run()
+    with ExitStack() as opened:
+        burst = [connect_silently(node, "127.0.0.2", opened) for _ in range(8)]
+        assert node.get("/healthz").status == 200
+        assert all(map(is_open, burst))
+        monkeypatch.setattr(connection_limit, "_BURST_S", 0)
+        later = [connect_silently(node, "127.0.0.2", opened) for _ in range(2)]
+        other = connect_silently(node, "127.0.0.3", opened)
+        assert node.get("/healthz").status == 200
+        assert list(map(is_open, [*burst, *later, other])) == [False] * 2 + [True] * 9
 
 
 def test_a_connection_without_a_first_head_is_closed(run, monkeypatch):

@@ -230,3 +230,11 @@ def test_every_name_that_a_page_imports_exists(page):
     modules = {node.module: importlib.import_module(node.module) for node in imports}
     names = [(node.module, alias.name) for node in imports for alias in node.names]
     assert [(module, name) for module, name in names if not hasattr(modules[module], name)] == []
+
+
+def test_every_variable_of_an_option_is_on_a_page():
+    sources = "".join(path.read_text() for path in (ROOT / "datasvc/cli").rglob("*.py"))
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    variables = set(re.findall(r'envvar="(DATASVC_\w+)"', sources))
+    assert len(variables) > 4
+    assert {name for name in variables if f"`{name}`" not in pages} == set()

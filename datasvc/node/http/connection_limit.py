@@ -1,12 +1,12 @@
 """Limits of open connections, so that clients without the token cannot keep others out.
 
-A connection counts as *pending* until the head of its first request has arrived, and is refused before aiohttp gets
-it if it is one too many. The limits:
+A connection is *pending* until the head of its first request has arrived; only then aiohttp gets it. The limits:
 
 - A first head takes at most `FIRST_HEAD_S`.
-- Connections without an authorized request are limited per address of the client.
-- Pending connections are limited in total: a new one takes the place of the oldest.
-- The others are limited by `max_connections`, except for requests of `/healthz`, which is answered at any load.
+- Pending connections are limited per address of the client and in total: a new one takes the place of the oldest. A
+  client sends its head at once, so the oldest is not one that is about to send it.
+- Connections with an authorized request are limited by `max_connections`; a request above it gets a 503 response.
+  `/healthz` is outside of this limit.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from aiohttp import web
 
 FIRST_HEAD_S: Final = 5.0
 _MAX_PENDING_PER_ADDRESS: Final = 32
+# The event loop accepts many connections before it reads their heads: a burst of a client is not limited.
+_BURST_S: Final = 1.0
+# Connections in total, as a multiple of `max_connections`: those without access are answered and closed.
+_MAX_TOTAL: Final = 2
+_NUM_HEALTH: Final = 64
 _MAX_HEAD_BYTES: Final = 16 << 10  # more than aiohttp accepts in a line
 _HEALTH: Final = (b"GET /healthz ", b"HEAD /healthz ")
 _BODY: Final = b'{"error": "too many connections"}'
@@ -33,16 +38,16 @@ class BoundedConnections:
 
     Args:
         server: aiohttp server, which counts the connections that it has.
-        max_connections: maximum number of these; further ones are refused. Also the maximum of pending ones.
+        max_connections: maximum number of connections with an authorized request, and of pending ones.
 
     Attributes:
-        num_refused: connections that were refused, or dropped without a first request.
+        num_refused: connections whose request was refused, or that were closed without a request.
     """
 
     def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
         self._max = max_connections
-        self._pending: dict[_FirstHead, str] = {}  # client by connection, the oldest first
+        self._pending: dict[_FirstHead, None] = {}  # the oldest first
         self._authorized: set[object] = set()
         self.num_refused = 0
 
@@ -56,7 +61,7 @@ class BoundedConnections:
         return len(self._server.connections)
 
     def authorize(self, request: web.Request) -> None:
-        """Lift the limit of its client's address from the connection of an authorized request."""
+        """Count the connection of an authorized request."""
         self._authorized.add(request.protocol)
 
     def close_pending(self) -> None:
@@ -64,59 +69,66 @@ class BoundedConnections:
         for connection in tuple(self._pending):
             connection.abort()
 
-    def admit(self, connection: _FirstHead, address: str) -> bool:
-        """Count a new connection as pending, unless its client has too many without an authorized request."""
-        connections = self._server.connections
-        self._authorized.intersection_update(connections)
-        others = [
-            *self._pending.values(),
-            *(client_of(other.peername) for other in connections if other not in self._authorized),
-        ]
-        if others.count(address) >= min(_MAX_PENDING_PER_ADDRESS, self._max):
-            self.num_refused += 1
-            return False
-        if len(self._pending) >= self._max:
-            # It had more time to send a head than any other.
-            next(iter(self._pending)).abort()
-            self.num_refused += 1
-        self._pending[connection] = address
-        return True
+    def add(self, connection: _FirstHead) -> None:
+        """Count a new connection as pending; close the oldest of its client, or of all, if there are too many."""
+        of_client = [other for other in self._pending if other.client == connection.client]
+        if len(of_client) >= _MAX_PENDING_PER_ADDRESS and of_client[0].age_s > _BURST_S:
+            self.drop(of_client[0])
+        elif len(self._pending) >= self._max:
+            self.drop(next(iter(self._pending)))
+        self._pending[connection] = None
 
-    def forget(self, connection: _FirstHead) -> None:
-        """End the count of a pending connection; forgetting it again does nothing."""
+    def remove(self, connection: _FirstHead) -> None:
+        """End the count of a pending connection; removing it again does nothing."""
         self._pending.pop(connection, None)
 
-    def count_refused(self) -> None:
-        """Count a connection that sent no head in time."""
+    def drop(self, connection: _FirstHead) -> None:
+        """Close a pending connection, and count it as refused."""
         self.num_refused += 1
+        connection.abort()
 
     def protocol_for(self, head: bytes) -> asyncio.Protocol | None:
         """Return the protocol for the connection of a request that begins with `head`; None: it is refused."""
-        if self.num_open >= self._max and not head.startswith(_HEALTH):
+        connections = self._server.connections
+        self._authorized.intersection_update(connections)
+        is_health = head.startswith(_HEALTH)
+        max_total = _MAX_TOTAL * self._max + (_NUM_HEALTH if is_health else 0)
+        if len(connections) >= max_total or (len(self._authorized) >= self._max and not is_health):
             self.num_refused += 1
             return None
         return self._server()
 
 
 class _FirstHead(asyncio.Protocol):
-    """Protocol of a connection until the head of its first request has arrived."""
+    """Protocol of a connection until the head of its first request has arrived.
+
+    Attributes:
+        client: text that identifies the client, see `client_of`.
+    """
 
     def __init__(self, connections: BoundedConnections) -> None:
         self._connections = connections
         self._received = bytearray()
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
         self._transport: asyncio.Transport
         self._timer: asyncio.TimerHandle | None = None
+        self.client = ""
+
+    @property
+    def age_s(self) -> float:
+        """Time since the connection was accepted. Seconds."""
+        return self._loop.time() - self._began_s
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if self._connections.admit(self, client_of(transport.get_extra_info("peername"))):
-            self._timer = asyncio.get_running_loop().call_later(FIRST_HEAD_S, self._give_up)
-        else:
-            self._refuse()
+        self.client = client_of(transport.get_extra_info("peername"))
+        self._timer = self._loop.call_later(FIRST_HEAD_S, self._connections.drop, self)
+        self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._timer is None:  # refused already
+        if self._timer is None:  # refused or closed already
             return
         # The end of the head may begin in the bytes before.
         begin = max(0, len(self._received) - 3)
@@ -124,7 +136,7 @@ class _FirstHead(asyncio.Protocol):
         if self._received.find(b"\r\n\r\n", begin) >= 0:
             self._hand_over()
         elif len(self._received) > _MAX_HEAD_BYTES:
-            self._give_up()
+            self._connections.drop(self)
 
     def connection_lost(self, _error: Exception | None) -> None:
         self._end()
@@ -139,23 +151,16 @@ class _FirstHead(asyncio.Protocol):
         received = bytes(self._received)
         protocol = self._connections.protocol_for(received)
         if protocol is None:
-            self._refuse()
+            # A response, instead of a closed connection, tells the peer that it may try again.
+            self._transport.write(_REFUSAL)
+            self._transport.close()
             return
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
         protocol.data_received(received)
 
-    def _give_up(self) -> None:
-        self._connections.count_refused()
-        self.abort()
-
-    def _refuse(self) -> None:
-        # A response, instead of a closed connection, tells the peer that it may try again.
-        self._transport.write(_REFUSAL)
-        self._transport.close()
-
     def _end(self) -> None:
-        self._connections.forget(self)
+        self._connections.remove(self)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
