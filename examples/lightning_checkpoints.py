@@ -23,20 +23,12 @@ from datasvc.models import CheckpointManager, ConsumptionTracker, ReadLoader
 from datasvc.trainer.recipes.random_state import capture, reinstate
 
 
-class EpochLoader(ImageLoader):
-    """Hands Lightning tuples, which it can move; and a whole epoch after one whose last batch it had.
-
-    Lightning counts batches and does not ask for one more, so to us its epoch ends only with its next loop.
-    """
+class TupleLoader(ImageLoader):
+    """Hands Lightning tuples, which it can move."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield `(images, labels)` of the rest of the epoch, or of the next one where nothing is left."""
-        is_empty = True
-        for batch in super().__iter__():
-            is_empty = False
-            yield tuple(batch)
-        if is_empty:
-            yield from map(tuple, super().__iter__())
+        """Yield `(images, labels)` of the rest of the epoch."""
+        return map(tuple, super().__iter__())
 
 
 class VersionPlugin(TorchCheckpointIO):
@@ -180,7 +172,7 @@ def main() -> None:
         enable_checkpointing=False,
         logger=False,
     )
-    loader = EpochLoader(
+    loader = TupleLoader(
         split,
         batch_size=args.batch_size,
         training=True,

@@ -133,6 +133,7 @@ class Loader(ABC, Generic[B]):
         self._cached_stores, self._batches = self._open(self.order)
 
         self._cursor = Cursor(0, 0)
+        self._loop: object | None = None  # identifies the iterator that has handed over the last batch
         self._decoder: BatchDecoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
         self._in_progress: deque[SampleBatch] = deque()
@@ -155,23 +156,23 @@ class Loader(ABC, Generic[B]):
     def epoch(self) -> int:
         """The current epoch, counted from 0; a new `for` serves its remaining batches.
 
-        If the last batch of an epoch is served but its loop has not ended, a new `for` yields nothing and ends the
-        epoch.
+        In the loop of an epoch, also after its last batch, it is that epoch. Once the loop is left, or a state from
+        the end of an epoch is loaded, it is the next one.
         """
-        return self._cursor.epoch
+        return self._place.epoch
 
     @property
     def progress(self) -> float:
         """Epochs served so far, with a fraction for the current one; independent of batch size and world size."""
-        return self._cursor.epoch + self._cursor.position / len(self.split)
+        return self._place.epoch + self._place.position / len(self.split)
 
     @property
     def steps_left(self) -> int:
-        """Number of steps from the cursor to the end of the epoch."""
-        return count_steps(self._cursor.position, len(self.split), self._global_batch, self.tail)
+        """Number of steps that are left of the current epoch."""
+        return self._count_steps_left(self._place)
 
     def __iter__(self) -> Iterator[B]:
-        """Yield the remaining batches of the epoch.
+        """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
 
         Raises:
             BadSampleError: a sample does not decode; the message names it. The cursor is still before its batch.
@@ -179,19 +180,25 @@ class Loader(ABC, Generic[B]):
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
         self._open_ledger()
+        # The loop of the last batch was left by `break`, or a state from the end of an epoch was loaded.
+        if not self._count_steps_left(self._cursor):
+            self._end_epoch()
         epoch = self._cursor.epoch
+        loop = object()
         try:
-            # The first comparison is cheap; `steps_left` is needed for the last batch of an epoch only.
-            while self._cursor.epoch == epoch and (self._cursor.position < self._full_until or self.steps_left):
+            # The first comparison is cheap; the steps are counted for the last batch of an epoch only.
+            while self._cursor.epoch == epoch and (
+                self._cursor.position < self._full_until or self._count_steps_left(self._cursor)
+            ):
                 batch, self._cursor = self._next()
+                self._loop = loop
                 yield batch
         finally:
             self.profiler.pause()
+            if self._loop is loop:  # not if this iterator was dropped later than another one began
+                self._loop = None
         if self._cursor.epoch == epoch:
-            if self._ledger is not None:
-                with self._thread_guard:
-                    self._ledger.end_epoch(epoch, self._cursor.position)
-            self._cursor = Cursor(epoch + 1, 0)
+            self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run after the batches handed over so far, as JSON values."""
@@ -210,7 +217,7 @@ class Loader(ABC, Generic[B]):
         opened = None if order == self.order else self._open(order)
         with self._thread_guard:
             self._discard()
-            self._cursor = cursor
+            self._cursor, self._loop = cursor, None
             if opened is not None:
                 self._change_order(order, *opened)
             if self._ledger is not None:
@@ -254,6 +261,24 @@ class Loader(ABC, Generic[B]):
     @property
     def _global_batch(self) -> int:
         return self.batch_size * self.ranks.world_size
+
+    @property
+    def _place(self) -> Cursor:
+        """The cursor; outside of a loop, the end of an epoch is the start of the next one."""
+        if self._loop is None and not self._count_steps_left(self._cursor):
+            return Cursor(self._cursor.epoch + 1, 0)
+        return self._cursor
+
+    def _count_steps_left(self, cursor: Cursor) -> int:
+        return count_steps(cursor.position, len(self.split), self._global_batch, self.tail)
+
+    def _end_epoch(self) -> None:
+        """Move the cursor to the next epoch, and record the samples that this one drops."""
+        epoch, position = self._cursor
+        if self._ledger is not None:
+            with self._thread_guard:
+                self._ledger.end_epoch(epoch, position)
+        self._cursor = Cursor(epoch + 1, 0)
 
     @property
     def _batches_at_once(self) -> BatchesAtOnce:

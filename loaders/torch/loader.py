@@ -72,6 +72,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                 f"got {type(data).__name__} and {type(batches).__name__}"
             )
         self._cursor = self._source.cursor
+        self._loop: object | None = None  # identifies the iterator that has handed over the last batch
         super().__init__(
             data,
             num_workers=num_workers,
@@ -92,23 +93,38 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0; a new `for` serves its remaining batches."""
-        return self._cursor[0]
+        """The current epoch, counted from 0; a new `for` serves its remaining batches; see `Loader.epoch`."""
+        return self._cursor[0] + (self._loop is None and self._is_served)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the remaining batches of the epoch. Raises errors of reads and transforms, also those of workers."""
+        """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
+
+        Raises errors of reads and transforms, also those of workers.
+        """
+        if self._is_served:
+            self._cursor = (self._cursor[0] + 1, 0)
         # Move the sampler or data set to the loader's cursor: they may differ, for example after `load_state_dict`.
         epoch, position = self._cursor
         self._source.seek(epoch, position)
-        for batch in super().__iter__():
-            step = self._source.order.step_at(position)
-            assert step is not None
-            position = step.next_position
-            self._cursor = (epoch, position)
-            yield batch
-            if self._cursor != (epoch, position):
-                return  # a state was loaded in the loop: the batches in progress belong to the old position
+        loop = object()
+        try:
+            for batch in super().__iter__():
+                step = self._source.order.step_at(position)
+                assert step is not None
+                position = step.next_position
+                self._cursor, self._loop = (epoch, position), loop
+                yield batch
+                if self._cursor != (epoch, position):
+                    return  # a state was loaded in the loop: the batches in progress belong to the old position
+        finally:
+            if self._loop is loop:  # not if this iterator was dropped later than another one began
+                self._loop = None
         self._cursor = (epoch + 1, 0)
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether no step of the cursor's epoch is left, on any rank."""
+        return self._source.order.step_at(self._cursor[1]) is None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run after the batches handed over so far, as JSON values."""
@@ -124,4 +140,4 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             ConfigError: `state` is no loader state, or has a later format.
             StateMismatchError: the state belongs to another version or order; the message has both.
         """
-        self._cursor = self._source.order.parse_state(state)
+        self._cursor, self._loop = self._source.order.parse_state(state), None

@@ -97,7 +97,6 @@ def test_a_state_counts_what_was_handed_over_and_goes_to_any_number_of_workers(d
         assert loader.state_dict()["epoch"] == 1
     assert next(iterator, None) is None
     loader.load_state_dict(states[10])
-    assert list(loader) == []
     assert_same(read(loader, 1), epochs[1][:1])
 
 
@@ -346,3 +345,30 @@ def test_what_a_transform_draws_does_not_reach_the_training_loop(dataset):
         drawn.append(torch.rand(()))
         next(loader_draws)
     assert torch.equal(torch.stack(drawn), expected)
+
+
+def test_a_loop_after_the_last_batch_of_an_epoch_is_the_next_epoch(dataset):
+    """The state of the last batch goes to a new loader and to `ImageLoader`'s format unchanged."""
+
+    def make_loader(state=None):
+        loader = ResumableDataLoader(dataset, OrderBatchSampler(dataset, batch_size=100, seed=1))
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    loader = make_loader()
+    for _ in loader:
+        assert loader.epoch == 0
+        state = loader.state_dict()
+    again = make_loader(state)
+    assert again.state_dict() == state
+    assert again.epoch == 1
+    assert len(list(again)) == len(again)
+    assert again.epoch == 2
+    for number, _ in enumerate(again, 1):
+        assert again.epoch == 2
+        if number == len(again):
+            break
+    assert again.epoch == 3
+    assert len(list(again)) == len(again)
+    assert again.epoch == 4

@@ -52,6 +52,9 @@ def train(config: TrainConfig) -> str:
 def go_through_epochs(run: Run) -> None:
     """Train until the run is complete or a stop signal arrives. On return, a save of the last state is queued."""
     clock = StepClock()
+    # The run continues a state that was saved in the last step of an epoch, before its evaluation.
+    if run.loader.state_dict()["epoch"] < run.loader.epoch and not run.is_over:
+        end_epoch(run)
     while not run.is_over:
         # Read the progress before taking a batch, because the loader counts a batch as soon as it returns it.
         progress = run.loader.progress
@@ -79,12 +82,17 @@ def go_through_epochs(run: Run) -> None:
                 break
         if run.config.profile is not None:
             report_profile(run, run.config.profile)
-        # Always evaluate and commit the last state of the run, whatever the period is.
-        if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
-            run.metrics = evaluate_run(run)
-            run.stop.update(run.metrics)
-            commit(run)
+        end_epoch(run)
         clock.restart()
+
+
+def end_epoch(run: Run) -> None:
+    """Evaluate and commit the state at the end of an epoch, if that is due."""
+    # Always evaluate and commit the last state of the run, whatever the period is.
+    if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
+        run.metrics = evaluate_run(run)
+        run.stop.update(run.metrics)
+        commit(run)
 
 
 def is_due(epoch: int, every: int | None) -> bool:

@@ -99,9 +99,43 @@ def test_a_state_taken_in_the_last_batch_of_an_epoch_goes_on_with_the_next_epoch
         assert loader.state_dict() == {**state, "epoch": 1, "position": 0}
     with make(digits["val"], 64) as loader:
         loader.load_state_dict(state)
-        assert list(loader) == []
-        assert loader.epoch == 1
-        assert len(list(loader)) == 5
+        assert loader.state_dict() == state
+        assert (loader.epoch, loader.progress, loader.steps_left) == (1, 1.0, 5)
+        assert [batch.epoch for batch in loader] == [1] * 5
+        assert loader.epoch == 2
+
+
+def test_the_epoch_of_a_loop_is_its_own_until_it_is_left(digits):
+    with make(digits["val"], 64) as loader:
+        for number, _ in enumerate(loader, 1):
+            assert (loader.epoch, loader.steps_left) == (0, 5 - number)
+            if number == 5:
+                break
+        assert (loader.epoch, loader.steps_left) == (1, 5)
+        assert [batch.epoch for batch in loader] == [1] * 5
+        suspended = iter(loader)
+        for _ in range(5):
+            next(suspended)
+        assert (loader.epoch, loader.steps_left) == (2, 0)
+        following = iter(loader)
+        assert next(following).epoch == 3
+        del suspended
+        for _ in range(4):
+            next(following)
+        assert (loader.epoch, loader.steps_left) == (3, 0)
+
+
+def test_all_ranks_of_another_batch_size_find_that_no_step_is_left(digits):
+    """An epoch of 360 samples has 20 left: a step of 16, but none of 2 ranks of 16."""
+    state = None
+    for rank in range(2):
+        with make(digits["val"], 16, ranks=DataRanks(rank, 2)) as loader:
+            state = {**loader.state_dict(), "position": 340}
+            loader.load_state_dict(state)
+            assert (loader.epoch, next(iter(loader)).epoch) == (1, 1)
+    with make(digits["val"], 16) as loader:
+        loader.load_state_dict(state)
+        assert (loader.epoch, [batch.epoch for batch in loader]) == (0, [0])
 
 
 def test_resized_from_3_to_2_to_4_ranks_each_sample_of_the_epoch_is_served_once(digits):

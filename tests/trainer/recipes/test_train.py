@@ -90,6 +90,17 @@ def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
     assert equal_weights(repository, "mixed", "mixed-resumed")
 
 
+def test_a_run_resumed_from_the_last_step_of_an_epoch_evaluates_that_epoch_once(repository, capsys):
+    settings = {"epochs": 2, "evaluate_every": 1}
+    run(repository, "uninterrupted", **settings)
+    run(repository, "between-epochs", capsys, max_steps=10, **settings)
+    assert state_of(repository, "between-epochs")["loader"]["position"] == 320
+    events = run(repository, "between-epochs", capsys, **settings)
+    evaluations = [event for event in events if event["event"] == "evaluation"]
+    assert [(event["step"], event["epoch"]) for event in evaluations] == [(10, 1), (20, 2)]
+    assert equal_weights(repository, "uninterrupted", "between-epochs")
+
+
 def test_a_windowed_run_needs_no_numbers_and_resumes_with_those_it_began_with(repository, tmp_path):
     windowed = {"shuffle": "windowed", "cache": str(tmp_path / "cache"), "cache_budget": "50MB"}
     run(repository, "windowed", max_steps=6, **windowed)
