@@ -8,12 +8,32 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsIndex, TypeVar, overload
 
+from datasvc.errors import ConfigError
 from datasvc.loaders.core import pinned
 
 if TYPE_CHECKING:
     import torch
 
 A = TypeVar("A")
+
+
+def check_gpu(device: str | int | torch.device) -> None:
+    """Raise ConfigError if a device is a GPU that torch does not find."""
+    import torch
+
+    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    if torch.device(name).type != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (torch.device(name).index or 0) < count:
+        return
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        advice = "this torch is built without CUDA: install one with CUDA, or use device 'cpu'"
+    elif not count:
+        advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use device 'cpu'"
+    else:
+        advice = f"use 'cuda:{count - 1}' or a lower number, or device 'cpu'"
+    raise ConfigError(f"device is {name!r}, and torch finds {count or 'no'} GPU{'s' * (count != 1)} here; {advice}")
 
 
 class Batch(ABC, Generic[A]):
@@ -47,8 +67,15 @@ class Batch(ABC, Generic[A]):
         Args:
             device: any device that `torch.Tensor.to` accepts.
             non_blocking: whether a copy from page-locked memory may run asynchronously.
+
+        Raises:
+            ConfigError: `device` is a GPU that torch does not find.
         """
-        return self._change(methodcaller("to", device, non_blocking=non_blocking))
+        try:
+            return self._change(methodcaller("to", device, non_blocking=non_blocking))
+        except (AssertionError, RuntimeError):  # torch's errors for a GPU that is not there
+            check_gpu(device)
+            raise
 
     def pin_memory(self) -> Self:
         """Return the batch with all tensors in page-locked memory; unchanged if torch finds no GPU."""

@@ -99,7 +99,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         pixels: PixelFormat | Output = "float32",
         augment: AugmentConfig | None = None,
         columns: Sequence[str] = (),
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         decode: DecodeConfig | Decode = "auto",
         ledger: Path | str | None = None,
         decode_group: DecodeGroup | str | None = None,
@@ -134,7 +134,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             pixels=pixels,
             num_threads=decode.num_threads or count_rank_processors(),
             prefetch=max(1, decode.prefetch),  # without prefetch, one batch is in progress during the call
-            device_id=_device_id(device),
+            device_id=_device_id(str(device)),
             max_width=largest(split, "max_width"),
             max_height=largest(split, "max_height"),
             changes_colours=self._plan.changes_colours,
@@ -158,7 +158,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         if group is not None:
             if self._config.device_id is not None:
                 raise ConfigError(
-                    f"device is {device!r}; a decode group decodes on the CPU only: give device='cpu', or leave out "
+                    f"device is '{device}'; a decode group decodes on the CPU only: give device='cpu', or leave out "
                     "decode_group"
                 )
             arguments = {

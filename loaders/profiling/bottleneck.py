@@ -170,7 +170,8 @@ _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.CACHE: "put the cache on a faster disk, or make larger shards, so that fewer are opened",
     Stage.READ: "use larger batches, and leave out columns that are not needed",
     Stage.COLLATE: "use uint8 batches, and normalise them on the device",
-    Stage.TRANSFER: "use uint8 or 16-bit float batches in pinned memory, or GPU decode, which needs no copy",
+    # Images go to a GPU as bytes from page-locked memory whatever the output is, so these are no advice here.
+    Stage.TRANSFER: "decode on the GPU, decode='gpu', which copies the encoded images, or use a smaller size=",
     Stage.LEDGER: "put the ledger on a faster disk, or use larger batches, because each batch is one write",
     Stage.LOADER: "use larger batches, because each call costs about the same",
 }

@@ -12,6 +12,7 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
+from datasvc.loaders.core.batch import check_gpu
 from datasvc.models import ConsumptionTracker
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
@@ -159,11 +160,16 @@ def choose_place(config: TrainConfig) -> DataPlacement:
     """Return this process's data rank and device, and its number of decoding threads.
 
     The number of threads is the number of processors that this process may use, divided by the ranks on the node.
+
+    Raises:
+        ConfigError: the device is a GPU that torch does not find.
     """
+    device = torch.device(f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu")
+    check_gpu(device)
     return DataPlacement(
         rank=hvd.rank(),
         world_size=hvd.size(),
-        device=torch.device(f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu"),
+        device=device,
         num_threads=max(1, count_processors() // hvd.local_size()),
     )
 

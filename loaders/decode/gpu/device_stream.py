@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from datasvc.errors import ConfigError
+from datasvc.loaders.core.batch import check_gpu
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +25,7 @@ def current_gpu() -> int:
     """Return the index of torch's current GPU. Raises ConfigError: torch finds no GPU."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', but torch finds no GPU here; give device='cpu'")
+    check_gpu("cuda")
     return torch.cuda.current_device()
 
 
@@ -54,11 +53,7 @@ class CudaStream:
 
         self._torch = torch
         self._device = torch.device(device)
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (self._device.index or 0) >= count:
-            raise ConfigError(
-                f"device is {device!r}, and torch finds {count} GPUs here; give device='cpu' or another"
-            )
+        check_gpu(device)
         self._stream = make_stream(self._device)
 
     def allocate(self, shape: tuple[int, ...]) -> Levels:

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from datasvc.errors import ConfigError
 from datasvc.loaders import ImageBatch, TokenBatch
+from datasvc.loaders.core.batch import check_gpu
 
 TENSOR = torch.zeros(3)
 
@@ -69,6 +71,48 @@ def test_all_tensors_move_to_a_device_and_other_values_stay():
     assert (moved.epoch, moved.bad) == (4, {1: "no image"})
     assert moved.positions is batch.positions
     assert batch.images.device.type == "cpu"
+
+
+@BATCHES
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 0)], ids=str)
+def test_a_gpu_that_is_not_there_is_refused_with_what_to_do(batch, inputs, device, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "to", fail)
+    with pytest.raises(ConfigError, match=r"device is 'cuda.*', and torch finds no GPUs here; .* device 'cpu'"):
+        batch.to(device)
+
+
+@pytest.mark.parametrize(
+    ("is_built", "count", "advice"),
+    [
+        (False, 0, "no GPUs here; this torch is built without CUDA"),
+        (True, 0, "no GPUs here; check nvidia-smi and CUDA_VISIBLE_DEVICES"),
+        (True, 1, "1 GPU here; use 'cuda:0' or a lower number"),
+        (True, 3, "3 GPUs here; use 'cuda:2' or a lower number"),
+    ],
+)
+def test_the_advice_fits_the_reason(monkeypatch, is_built, count, advice):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    with pytest.raises(ConfigError, match=advice):
+        check_gpu("cuda:3")
+    check_gpu("cpu")
+    check_gpu(torch.device("meta"))
+
+
+def test_other_errors_of_a_move_are_those_of_torch(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.Tensor, "to", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        image_batch().to("cuda")
 
 
 @BATCHES

@@ -64,6 +64,7 @@ def test_batches_of_a_gpu_are_those_of_the_cpu_and_resume_among_them(digits, on_
 def test_cuda_is_the_current_device_when_the_loader_is_made(digits, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     with ImageLoader(digits["val"], **FAST, device="cuda") as loader:
         assert loader._config.device_id == 5
     with ImageLoader(digits["val"], **FAST, device="cuda:2") as loader:
@@ -71,7 +72,13 @@ def test_cuda_is_the_current_device_when_the_loader_is_made(digits, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("device", "message"), [("cuda", "finds no GPU"), ("cuda:", "expected 'cpu'"), ("cuda:x", "expected 'cpu'")]
+    ("device", "message"),
+    [
+        ("cuda", "finds no GPU"),
+        (torch.device("cuda"), "finds no GPU"),
+        ("cuda:", "expected 'cpu'"),
+        ("cuda:x", "expected 'cpu'"),
+    ],
 )
 def test_a_device_that_is_none_is_refused(digits, monkeypatch, device, message):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -52,6 +52,12 @@ def test_threads_beside_that_most_steps_wait_for_are_the_limit_whatever_is_done_
     assert diagnose(totals(**times, bound=10), CPU).stage is Stage.TRANSFER
 
 
+def test_the_advice_for_transfers_is_no_change_of_batches_that_are_pinned_bytes_already():
+    advice = diagnose(totals(consumer_s=1, transfer=7), CPU).advice
+    assert "decode='gpu'" in advice
+    assert "pinned" not in advice
+
+
 def test_a_consumer_that_hardly_waits_is_the_limit():
     verdict = diagnose(totals(consumer_s=10, decode=0.1, read=0.1), CPU)
     assert (verdict.stage, verdict.headroom, verdict.advice) == (None, None, "")

@@ -101,6 +101,12 @@ def test_a_run_resumed_from_the_last_step_of_an_epoch_evaluates_that_epoch_once(
     assert equal_weights(repository, "uninterrupted", "between-epochs")
 
 
+def test_a_run_on_a_gpu_that_is_not_there_says_what_to_do(repository, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device is 'cuda:0', and torch finds no GPUs here"):
+        run(repository, "on-gpu", device="cuda")
+
+
 def test_a_windowed_run_needs_no_numbers_and_resumes_with_those_it_began_with(repository, tmp_path):
     windowed = {"shuffle": "windowed", "cache": str(tmp_path / "cache"), "cache_budget": "50MB"}
     run(repository, "windowed", max_steps=6, **windowed)
