@@ -1,7 +1,8 @@
 """Pickles the calls, results and exceptions that `datasvc.trainer.run` sends between the launcher and the ranks.
 
 cloudpickle writes the pickles, so functions of scripts, notebooks and closures can be sent. Invariant: a process
-unpickles only data of its own job, after the two sides have proved to each other that they have the key of the job.
+unpickles only data of its own job: `call_server` transfers a pickle only after both sides have proved that they have
+the key of the job.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class RankTracebackError(Exception):
     """The traceback of a rank as text; the cause of the exception from that rank."""
 
     def __init__(self, rank: int, text: str) -> None:
+        # Python prints the message after the name of this class; the line breaks separate the traceback from it.
         super().__init__(f"\n\non rank {rank}:\n{text}")
 
 
@@ -31,7 +33,8 @@ class CallResult:
 
     If `text` is empty, `content` is the pickled result. Otherwise `text` is the traceback, and `content` the pickled
     exception, or None if it cannot be pickled. `worker` is the name of the process in an elastic job, where its rank
-    may change. `has_left` is True if the function ended the process with status 0 instead of returning.
+    may change; None in any other job. `has_left` is True if the function ended the process with status 0 instead of
+    returning.
     """
 
     rank: int
@@ -42,7 +45,7 @@ class CallResult:
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Return a pickled call.
+    """Return a pickle of a function and its arguments, which `call_pickled` runs.
 
     Raises:
         TypeError: the function or an argument cannot be pickled.
@@ -105,13 +108,15 @@ def unpickle_error(answer: CallResult) -> BaseException:
         except Exception:  # noqa: BLE001 - its module may be missing here; the traceback text remains
             error = None
     if not isinstance(error, BaseException):
+        # The last line of a traceback is the type and the message of the exception.
         error = HorovodInternalError(f"rank {answer.rank} failed: {answer.text.strip().splitlines()[-1]}")
     error.__cause__ = RankTracebackError(answer.rank, answer.text)
     return error
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # Some exceptions can be pickled but not unpickled, because pickle calls their class with `args`. So try both.
+    # To unpickle an exception, pickle calls its class with `args`, which fails if the constructor takes others. So
+    # unpickle each candidate here as a test.
     for candidate in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):

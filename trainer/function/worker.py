@@ -25,6 +25,7 @@ def main() -> None:
         result = call_pickled(fetch_call(address, key))
         answer = pickle_result(_rank(), result)
     except LeaveJob:
+        # The elastic job has no rank for this process any more. It exits with status 0 and has nothing to report.
         raise
     except BaseException as error:
         has_left = isinstance(error, SystemExit) and error.code in (None, 0)
@@ -39,7 +40,8 @@ def main() -> None:
 
 
 def _rank() -> int:
-    # In an elastic job the rank changes. If the function has called init(), the runtime has the current rank.
+    # In an elastic job the rank may differ from RANK. If the function has called init(), the runtime is imported and
+    # has the current rank.
     runtime = sys.modules.get("datasvc.trainer.job.runtime")
     if runtime is not None and runtime.is_initialized():
         return int(runtime.rank())

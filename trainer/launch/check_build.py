@@ -9,6 +9,8 @@ def describe_build() -> str:
     import torch.distributed as dist
 
     has_distributed = dist.is_available()
+    # srun and mpirun need nothing in this installation: `init` reads the variables that they set. Of the operations,
+    # MPI, CCL and DDL exist in Horovod only.
     features_by_title = [
         ("Frameworks", [("PyTorch " + torch.__version__, True)]),
         ("Launchers", [("this one", True), ("torchrun", has_distributed), ("srun", True), ("mpirun", True)]),

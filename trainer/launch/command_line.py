@@ -63,7 +63,14 @@ def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str
 def parse_arguments(
     arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[LaunchJob, ElasticOptions | None]:
-    """Return the job that the command line describes; exit with status 2 if the command line is invalid."""
+    """Return the job that the command line describes, with the options of an elastic job or None.
+
+    Exit with status 2 if the command line is invalid, with status 0 after `--check-build`, `--version` and `--help`.
+
+    Args:
+        arguments: command-line arguments; None for those of this process.
+        environ: environment in which to look for a Slurm allocation; None for no allocation.
+    """
     parser = _build_parser()
     options = parser.parse_args(arguments)
     if options.check_build:
@@ -99,8 +106,10 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
         note = ": the ranks communicate over gloo, and over NCCL on GPUs" if flag in CONTROLLERS else ""
         print_message(f"{flag} has no effect on torch.distributed and is ignored{note}")
     variables = read_engine_flags(options)
+    # `-x NAME=VALUE` sets a variable. `-x NAME` copies the launcher's variable to the ranks on other hosts.
     assignments = [text.partition("=") for text in options.x]
     variables.update({name: value for name, equals, value in assignments if equals})
+    interfaces = (options.network_interface or "").split(",")
     job = LaunchJob(
         command=command,
         num_ranks=num_ranks,
@@ -112,7 +121,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
             ssh_port=options.ssh_port,
             ssh_identity_file=options.ssh_identity_file,
             python=options.remote_python,
-            network_interfaces=tuple(filter(None, (options.network_interface or "").split(","))),
+            network_interfaces=tuple(name for name in interfaces if name),
         ),
         grace_s=options.grace_s,
         start_timeout_s=options.start_timeout,
@@ -129,16 +138,20 @@ def _read_hosts(
 ) -> tuple[tuple[Host, ...], str]:
     """Return the hosts, and the remote shell for them."""
     default_slots = options.slots_per_host or 1
+    shell = options.remote_shell or "ssh"
     if options.hosts is not None and options.hostfile is not None:
         raise ValueError("give hosts with -H or with -hostfile, not both")
     if options.hosts is not None:
-        return parse_hosts(options.hosts, default_slots=default_slots), options.remote_shell or "ssh"
+        return parse_hosts(options.hosts, default_slots=default_slots), shell
     if options.hostfile is not None:
-        return read_host_file(options.hostfile, default_slots=default_slots), options.remote_shell or "ssh"
+        return read_host_file(options.hostfile, default_slots=default_slots), shell
     if is_elastic and options.host_discovery_script is not None:
-        return (), options.remote_shell or "ssh"
+        # The script will name the hosts.
+        return (), shell
     hosts = read_allocation(environ, slots_per_host=options.slots_per_host)
-    shell = options.remote_shell or ("srun" if hosts and shutil.which("srun", path=environ.get("PATH")) else "ssh")
+    # Inside an allocation, srun is the default shell if it is installed.
+    if options.remote_shell is None and hosts and shutil.which("srun", path=environ.get("PATH")):
+        shell = "srun"
     if len(hosts) == 1 and options.num_proc is not None and is_local(hosts[0].name, environ):
         # The only node is this machine, so -np alone decides on the number of ranks, not Slurm's number of tasks.
         hosts = ()
@@ -147,6 +160,7 @@ def _read_hosts(
 
 def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
     num_ranks = options.num_proc
+    # Without -np, an elastic job starts with its minimum if it has one. Any other job fills all slots.
     if num_ranks is None:
         num_ranks = options.min_num_proc or sum(host.num_slots for host in hosts)
     if num_ranks == 0:
@@ -165,16 +179,16 @@ def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
                     "give --min-num-proc, --max-num-proc or --host-discovery-script as well"
                 )
         return None
+    cooldown_range = options.blacklist_cooldown_range
     return ElasticOptions(
+        # Without --min-num-proc, the number of -np is also the minimum.
         min_num_ranks=options.min_num_proc or options.num_proc or 1,
         max_num_ranks=options.max_num_proc,
         discovery_script=options.host_discovery_script,
         slots_per_host=options.slots_per_host,
         elastic_timeout_s=options.elastic_timeout,
         reset_limit=options.reset_limit,
-        cooldown_range_s=None
-        if options.blacklist_cooldown_range is None
-        else tuple(options.blacklist_cooldown_range),
+        cooldown_range_s=None if cooldown_range is None else tuple(cooldown_range),
     )
 
 

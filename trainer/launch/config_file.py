@@ -1,4 +1,8 @@
-"""horovodrun's configuration file in YAML, JSON or TOML: sections of settings, which are converted to flags."""
+"""Converts horovodrun's configuration file (`--config-file`) to flags of the launcher's command line.
+
+The file is YAML, JSON or TOML and has sections of settings. For example, `warning-time-seconds: 60` in the section
+`stall-check` is `--stall-check-warning-time-seconds=60`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# The flags that do not follow the rule: "--", then the prefix of the section, then the name of the setting.
+# The settings whose flag is not "--", then the prefix of the section (`_PREFIXES`), then the name of the setting.
 _IRREGULAR_FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",
@@ -70,6 +74,7 @@ def _parse(path: Path) -> Any:
             f"reading {path} as YAML needs PyYAML: pip install pyyaml, or write it as .json or .toml"
         ) from None
     try:
+        # YAML reads an empty file as None; it is a file without settings.
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
@@ -83,6 +88,7 @@ def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection
                 raise ValueError(f"{path}: the controller must be {' or '.join(_CONTROLLERS)}, not {settings!r}")
             yield f"--{str(settings).lower()}"
         elif not isinstance(settings, Mapping):
+            # A setting outside of all sections.
             yield from _argument(f"--{section}", settings, path, switches)
         elif section not in _PREFIXES:
             raise ValueError(f"{path} has an unknown section {key}; valid are {', '.join(_PREFIXES)}")
@@ -96,17 +102,21 @@ def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -
     if value is True:
         yield flag
     elif value is False:
-        opposite = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}"
+        name = flag.removeprefix("--")
+        opposite = f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
         # A switch without an opposite is off by default, so it needs no argument. False for a flag that takes a value
         # is a mistake, so it yields an opposite that the parser does not know and rejects.
         if opposite in switches or flag not in switches:
             yield opposite
     elif isinstance(value, list):
         texts = [str(entry) for entry in value]
-        yield from (flag, *texts) if flag in _MULTI_ARGUMENT_FLAGS else (f"{flag}={','.join(texts)}",)
+        if flag in _MULTI_ARGUMENT_FLAGS:
+            yield from (flag, *texts)
+        else:
+            yield f"{flag}={','.join(texts)}"
     elif isinstance(value, str | int | float):
         yield f"{flag}={value}"
-    elif value is not None:
+    elif value is not None:  # None, a setting without a value, yields no argument
         raise ValueError(
             f"{path}: the value of {flag[2:]} must be a number, a string, a list, true or false, not {value!r}"
         )

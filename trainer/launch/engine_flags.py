@@ -15,7 +15,7 @@ _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class EngineFlag:
-    """A flag with a value; its variable is set to the value times `scale`."""
+    """A flag with a value; its variable is set to the value. A number is at least `minimum`, and times `scale`."""
 
     flag: str
     variable: str
@@ -29,7 +29,7 @@ class EngineFlag:
 
 @dataclass(frozen=True)
 class EngineSwitch:
-    """A flag without a value, the opposite flag, and the variable of both."""
+    """A flag that takes no value and sets `variable` to 1, and the opposite flag, which sets it to 0."""
 
     flag: str
     opposite: str
@@ -135,7 +135,7 @@ WITHOUT_MEANING = {
     "--mpi": False,
     "--jsrun": False,
 }
-# The flags among these by which Horovod's users choose the controller, the part that starts and connects the ranks.
+# Those of `WITHOUT_MEANING` that choose Horovod's controller, the part that starts and connects the ranks.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
 # Flags that are accepted without effect and without a note: the trainer always behaves as they request.
 ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
@@ -190,6 +190,7 @@ def _number_parser(flag: EngineFlag) -> Callable[[str], str]:
         assert isinstance(value, int | float)
         if value < flag.minimum:
             raise argparse.ArgumentTypeError(f"{text} is too small; write a number of at least {flag.minimum}")
+        # Not `value >= inf`, which is False for NaN.
         if not value < float("inf"):
             raise argparse.ArgumentTypeError(f"{text} is not a finite number")
         # A scaled value is a number of bytes, so it must be an integer.

@@ -1,4 +1,8 @@
-"""The hosts of a job: from `-H a:2,b:2`, from a host file, or from the Slurm allocation of the launcher."""
+"""Reads the hosts of a job and their slots: from `-H a:2,b:2`, a host file, or the launcher's Slurm allocation.
+
+In all functions, `default_slots` is the number of slots of a host that is given without one. Slots of repeated hosts
+add up, and hosts keep the order in which they first appear.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,12 @@ _SLOTS = re.compile(r"(?:max[-_])?slots=(\d+)")
 
 
 def parse_hosts(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
-    """Parse hosts such as `a:2,b:2`, or `[fe80::1]:2` for an address with colons. Slots of repeated hosts add up.
+    """Parse hosts such as `a:2,b:2`, or `[fe80::1]:2` for an address with colons.
 
     Raises:
         ValueError: a part is not a host.
     """
-    return _merged(_parse_host(part.strip(), default_slots) for part in text.split(","))
+    return _merge_repeated(_parse_host(part.strip(), default_slots) for part in text.split(","))
 
 
 def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
@@ -42,7 +46,7 @@ def parse_host_file(text: str, *, default_slots: int = 1) -> tuple[Host, ...]:
             raise ValueError(f"line {number}: {error}") from None
     if not hosts:
         raise ValueError("it contains no hosts")
-    return _merged(hosts)
+    return _merge_repeated(hosts)
 
 
 def read_host_file(path: Path, *, default_slots: int = 1) -> tuple[Host, ...]:
@@ -58,11 +62,11 @@ def read_host_file(path: Path, *, default_slots: int = 1) -> tuple[Host, ...]:
 
 
 def read_allocation(environ: Mapping[str, str], *, slots_per_host: int | None = None) -> tuple[Host, ...]:
-    """Return the hosts of the Slurm allocation that the launcher runs in; none outside an allocation.
+    """Return the hosts of the Slurm allocation that the launcher runs in; an empty tuple outside an allocation.
 
     Args:
         environ: environment of the launcher.
-        slots_per_host: number of slots of each host; None for Slurm's number of tasks.
+        slots_per_host: number of slots of each host; None for the number of its tasks in the allocation.
 
     Raises:
         ValueError: Slurm's variables contradict each other, or srun has started several launchers.
@@ -83,7 +87,7 @@ def _parse_host(text: str, default_slots: int) -> Host:
     if match is None:
         raise ValueError(f"{text!r} is not a host such as node1 or node1:2")
     # The brackets only separate an address with colons from its slots.
-    return _host(match["name"].strip("[]"), int(match["slots"] or default_slots))
+    return _make_host(match["name"].strip("[]"), int(match["slots"] or default_slots))
 
 
 def _parse_line(tokens: list[str], default_slots: int) -> Host:
@@ -97,16 +101,16 @@ def _parse_line(tokens: list[str], default_slots: int) -> Host:
         # the slots, so it ignores max_slots.
         if token.startswith("slots"):
             num_slots = int(match[1])
-    return _host(host.name, num_slots)
+    return _make_host(host.name, num_slots)
 
 
-def _host(name: str, num_slots: int) -> Host:
+def _make_host(name: str, num_slots: int) -> Host:
     if num_slots < 1:
         raise ValueError(f"host {name} has no slots; leave it out")
     return Host(name, num_slots)
 
 
-def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
+def _merge_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     slots: Counter[str] = Counter()
     for host in hosts:
         slots[host.name] += host.num_slots

@@ -1,4 +1,4 @@
-"""The description of a job: command, ranks, hosts and elastic options. No I/O."""
+"""The description of a job (command, ranks, hosts, elastic options) and of its failure. No I/O."""
 
 from __future__ import annotations
 
@@ -44,9 +44,12 @@ class LaunchJob:
         num_ranks: number of ranks; for an elastic job, at the start.
         hosts: hosts in rank order; empty for all ranks on this machine.
         variables: environment variables for every rank, in addition to the launcher's environment.
-        passed_names: names of further environment variables that are copied to ranks on other hosts.
+        passed_names: names of environment variables of the launcher that are copied to ranks on other hosts, in
+            addition to the usual ones (`remote_shell.choose_passed`).
+        remote: how commands are started on other hosts.
         grace_s: seconds between SIGTERM and SIGKILL when ranks are terminated.
-        start_timeout_s: time after which a rank that has not started ends the job; None to wait and print a note.
+        start_timeout_s: time in which every rank must start, and must call `init` after the first rank has called
+            it. A late rank ends the job, unless the job is elastic. None to wait and print a note.
         prefixes_lines: whether lines of output begin with `[rank]`.
         stamps_lines: whether lines of output begin with the time.
         output_folder: folder for copies of the output, `rank.N/stdout` and `rank.N/stderr`; None for no files.
@@ -75,7 +78,7 @@ class ElasticOptions:
         min_num_ranks: minimum number of ranks; the job waits while there are fewer.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         discovery_script: script that prints `host` or `host:slots` lines; None to use the hosts of the job.
-        slots_per_host: number of slots for lines without one; None for 1.
+        slots_per_host: number of slots of a host that the script prints without one; None for 1.
         elastic_timeout_s: maximum time to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
         reset_limit: number of changes of the ranks after which the job ends with status 3; None for no limit.
         cooldown_range_s: minimum and maximum time for which a host gets no ranks after a failure; None to block
@@ -116,7 +119,7 @@ class JobFailure:
 
 
 def exit_status_of(returncode: int) -> int:
-    """Return the exit status that a shell reports for a return code; for signal N, the code -N becomes 128 + N."""
+    """Return the exit status that a shell reports for the return code of a failed process; -N becomes 128 + N."""
     return returncode if returncode > 0 else 128 - returncode
 
 

@@ -22,6 +22,7 @@ from typing import IO
 
 # How long the ranks may outlive the launcher if a forked child keeps its pipe open.
 _POLL_PERIOD_S = 1.0
+# A guard that has not ended this long after `quit` is killed.
 _QUIT_TIMEOUT_S = 10.0
 
 
@@ -76,7 +77,10 @@ class OrphanGuard:
 
 
 def release_in_forked_children(pipe: IO[bytes]) -> None:
-    """Release the write end of a pipe in processes that are forked from this one without exec."""
+    """Release the write end of a pipe in processes that are forked from this one without exec.
+
+    Otherwise such a process would keep the pipe open after the death of the launcher, and its reader would wait.
+    """
     _pipes.add(pipe)
 
 
@@ -86,7 +90,8 @@ _pipes: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 def _release_pipes() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for pipe in list(_pipes):
-        # Not `pipe.close`, which would hang if another thread held the pipe's lock at the fork.
+        # Not `pipe.close`, which would hang if another thread held the pipe's lock at the fork. `fileno` of a pipe
+        # that is closed already raises ValueError.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(null, pipe.fileno(), inheritable=False)
     os.close(null)
@@ -104,7 +109,11 @@ def main() -> None:
     for line in listen(int(sys.argv[1])):
         if line == b"quit":
             break
-        (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
+        group = int(line[1:])
+        if line.startswith(b"+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

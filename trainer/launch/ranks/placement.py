@@ -37,17 +37,19 @@ def place_ranks(num_ranks: int, hosts: Sequence[Host]) -> list[HostedRank]:
             f"{num_ranks} ranks need as many slots, but {listed} have {num_slots}; "
             "give more with -H or --slots-per-host, or start fewer ranks"
         )
-    counts = []
+    ranks_per_host = []
     num_remaining = num_ranks
     for host in hosts:
-        counts.append(min(num_remaining, host.num_slots))
-        num_remaining -= counts[-1]
+        ranks_per_host.append(min(num_remaining, host.num_slots))
+        num_remaining -= ranks_per_host[-1]
     ranks: list[HostedRank] = []
     for index, host in enumerate(hosts):
-        for local_rank in range(counts[index]):
-            cross_rank = sum(count > local_rank for count in counts[:index])
-            cross_size = sum(count > local_rank for count in counts)
-            placement = RankPlacement(len(ranks), num_ranks, local_rank, counts[index], cross_rank, cross_size)
+        local_size = ranks_per_host[index]
+        for local_rank in range(local_size):
+            # A host has this local rank if it has more ranks than that number.
+            cross_rank = sum(count > local_rank for count in ranks_per_host[:index])
+            cross_size = sum(count > local_rank for count in ranks_per_host)
+            placement = RankPlacement(len(ranks), num_ranks, local_rank, local_size, cross_rank, cross_size)
             ranks.append(HostedRank(host.name, placement))
     return ranks
 
@@ -76,7 +78,7 @@ def plan_rank_start(
     port: int,
     addresses: Sequence[str],
 ) -> RankStart:
-    """Return the description of a process for a rank.
+    """Return the description of a process for a rank, on this machine or on another host.
 
     Args:
         job: job with the command and the settings.

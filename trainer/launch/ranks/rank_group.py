@@ -15,6 +15,7 @@ from datasvc.trainer.launch.ranks.remote_process import RemoteRankProcess
 
 # By default, sshd starts to refuse connections when more than ten have not logged in yet.
 _MAX_LOGINS_PER_HOST = 8
+# The next login does not wait longer than this for one of these logins.
 _LOGIN_TIMEOUT_S = 30.0
 
 
@@ -26,10 +27,13 @@ class RankGroup:
     """
 
     def __init__(self, *, grace_s: float) -> None:
+        # The processes that are not terminated yet, by worker id. A process that has ended stays here until then.
         self.processes: dict[str, RankProcess] = {}
         self._grace_s = grace_s
         self._ends: queue.SimpleQueue[RankEnd] = queue.SimpleQueue()
+        # The signals forwarded so far, for processes that start later.
         self._signals: list[int] = []
+        # By host.
         self._login_slots: dict[str, threading.Semaphore] = {}
 
     def __enter__(self) -> Self:
@@ -83,10 +87,10 @@ class RankGroup:
         for process in processes:
             process.begin_termination(self._grace_s)
         deadline_s = time.monotonic() + self._grace_s
-        with contextlib.ExitStack() as ends:
+        with contextlib.ExitStack() as stack:
             # An error with one process must not leave another one running. The stack calls the last callback first.
             for worker_id in reversed(chosen):
-                ends.callback(self._finish_termination, worker_id, deadline_s)
+                stack.callback(self._finish_termination, worker_id, deadline_s)
         # One deadline for all: children that left their group may keep the output of every rank open.
         drain_deadline_s = time.monotonic() + DRAIN_TIMEOUT_S
         for process in processes:

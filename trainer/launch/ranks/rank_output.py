@@ -1,4 +1,4 @@
-"""Forwarding of the output of ranks, line by line. The last lines are kept for the message about a failure."""
+"""Forwards the output of ranks to the screen and to files, and keeps the last lines for messages about failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LinePump:
         self._thread.start()
 
     def last_lines(self, *, timeout_s: float) -> list[str]:
-        """Wait for the end of the stream, which a child may keep open, or the timeout; return the last lines."""
+        """Return the last lines. Wait up to `timeout_s` for the end of the stream, which a child may keep open."""
         self._thread.join(timeout_s)
         return [line.decode(errors="replace").rstrip("\r\n") for line in tuple(self._last_lines)]
 
@@ -65,6 +65,7 @@ class LinePump:
             partial_line = b""
             while data := self._source.read1(_READ_BYTES):  # type: ignore[attr-defined]  # a pipe has it
                 *lines, partial_line = (partial_line + data).splitlines(keepends=True)
+                # After a carriage return the line stays partial, because a newline may follow.
                 if partial_line.endswith(b"\n"):
                     lines.append(partial_line)
                     partial_line = b""
@@ -78,12 +79,13 @@ class LinePump:
             self._close(file)
 
     def _count_forwardable(self, partial_line: bytes) -> int:
-        """Return how many bytes of an incomplete line can be forwarded, without any part of a report."""
+        """Return how many bytes of an incomplete line to forward already: 0, or those before any part of a report."""
         if len(partial_line) <= _MAX_LINE_BYTES:
             return 0
         if self._mark is None:
             return len(partial_line)
         position = partial_line.find(self._mark)
+        # Without a mark, the end of the line may still be the first part of one.
         return position if position >= 0 else len(partial_line) - len(self._mark)
 
     def _handle_line(self, line: bytes) -> None:

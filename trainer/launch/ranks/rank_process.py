@@ -1,8 +1,8 @@
-"""The process of one rank on this machine: start, output, signals and termination, with its children.
+"""Starts the process of one rank on this machine, forwards its output, and signals it together with its children.
 
-`remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these modules
-have started. A group leader is reaped only after its group has ended: until it is
-reaped, the system does not give its number to another group.
+`remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these two
+modules have started. A group leader is reaped only after its group has ended: until it is reaped, the system does not
+give its number to another group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from datasvc.trainer.launch.ranks.orphan_guard import OrphanGuard
 from datasvc.trainer.launch.ranks.rank_output import LinePump, screen_writer
 from datasvc.trainer.launch.ranks.remote_guard import wait_for_end
 
+# How long to wait for the remaining output of a process that has ended. Its children may keep the streams open.
 DRAIN_TIMEOUT_S = 2.0
-# More lines would hide the traceback that follows them.
+# The last lines of standard output in a message. More would hide the traceback that follows, from standard error.
 _NUM_OUTPUT_LINES = 5
 
 
@@ -80,7 +81,7 @@ class RankEnd:
 
 
 class RankProcess:
-    """The process of a rank on this machine.
+    """The process of a rank on this machine; `RemoteRankProcess` is its subclass for other hosts.
 
     Args:
         start: description of the process.
@@ -104,11 +105,13 @@ class RankProcess:
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
+        # Whether termination is complete; from then on no signal is sent.
         self._is_closed = False
         with contextlib.ExitStack() as files:
             # Opened first, so that a failure here leaves no process to terminate.
             self._files = {stream: self._open_files(stream, files) for stream in ("stdout", "stderr")}
-            self._process = self._open()
+            self._process = self._start_process()
+            # From here on the files stay open; the line pumps close them.
             files.pop_all()
         self.pid = self._process.pid
         try:
@@ -167,10 +170,10 @@ class RankProcess:
         )
         return (*output[-_NUM_OUTPUT_LINES:], *errors)
 
-    def _open(self) -> subprocess.Popen[bytes]:
-        return self._run(self._start.command, stdin=subprocess.DEVNULL, env=dict(self._start.environ))
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        return self._popen(self._start.command, stdin=subprocess.DEVNULL, env=dict(self._start.environ))
 
-    def _run(
+    def _popen(
         self, command: Sequence[str], *, stdin: int, env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         try:
@@ -187,6 +190,7 @@ class RankProcess:
             raise StartError(f"cannot run {command[0]}: {error}") from error
 
     def _connect(self) -> None:
+        """Register the process with the guard, and start the threads for its output and its end."""
         self._guard.add(self.pid)
         self.startup_done.set()
         self._pump_output()

@@ -37,6 +37,7 @@ def main() -> None:
     try:
         process = start(order)
     except (OSError, ValueError) as error:
+        # As a shell does: 127 for a program that does not exist, 126 for one that cannot be started.
         report(f"refused {127 if isinstance(error, FileNotFoundError) else 126} {error}")
         return
     report(f"started {process.pid}")
@@ -46,11 +47,15 @@ def main() -> None:
     try:
         grace_s = follow_orders(process.pid, grace_s)
     finally:
+        # In any case, also after an error, the rank must not outlive the launcher.
         end_group(process.pid, has_ended, grace_s)
 
 
 def start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command with its variables, in the folder of the launcher.
+
+    Args:
+        order: order of the launcher, with the fields of `RemoteRankProcess._first_order`.
 
     Raises:
         OSError: the program cannot be started.
@@ -91,8 +96,10 @@ def choose_address(addresses: list[str], port: int, timeout_s: float = 5.0) -> t
 
 def find_interface(address: str) -> str | None:
     """Return the network interface that has this address; None for a loopback address."""
+    if address.startswith("127."):
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in [] if address.startswith("127.") else socket.if_nameindex():
+        for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 if address_of_interface(name, probe) == address:
                     return name
@@ -105,6 +112,7 @@ def address_of_interface(name: str, probe: socket.socket) -> str:
     Raises:
         OSError: the interface does not exist, or has no IPv4 address.
     """
+    # The answer is a `struct ifreq`: 16 bytes for the name, then a `sockaddr_in`, whose bytes 4 to 7 are the address.
     get_address = 0x8915  # SIOCGIFADDR
     answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
     return socket.inet_ntoa(answer[20:24])
@@ -143,6 +151,7 @@ def end_group(pid: int, has_ended: threading.Event, grace_s: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGTERM)
     has_ended.wait(grace_s)
+    # Also if the command has ended, because its children may not have.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

@@ -1,8 +1,9 @@
 """The process of a rank on another host, started through a remote shell: ssh or srun.
 
-The standard input of the shell carries the source of the guard (see `remote_guard`), then the order, then further
-lines. The order has the environment, so that no list of processes shows it. The shell needs no orphan guard: when
-the launcher dies, the input of the shell ends, and the remote guard terminates the rank.
+The standard input of the shell carries the source of the guard (see `remote_guard`), then the order to start the
+rank, then lines for signals and termination. The order has the environment, so that no list of processes shows it.
+The shell needs no orphan guard: when the launcher dies, the input of the shell ends, and the remote guard terminates
+the rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class RemoteRankProcess(RankProcess):
         self._mark = f"\x1etrainer-{secrets.token_hex(8)} "
         self._has_started = False
         self._shell_has_ended = threading.Event()
+        # Texts for the standard input of the guard; None closes it.
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # Protects the report of the end: the guard and the end of the shell may both cause one.
         self._lock = threading.Lock()
         super().__init__(start, guard=guard, ends=ends)
 
@@ -63,6 +66,7 @@ class RemoteRankProcess(RankProcess):
         """Wait for the shell, which ends after the rank, and kill it after the deadline."""
         if self._is_closed:
             return
+        # Closes the input of the shell if `begin_termination` was not called, and has no effect otherwise.
         self._orders.put(None)
         # If no rank has started, there is nothing to wait for: the guard stops at the end of its input.
         limit_s = deadline_s + _SHELL_MARGIN_S - time.monotonic() if self._has_started else 0.0
@@ -73,9 +77,9 @@ class RemoteRankProcess(RankProcess):
         self._is_closed = True
         self._process.wait()
 
-    def _open(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         assert self._start.remote_command is not None
-        return self._run(self._start.remote_command, stdin=subprocess.PIPE)
+        return self._popen(self._start.remote_command, stdin=subprocess.PIPE)
 
     def _connect(self) -> None:
         assert self._process.stdin is not None
@@ -125,8 +129,9 @@ class RemoteRankProcess(RankProcess):
         # Wait for a report of the guard that is still in transit: it is more precise than the shell's return code.
         self._errors.last_lines(timeout_s=DRAIN_TIMEOUT_S)
         assert self._start.remote_command is not None
-        how = f"{self._start.remote_command[0]} to {self.host} {describe_end(returncode)}"
-        self._report_once(returncode or 255, f"was {'lost' if self._has_started else 'not started'}: {how}")
+        shell_end = f"{self._start.remote_command[0]} to {self.host} {describe_end(returncode)}"
+        # Status 0 of the shell is no success without a report of the guard. 255 is the status of ssh's own errors.
+        self._report_once(returncode or 255, f"was {'lost' if self._has_started else 'not started'}: {shell_end}")
 
     def _report_once(self, returncode: int, trouble: str | None = None) -> None:
         with self._lock:

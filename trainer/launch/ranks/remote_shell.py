@@ -12,6 +12,7 @@ from datasvc.trainer.launch.ranks.job import RemoteSettings
 from datasvc.trainer.launch.ranks.remote_process import BOOTSTRAP
 
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+# The variables that every rank on another host gets from the launcher, by the prefixes of their names and by name.
 _PASSED_PREFIXES = (
     "PYTHON",
     "HOROVOD_",
@@ -48,7 +49,10 @@ _PASSED_NAMES = frozenset(
 
 
 def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether `name` is a host name of this machine, so that its ranks start without a remote shell."""
+    """Return whether `name` is a host name of this machine, so that its ranks start without a remote shell.
+
+    With the launcher's environment, the name that Slurm has for this node counts too.
+    """
     hostname = socket.gethostname()
     names = _LOCAL_NAMES | {hostname, hostname.partition(".")[0]}
     return name in names or name == (environ or {}).get("SLURMD_NODENAME")
@@ -61,8 +65,8 @@ def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
     if settings.shell == "srun":
         # One additional task, which shares the resources of the job on the node with running tasks.
         one_task = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
-        unbound = ["--cpu-bind=none", "--mem=0", "--mpi=none", "--export=ALL", "--quiet"]
-        return ["srun", *one_task, *unbound, *bootstrap]
+        task_options = ["--cpu-bind=none", "--mem=0", "--mpi=none", "--export=ALL", "--quiet"]
+        return ["srun", *one_task, *task_options, *bootstrap]
     # ssh must fail rather than hang: it prompts for no password, and ends if the host does not answer for a minute.
     options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
     command = ["ssh", *(argument for option in options for argument in ("-o", option))]

@@ -1,7 +1,7 @@
 """Runs a job with a fixed number of ranks.
 
 Invariant: no rank outlives the job. The failure of a rank ends the others, and so does a signal to the launcher.
-If the launcher dies, the guards end the ranks.
+If the launcher dies, the guard processes (`orphan_guard`, `remote_guard`) end the ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _POLL_PERIOD_S = 1.0
 # A rank that fails only because another rank was lost prints this error.
 _LOSS_ERROR = "HorovodInternalError"
-# After the first end, the rank that caused it is expected to end within this time.
+# After a rank ends with an error, wait this long for the end of the rank that caused the error.
 _CAUSE_WAIT_S = 2.0
 
 
@@ -59,6 +59,7 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | N
         # rank 0, so that no other process can take the port and the store outlives every rank.
         store = serve_store(listener)
         failure = _RankMonitor(job, ranks, group, store).run()
+        # End the server of the store before the block closes the listener.
         del store
     return failure
 
@@ -92,7 +93,7 @@ class _RankMonitor:
         self._group = group
         self._store = store
         self._running = set(range(job.num_ranks))
-        self._called: set[int] = set()
+        self._called_init: set[int] = set()
         self._arrivals = Arrivals(
             job.num_ranks, limit_s=job.start_timeout_s or DEFAULT_LIMIT_S, now_s=time.monotonic()
         )
@@ -102,17 +103,17 @@ class _RankMonitor:
         while self._running:
             end = self._group.next_end(None if self._arrivals.is_over else _POLL_PERIOD_S)
             if end is None:
-                failure = self._find_late_rank()
+                failure = self._check_late_ranks()
             else:
                 self._running.discard(int(end.worker_id))
-                failure = self._describe_end(self._find_cause(end)) if end.returncode else None
+                failure = self._failure_of(self._find_cause(end)) if end.returncode else None
             if failure is not None:
                 self._group.terminate()
                 return failure
         return None
 
     def _find_cause(self, end: RankEnd) -> RankEnd:
-        """Return the end that caused the others.
+        """Return the end of the rank that failed first, or `end` if no such rank ends within `_CAUSE_WAIT_S`.
 
         A rank that only lost the connection to the failed rank often ends before the failed rank does.
         """
@@ -120,7 +121,7 @@ class _RankMonitor:
         next_end: RankEnd | None = end
         while next_end is not None:
             self._running.discard(int(next_end.worker_id))
-            if next_end.returncode and not self._has_lost_others(next_end, deadline_s):
+            if next_end.returncode and not self._reports_only_loss(next_end, deadline_s):
                 return next_end
             if not self._running:
                 # Every rank reports only the loss of another rank, so the first end is the best guess.
@@ -128,43 +129,47 @@ class _RankMonitor:
             next_end = self._group.next_end(max(0.0, deadline_s - time.monotonic()))
         return end
 
-    def _has_lost_others(self, end: RankEnd, deadline_s: float) -> bool:
+    def _reports_only_loss(self, end: RankEnd, deadline_s: float) -> bool:
+        """Return whether the rank failed only because another rank was lost."""
         left_s = max(0.0, deadline_s - time.monotonic())
         last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
         return end.returncode == 1 and any(_LOSS_ERROR in line for line in last_lines)
 
-    def _describe_end(self, end: RankEnd) -> JobFailure:
+    def _failure_of(self, end: RankEnd) -> JobFailure:
         reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)
-        return self._failure(int(end.worker_id), end.returncode, reason)
+        return self._make_failure(int(end.worker_id), end.returncode, reason)
 
-    def _find_late_rank(self) -> JobFailure | None:
+    def _check_late_ranks(self) -> JobFailure | None:
+        """Return a failure if ranks are late. Without a start time-out, only print a note, and return None."""
         processes = self._group.processes
         started = {rank for rank in range(self._job.num_ranks) if processes[str(rank)].startup_done.is_set()}
         ended = set(range(self._job.num_ranks)) - self._running
-        self._called |= {rank for rank in self._running - self._called if self._store.check([arrival_key(rank)])}
-        # Ended ranks count as ranks that have called init(), but only after a running rank has called it.
-        called = self._called | ended if self._called else self._called
+        unknown = self._running - self._called_init
+        self._called_init |= {rank for rank in unknown if self._store.check([arrival_key(rank)])}
+        # Ended ranks count as ranks that have called init(), but only after a running rank has called it. A program
+        # may never call init(); then the end of a rank must not start the time limit for the other ranks.
+        called = self._called_init | ended if self._called_init else set()
         late = self._arrivals.find_late(now_s=time.monotonic(), started=started | ended, called=called)
         if late is None:
             return None
         if self._job.start_timeout_s is None:
-            names = self._describe(late.ranks)
+            names = self._names_of(late.ranks)
             print_message(f"still waiting: {names} did not {late.missing_step} within {DEFAULT_LIMIT_S:g} s")
             return None
         reason = f"did not {late.missing_step} within {self._job.start_timeout_s:g} s"
         if len(late.ranks) > 1:
-            reason += f", like {self._describe(late.ranks[1:])}"
-        return self._failure(late.ranks[0], 1, reason)
+            reason += f"; {self._names_of(late.ranks[1:])} did not either"
+        return self._make_failure(late.ranks[0], 1, reason)
 
-    def _failure(self, rank: int, returncode: int, reason: str) -> JobFailure:
+    def _make_failure(self, rank: int, returncode: int, reason: str) -> JobFailure:
         return JobFailure(
             exit_status=exit_status_of(returncode),
-            text=f"{self._describe([rank])} was the first to fail: it {reason}",
+            text=f"{self._names_of([rank])} was the first to fail: it {reason}",
             rank=rank,
             last_lines=self._group.processes[str(rank)].last_lines(),
         )
 
-    def _describe(self, ranks: Sequence[int]) -> str:
+    def _names_of(self, ranks: Sequence[int]) -> str:
         if not self._job.hosts:
             return f"rank {', '.join(map(str, ranks))}"
         return ", ".join(f"rank {rank} on {self._ranks[rank].host}" for rank in ranks)

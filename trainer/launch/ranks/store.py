@@ -1,4 +1,7 @@
-"""The store of a job, through which its ranks find each other. The launcher serves it, so it outlives every rank."""
+"""The store of a job, torch's `TCPStore`, through which the ranks find each other.
+
+The launcher serves the store, so the store outlives every rank.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 def open_listener(num_ranks: int, *, for_other_hosts: bool) -> socket.socket:
     """Open a port for the store, on all interfaces or on the loopback interface only.
 
-    Ranks may connect before `serve_store`: the kernel queues their connections.
+    Ranks may connect before `serve_store`: the kernel queues their connections, so the queue has room for all ranks.
 
     Raises:
         OSError: no port is available.
@@ -63,13 +66,21 @@ def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ:
     """Return the variables that select the network interfaces between the hosts.
 
     By default Gloo uses the address of the host name, often a loopback address, which other hosts cannot reach.
+
+    Args:
+        settings: settings with the interfaces that the user names.
+        addresses: addresses of this machine that other hosts may reach, the most likely first. Empty if there are no
+            other hosts, or if these addresses are not those of the rank's machine.
+        environ: environment of the launcher.
     """
     if settings.network_interfaces:
         names = ",".join(settings.network_interfaces)
         return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
     if chosen := choose_gloo_interface(environ):
         return chosen
-    name = find_interface(addresses[0]) if addresses and "GLOO_SOCKET_IFNAME" not in environ else None
+    if not addresses or "GLOO_SOCKET_IFNAME" in environ:
+        return {}
+    name = find_interface(addresses[0])
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name}
 
 
