@@ -15,7 +15,10 @@ _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class EngineFlag:
-    """A flag with a value; its variable is set to the value. A number is at least `minimum`, and times `scale`."""
+    """A flag with a value, to which its variable is set.
+
+    A number must be at least `minimum`, and is multiplied by `scale`, for example from MiB to bytes.
+    """
 
     flag: str
     variable: str
@@ -176,7 +179,7 @@ def read_engine_flags(options: argparse.Namespace) -> dict[str, str]:
 
 
 def list_ignored(options: argparse.Namespace) -> list[str]:
-    """Return the given flags that have no effect on torch.distributed."""
+    """Return those flags of `WITHOUT_MEANING` that are on the command line, for a note."""
     values = vars(options)
     return [name for name in WITHOUT_MEANING if values[f"ignored {name}"]]
 

@@ -30,7 +30,8 @@ from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, com
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
     """Return the manager of the run's checkpoints, which restores through the node's cache. Every rank calls this."""
-    # Only the main thread can handle signals. A program that trains in another thread ends the run itself.
+    # The grace period needs signal handlers, which only the main thread can set. A program that trains in another
+    # thread ends the run itself.
     is_main = threading.current_thread() is threading.main_thread()
     return repo.models.manager(
         config.name,
@@ -57,11 +58,11 @@ def commit(run: Run, *, due: bool = False) -> None:
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()
+    # The averaged batch statistics replace those of this rank.
     weights = run.model.state_dict() | compute_average_statistics(run.model)
     rank_state = {"random": random_state.capture()}
     if hvd.size() > 1:
-        # `weights` has batch statistics that are averaged over the ranks, and would change the training of a resumed
-        # run. So each rank saves its own values too.
+        # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
         rank_state["batch_statistics"] = batch_statistics(run.model)
     try:
         handle = run.checkpoints.save(
@@ -83,7 +84,8 @@ def commit(run: Run, *, due: bool = False) -> None:
             metrics=run.metrics,
         )
     except BusyError:
-        # Expected with `checkpoint_overlap="refuse"`. Nothing is lost, because the next save has a newer state.
+        # Expected for a periodic save with `checkpoint_overlap="refuse"`. Nothing is lost: the next save has a newer
+        # state.
         if hvd.rank() == 0:
             run.events.report("refused", step=run.step, epoch=run.loader.epoch)
     else:
@@ -112,14 +114,14 @@ def restore(run: Run, ref: str) -> Checkpoint:
     bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
     with bar as progress:
         checkpoint = run.checkpoints.restore(ref, progress=progress)
-    restored = checkpoint.report
+    report = checkpoint.report
     run.events.report(
         "restored",
         rank=hvd.rank(),
         version=str(checkpoint.version),
-        seconds=restored.seconds,
-        size_bytes=restored.size_bytes,
-        **{f"{source}_bytes": num_bytes for source, num_bytes in restored.came_bytes.items()},
+        seconds=report.seconds,
+        size_bytes=report.size_bytes,
+        **{f"{source}_bytes": num_bytes for source, num_bytes in report.came_bytes.items()},
     )
     return checkpoint
 
@@ -165,6 +167,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     if len(rank_states) == hvd.size():
         rank_state = rank_states[hvd.rank()]
         random_state.reinstate(rank_state["random"])
+        # Not strict, because these are only the batch statistics; the other weights were loaded above.
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
         # With another world size, seed again. The step is part of the seed, so that no random numbers are repeated.

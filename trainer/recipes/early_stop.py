@@ -11,7 +11,7 @@ from datasvc.models.registry.metric_mode import choose_metric_mode
 
 
 class EarlyStop:
-    """Counts evaluations without a new best value. The count depends only on the metrics, so all ranks have the same.
+    """Counts the evaluations since the last best value of a metric. Ranks with equal metrics have equal counts.
 
     Args:
         metric: name of the metric.
@@ -26,8 +26,9 @@ class EarlyStop:
         self._metric = metric
         self._patience = patience
         # If `patience` is None, no values are compared, so the metric may have any name.
-        lower = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
-        self._sign = -1 if lower else 1
+        lower_is_better = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
+        # Of two values times this sign, the higher one is better.
+        self._sign = -1 if lower_is_better else 1
         self._best: float | None = None
         self._num_without_best = 0
 
@@ -37,7 +38,11 @@ class EarlyStop:
         return self._patience is not None and self._num_without_best >= self._patience
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Count an evaluation. NaN is never a new best. Raises ConfigError: the evaluation has no such metric."""
+        """Count an evaluation. NaN is never a new best.
+
+        Raises:
+            ConfigError: the evaluation does not have the metric.
+        """
         if self._patience is None:
             return
         if self._metric not in metrics:

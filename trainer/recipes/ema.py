@@ -31,7 +31,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the average to the current weights."""
+        """Set the average to the current weights and the number of updates to 0."""
         self._num_updates = 0
         for name, weight in self._weights.items():
             self._averages[name].copy_(weight)
@@ -62,7 +62,7 @@ class WeightAverage:
             self._averages[name].copy_(trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the number of updates as a state tree, a nested dict."""
+        """Return the averages (not copied) and the number of updates as a state tree, a nested dict."""
         return {"num_updates": self._num_updates, "averages": dict(self._averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -71,8 +71,8 @@ class WeightAverage:
         Raises:
             ConfigError: the state has other names or shapes than this model.
         """
-        found = {name: tuple(average.shape) for name, average in state["averages"].items()}
-        if found != {name: tuple(average.shape) for name, average in self._averages.items()}:
+        saved_shapes = {name: tuple(average.shape) for name, average in state["averages"].items()}
+        if saved_shapes != {name: tuple(average.shape) for name, average in self._averages.items()}:
             raise ConfigError(
                 "the averaged weights of the checkpoint have other names or shapes than the model; use another --name"
             )

@@ -1,6 +1,7 @@
 """Calls a function on rank 0 and returns its result on all ranks.
 
-The ranks use it to read from the repository if they need equal results, for example the newest version of a model.
+Runs use this to read from a repository that may change meanwhile, for example to get the newest version of a model:
+the result must be equal on all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     """Call `function` on rank 0 and return its result on every rank, or raise its error on every rank.
 
     A collective: every rank calls this in the same order. The result is sent as a pickle, in a broadcast
-    called `name`. If rank 0 fails, no rank hangs.
+    called `name`. A failure of `function` is sent too, so no rank waits forever.
 
     Raises:
         DatasvcError: `function` raised it, or raised an exception of another type, which the message describes.

@@ -35,7 +35,7 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return a plain optimizer over the model's parameters, grouped as by `group_parameters`.
+    """Return the configured optimizer without communication, over the groups of `group_parameters`.
 
     The momentum of these optimizers accumulates gradients without the learning rate, so a change of the rate needs
     no momentum correction. (Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.)
@@ -53,6 +53,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             return torch.optim.AdamW(groups, rate, betas=config.betas)
         case "rmsprop-sgd":
             return RMSpropSGD(groups, rate, rmsprop_rate=config.rmsprop_rate, momentum=momentum)
+    # The configuration accepts no other name than "sgd" here.
     return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov)
 
 
@@ -60,5 +61,6 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> 
     """Set the learning rate of the next step in every group. `progress` is the number of epochs served before it."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+        # Only the groups of `RMSpropSGD` have this setting.
         if "sgd_share" in group:
             group["sgd_share"] = sgd_share(progress)

@@ -47,7 +47,7 @@ def main() -> None:
     try:
         grace_s = follow_orders(process.pid, grace_s)
     finally:
-        # In any case, also after an error, the rank must not outlive the launcher.
+        # Also after an error: the rank must not outlive its guard.
         end_group(process.pid, has_ended, grace_s)
 
 

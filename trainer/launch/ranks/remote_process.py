@@ -49,7 +49,7 @@ class RemoteRankProcess(RankProcess):
         self._shell_has_ended = threading.Event()
         # Texts for the standard input of the guard; None closes it.
         self._orders: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # Protects the report of the end: the guard and the end of the shell may both cause one.
+        # Serialises `_report_once`: the guard's report and the end of the shell arrive in two threads.
         self._lock = threading.Lock()
         super().__init__(start, guard=guard, ends=ends)
 

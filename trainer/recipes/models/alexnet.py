@@ -1,6 +1,6 @@
 """AlexNet, in the variant of Krizhevsky 2014 ("One weird trick for parallelizing convolutional neural networks").
 
-This is the variant of torchvision: one tower with 64, 192, 384, 256 and 256 filters, without local response
+The widths are those of torchvision's model: one tower with 64, 192, 384, 256 and 256 filters, without local response
 normalisation. Krizhevsky et al. 2012 have two towers with 96, 256, 384, 384 and 256 filters.
 """
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
 
-_MIN_SIZE = 63  # with 62 pixels, the input of the last 3x3 pooling is 2x2
+_MIN_SIZE = 63  # with 62 pixels, the input of the last 3x3 pooling would be only 2x2
 
 
 class AlexNet(nn.Module):

@@ -35,7 +35,7 @@ def require_image_size(images: torch.Tensor, minimum: int, model: str) -> None:
     pixels; `model` is the name in the message.
 
     Raises:
-        ConfigError: the images are smaller, or have not four dimensions.
+        ConfigError: the images are smaller, or do not have four dimensions.
     """
     if images.dim() != 4:
         raise ConfigError(

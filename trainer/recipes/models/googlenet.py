@@ -16,7 +16,7 @@ from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary
 from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
 
-_MIN_SIZE: Final = 15  # with 14 pixels, the input of the third pooling is a single position
+_MIN_SIZE: Final = 15  # with 14 pixels, the output of the third pooling would be empty
 _AUXILIARY_WEIGHT: Final = 0.3  # section 5
 _AUXILIARY_DROPOUT: Final = 0.7  # section 5
 
@@ -58,7 +58,7 @@ class GoogLeNet(nn.Module):
     Args:
         num_classes: number of classes.
         auxiliary: whether the model has two auxiliary classifiers, on the first and fourth block of stage 4.
-        dropout: probability of dropout before the classifier (section 5); 0.7 in the auxiliary classifiers.
+        dropout: probability of dropout before the classifier (section 5). The auxiliary classifiers always have 0.7.
         kernel: side of the convolutions of the third branch, 3 or 5.
 
     Raises:
@@ -79,21 +79,22 @@ class GoogLeNet(nn.Module):
         stage_3, channels = _make_blocks(192, _STAGE_3, kernel)
         self.stage_3 = nn.Sequential(*stage_3, _pool_half(3))
         # Stage 4 is three modules, because the auxiliary classifiers read between its blocks.
-        self.stage_4a, first = _make_blocks(channels, _STAGE_4[:1], kernel)
-        self.stage_4b, second = _make_blocks(first, _STAGE_4[1:4], kernel)
-        self.stage_4c, channels = _make_blocks(second, _STAGE_4[4:], kernel)
+        self.stage_4a, channels_4a = _make_blocks(channels, _STAGE_4[:1], kernel)
+        self.stage_4b, channels_4b = _make_blocks(channels_4a, _STAGE_4[1:4], kernel)
+        self.stage_4c, channels = _make_blocks(channels_4b, _STAGE_4[4:], kernel)
         stage_5, channels = _make_blocks(channels, _STAGE_5, kernel)
         self.stage_5 = nn.Sequential(_pool_half(2), *stage_5)
-        self.auxiliary = nn.ModuleList(
-            _make_auxiliary(width, num_classes) for width in ((first, second) if auxiliary else ())
-        )
+        auxiliary_inputs = (channels_4a, channels_4b) if auxiliary else ()
+        self.auxiliary = nn.ModuleList(_make_auxiliary(width, num_classes) for width in auxiliary_inputs)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.dropout = nn.Dropout(dropout)
         self.classifier = nn.Linear(channels, num_classes)
         initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor | LogitsWithAuxiliary:
-        """Return logits of images `[batch, 3, height, width]` from 15x15 up; the class says what training returns.
+        """Return logits, `[batch, classes]`, of images `[batch, 3, height, width]` from 15x15 up.
+
+        In training with auxiliary classifiers, return `LogitsWithAuxiliary`.
 
         Raises:
             ConfigError: the images are smaller.
@@ -112,7 +113,13 @@ class GoogLeNet(nn.Module):
 
 
 class Inception(nn.Module):
-    """Inception block: four branches over the same input, concatenated along the channels."""
+    """Inception block: four branches over the same input, concatenated along the channels.
+
+    Args:
+        channels: channels of the input.
+        widths: number of filters of each convolution.
+        kernel: side of the convolution of the third branch, `five`.
+    """
 
     def __init__(self, channels: int, widths: _Widths, kernel: int) -> None:
         super().__init__()

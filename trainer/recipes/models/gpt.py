@@ -1,7 +1,7 @@
 """GPT: a decoder-only transformer with the architecture of GPT-2.
 
-Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training"; Radford et al. 2019, "Language
-Models are Unsupervised Multitask Learners".
+Sources: Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training", and Radford et al. 2019,
+"Language Models are Unsupervised Multitask Learners".
 
 The input is the token blocks of `TokenLoader`. A block can have several documents; with `document_ids`, a token
 attends only to its own document.
@@ -90,7 +90,7 @@ class GPT(nn.Module):
             `[batch, block, num_classes]`.
 
         Raises:
-            ConfigError: `tokens` has not two dimensions, or its blocks are longer than the context.
+            ConfigError: `tokens` does not have two dimensions, or its blocks are longer than the context.
         """
         if tokens.dim() != 2:
             raise ConfigError(f"tokens have the shape {list(tokens.shape)}; expected [batch, block]")
@@ -116,13 +116,14 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.normal_(self.positions.weight, std=_POSITION_DEVIATION)
-        # Scaling by 1 / sqrt(branches) keeps the variance of the residual stream independent of the depth.
-        branches = 2 * len(self.blocks)
+        # Each block has two residual branches. Scaling the last layer of each branch by 1 / sqrt(num_branches) keeps
+        # the variance of the residual stream independent of the depth.
+        num_branches = 2 * len(self.blocks)
         for block in self.blocks:
             assert isinstance(block, TransformerBlock)
-            for end in (block.attention.out, block.mlp[2]):
-                assert isinstance(end, nn.Linear)
-                nn.init.normal_(end.weight, std=_DEVIATION / math.sqrt(branches))
+            for last_layer in (block.attention.out, block.mlp[2]):
+                assert isinstance(last_layer, nn.Linear)
+                nn.init.normal_(last_layer.weight, std=_DEVIATION / math.sqrt(num_branches))
 
 
 class TransformerBlock(nn.Module):

@@ -58,7 +58,7 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
         _check_types(name, function, options)
     try:
         model = function(num_classes=num_classes, **options)
-    except ConfigError:
+    except ConfigError:  # a subclass of ValueError, whose message needs no addition
         raise
     except ValueError as error:
         raise ConfigError(f"model {name!r} with {options}: {error}") from error
@@ -95,12 +95,13 @@ def _import_function(name: str) -> Callable[..., Any]:
 
 
 def _describe_import_error(module_name: str, error: Exception) -> str:
+    # Here the module itself or a package above it is missing. A missing import of the module is reported below.
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r}; install it, start in its folder, or add that folder to PYTHONPATH"
     if isinstance(error, SyntaxError):  # the position is in the exception, not in its traceback
         return f"importing {module_name!r} failed in {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    at = traceback.extract_tb(error.__traceback__)[-1]
-    return f"importing {module_name!r} failed in {at.filename}:{at.lineno}: {type(error).__name__}: {error}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"importing {module_name!r} failed in {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
 
 
 def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -124,5 +125,6 @@ def _check_types(name: str, function: Callable[..., Any], options: Mapping[str, 
     parameters = inspect.signature(function).parameters
     for key, value in options.items():
         expected = type(parameters[key].default)
+        # Not `isinstance`: True would count as an int. An int is accepted for a float.
         if type(value) is not expected and not (expected is float and type(value) is int):
             raise ConfigError(f"model {name!r}: option {key} is {value!r}; expected {expected.__name__}")

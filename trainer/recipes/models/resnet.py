@@ -1,8 +1,8 @@
 """Residual networks (He et al. 2016, "Deep Residual Learning for Image Recognition", arXiv:1512.03385).
 
 Bottleneck blocks are those of "v1.5": the stride is in the 3x3 convolution. The paper has the stride in the first 1x1
-convolution, which then ignores three of four positions. Goyal et al. 2017 (arXiv:1706.02677) train v1.5 too. Both
-forms have the same number of parameters.
+convolution, which then ignores three of four positions. Goyal et al. 2017 (arXiv:1706.02677) train v1.5 too. The
+number of parameters is the same as in the paper.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ResidualBlock(nn.Module):
 
     Args:
         channels: channels of the input.
-        width: channels of the inner convolutions; the output has `width * expansion` channels.
+        width: channels of the inner convolutions. The output has `expansion` times as many.
         stride: ratio of input to output resolution.
     """
 
@@ -40,7 +40,7 @@ class ResidualBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[batch, width * expansion, height / stride, width / stride]`, sizes rounded up."""
+        """Return the output; its height and width are those of `x`, divided by `stride` and rounded up."""
         y: torch.Tensor = self.branch(x)
         y = y + self.shortcut(x)
         return self.relu(y)  # type: ignore[no-any-return]
@@ -110,7 +110,8 @@ class ResNet(nn.Module):
             blocks = []
             for position in range(depth):
                 # The first block of each stage halves the resolution, except in the first stage.
-                blocks.append(block(channels, width, stride=2 if index and not position else 1))
+                is_halving = index > 0 and position == 0
+                blocks.append(block(channels, width, stride=2 if is_halving else 1))
                 channels = width * block.expansion
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.Sequential(*stages)
