@@ -127,13 +127,14 @@ def _pickle_exception(error: BaseException) -> bytes | None:
 
 
 class _ExceptionParts:
-    """A wrapper that pickles the parts of an exception; unpickling rebuilds the exception without its constructor."""
+    """A wrapper that pickles the parts of an exception; unpickling rebuilds the exception without its `__init__`."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
 
     def __reduce__(self) -> tuple[Any, ...]:
         args = self._error.args
+        # pickle calls `_rebuild` with the second value, and sets the third one as attributes of the result.
         return _rebuild, (type(self._error), args), {**self._error.__dict__, "args": args}
 
 

@@ -135,6 +135,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     """
     state = checkpoint.state
     for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
+        # A checkpoint without this name passes; the loads below check its tensors.
         saved = state.get(f"{part}_name", configured)
         if saved != configured:
             raise ConfigError(

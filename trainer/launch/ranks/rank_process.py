@@ -163,11 +163,9 @@ class RankProcess:
         If the process has ended, wait up to `timeout_s` for the remaining lines.
         """
         deadline_s = time.monotonic() + (0.0 if self.is_running else timeout_s)
-        # A program that catches its own exception may print it to either stream.
-        output, errors = (
-            pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
-            for pump in (self._output, self._errors)
-        )
+        # Both streams, because a program that catches its own exception may print it to either one.
+        output = self._output.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
+        errors = self._errors.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
         return (*output[-_NUM_OUTPUT_LINES:], *errors)
 
     def _start_process(self) -> subprocess.Popen[bytes]:

@@ -55,11 +55,12 @@ def list_addresses(hosts: Sequence[str], interfaces: Sequence[str]) -> tuple[str
     """
     if interfaces:
         return tuple(_address_of_interface(name) for name in interfaces)
-    addresses = [address for host in hosts if (address := _address_towards(host)) is not None]
+    candidates = [_address_towards(host) for host in hosts]
     # No machine has 192.0.2.1 (RFC 5737), so the route to it is the default route.
-    addresses += [address for address in (_hostname_address(), _address_towards("192.0.2.1")) if address is not None]
+    candidates += [_hostname_address(), _address_towards("192.0.2.1")]
+    addresses = dict.fromkeys(address for address in candidates if address is not None)
     # The hosts try all addresses. Loopback comes last: it is right only if a host is another name of this machine.
-    return tuple(sorted(dict.fromkeys(addresses), key=lambda address: address.startswith("127.")))
+    return tuple(sorted(addresses, key=lambda address: address.startswith("127.")))
 
 
 def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -85,6 +86,7 @@ def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ:
 
 
 def _address_towards(host: str) -> str | None:
+    """Return the local address of the route to a host; None without a route or if the name is unknown."""
     # Connecting a datagram socket sends nothing; the kernel only chooses the route.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

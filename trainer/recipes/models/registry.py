@@ -63,8 +63,8 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
     except ValueError as error:
         raise ConfigError(f"model {name!r} with {options}: {error}") from error
     if not isinstance(model, nn.Module):
-        found = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ConfigError(f"model {name!r} returned {found}; expected an instance of torch.nn.Module")
+        result = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ConfigError(f"model {name!r} returned {result}; expected an instance of torch.nn.Module")
     return model
 
 
