@@ -59,8 +59,8 @@ def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             return json.loads(text)
         if path.suffix == ".toml":

@@ -105,17 +105,19 @@ class RankGroup:
     def _start_remote(self, start: RankStart) -> RankProcess:
         slot = self._login_slots.setdefault(start.host, threading.Semaphore(_MAX_LOGINS_PER_HOST))
         # After the time-out, log in without a slot: a slow host must not stop the start of the job.
-        slot.acquire(timeout=_LOGIN_TIMEOUT_S)
+        has_slot = slot.acquire(timeout=_LOGIN_TIMEOUT_S)
         try:
             process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)
         except BaseException:
-            slot.release()
+            if has_slot:
+                slot.release()
             raise
 
         def release_slot() -> None:
             # The login is over when the command runs, or can no longer start.
             process.startup_done.wait()
-            slot.release()
+            if has_slot:
+                slot.release()
 
         threading.Thread(target=release_slot, daemon=True).start()
         return process

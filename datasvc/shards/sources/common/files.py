@@ -9,6 +9,7 @@ named.
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 from collections import Counter, deque
@@ -98,20 +99,22 @@ def expand_braces(text: str) -> list[str]:
     Raises:
         ConfigError: a range runs backwards, or there are more than a million texts.
     """
-    match = _BRACES.search(text)
-    if match is None:
-        return [text]
-    choices = _choices(match[1])
-    expanded = [
-        expanded_text
-        for choice in choices
-        for expanded_text in expand_braces(f"{text[: match.start()]}{choice}{text[match.end() :]}")
-    ]
-    if len(expanded) > _MAX_EXPANDED:
+    groups = [(match.span(), _choices(match[1])) for match in _BRACES.finditer(text)]
+    # Count first: a list of all texts could need more memory than the machine has.
+    num_texts = math.prod(len(choices) for _, choices in groups)
+    if num_texts > _MAX_EXPANDED:
         raise ConfigError(
-            f"{redact_url(text)} names {len(expanded)} files; expected at most {_MAX_EXPANDED}; use smaller ranges"
+            f"{redact_url(text)} names {num_texts} files; expected at most {_MAX_EXPANDED}; use smaller ranges"
         )
-    return expanded
+    expanded, stop = [""], 0
+    for (start, end), choices in groups:
+        expanded = [f"{prefix}{text[stop:start]}{choice}" for prefix in expanded for choice in choices]
+        stop = end
+    texts = [f"{prefix}{text[stop:]}" for prefix in expanded]
+    if not groups:
+        return texts
+    # Braces around the expanded ones: they are complete now.
+    return [inner for outer in texts for inner in expand_braces(outer)]
 
 
 class FileReader:
@@ -405,10 +408,10 @@ def _stamp_of(info: dict[str, Any]) -> str:
     return ""
 
 
-def _choices(inner: str) -> list[str]:
+def _choices(inner: str) -> Sequence[str]:
     """Return the texts that `inner`, the text between two braces, stands for.
 
-    Raise ConfigError for a range that runs backwards.
+    Raise ConfigError for a range that runs backwards or is too long.
     """
     match = _RANGE.fullmatch(inner)
     if match is None:
@@ -416,4 +419,6 @@ def _choices(inner: str) -> list[str]:
     first, last = match.groups()
     if int(first) > int(last):
         raise ConfigError(f"the range {{{inner}}} runs backwards; write the smaller number first")
+    if int(last) - int(first) >= _MAX_EXPANDED:
+        raise ConfigError(f"the range {{{inner}}} has more than {_MAX_EXPANDED} numbers; use smaller ranges")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

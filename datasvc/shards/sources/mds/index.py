@@ -56,17 +56,23 @@ def parse_index(content: bytes, location: str) -> list[MdsShard]:
     """
     try:
         index = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptDataError(f"{location} is not JSON: {error}; restore another copy") from error
     try:
-        if index["version"] != _VERSION:
-            raise ConfigError(
-                f"{location} has version {index['version']}; datasvc reads version {_VERSION}: write it again with "
-                "a current MosaicML Streaming"
-            )
+        _check_version(index["version"], location)
         return [_shard(shard, location) for shard in index["shards"]]
-    except (KeyError, TypeError, AttributeError) as error:  # a key is missing, or a value has another type
+    except ConfigError:  # a ValueError with a complete message
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # a key is missing, or a value is unexpected
         raise ConfigError(f"{location} is not an index of MDS shards: {type(error).__name__} {error}") from error
+
+
+def _check_version(version: Any, location: str) -> None:
+    if version != _VERSION:
+        raise ConfigError(
+            f"{location} has version {version}; datasvc reads version {_VERSION}: write it again with a current "
+            "MosaicML Streaming"
+        )
 
 
 def _shard(shard: dict[str, Any], location: str) -> MdsShard:

@@ -93,5 +93,7 @@ def _kind(feature: Any) -> str | None:
 
 def _class_names(names: Any) -> tuple[str, ...]:
     if isinstance(names, dict):  # as in the cards of hub data sets: {"0": "cat"}
+        if not all(str(number).isdecimal() for number in names):
+            return ()
         names = [names[number] for number in sorted(names, key=int)]
     return tuple(map(str, names)) if isinstance(names, list) else ()

@@ -141,9 +141,10 @@ def _features(reader: FileReader, files: Mapping[str, SourceFile], folders: Sequ
 
 
 def _parsed(reader: FileReader, file: SourceFile) -> dict[str, Any]:
-    """Return the JSON object that a file holds. Raise ConfigError if it holds none."""
+    """Return the JSON object in a file. Raise ConfigError if it holds none, or what `FileReader.read` raises."""
+    content = reader.read(file.path)
     try:
-        parsed = json.loads(reader.read(file.path))
+        parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file.name} is not JSON: {error}; copy the folder again") from error
     if not isinstance(parsed, dict):

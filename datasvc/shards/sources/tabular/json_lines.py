@@ -160,7 +160,7 @@ def _line_positions(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) 
 def _infer_schema(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Schema] | None:
     """Return the name and the columns of the first readable file that holds a line; None if all are empty.
 
-    Raise ConfigError if a `.json` file holds an array, or the last file is read here and is unreadable.
+    Raise ConfigError if a `.json` file holds an array, or if no file gives the columns and the last is unreadable.
     """
     first = None
     for number, file in enumerate(files):
@@ -171,8 +171,8 @@ def _infer_schema(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str,
             with reader.open(file.path) as stream:
                 block = _first_block(stream)
         except UNREADABLE as error:
-            if number + 1 < len(files):
-                continue  # a later file may give the columns, and the ingest reports this file
+            if first is not None or number + 1 < len(files):
+                continue  # another file gives the columns, and the ingest reports this file
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
         if block is None:
             continue

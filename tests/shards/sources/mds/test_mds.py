@@ -426,6 +426,7 @@ def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path, basename):
     ("index", "error", "message"),
     [
         ("{", CorruptDataError, "is not JSON"),
+        pytest.param("[" * 100_000, CorruptDataError, "is not JSON", id="nested"),
         ("[]", ConfigError, "is not an index of MDS shards"),
         ('{"version": 1, "shards": []}', ConfigError, "has version 1"),
         ('{"version": 2, "shards": []}', NotFoundError, "lists no shards"),
@@ -455,6 +456,11 @@ def test_what_is_no_index_of_mds_is_refused(tmp_path, index, error, message):
             "gone.mds, which is missing",
         ),
         ({"samples": 0}, NotFoundError, "its index lists no samples"),
+        (
+            {"raw_data": {"basename": "a.mds", "bytes": 3, "hashes": ["sha1"]}},
+            ConfigError,
+            "is not an index of MDS shards: ValueError",
+        ),
     ],
 )
 def test_an_index_with_a_wrong_shard_is_refused(tmp_path, changes, error, message):

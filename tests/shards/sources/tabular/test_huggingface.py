@@ -1,4 +1,5 @@
 import json
+import os
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -141,6 +142,20 @@ def test_names_of_classes_may_be_numbered_as_cards_write_them(tmp_path):
     features = {"label": {"names": {"1": "dog", "0": "cat", "10": "owl"}, "_type": "ClassLabel"}}
     pq.write_table(table_of(samples_of(0, 2), features), tmp_path / "train.parquet")
     assert HuggingFaceSource.list(str(tmp_path)).classes == ("cat", "dog", "owl")
+
+
+def test_names_of_classes_that_are_not_numbered_are_ignored(tmp_path):
+    features = {"label": {"names": {"cat": 0, "dog": 1}, "_type": "ClassLabel"}}
+    pq.write_table(table_of(samples_of(0, 2), features), tmp_path / "train.parquet")
+    assert HuggingFaceSource.list(str(tmp_path)).classes == ()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_description_that_may_not_be_read_is_not_said_to_be_damaged(tmp_path):
+    folder = save_dict(tmp_path / "saved", {"train": samples_of(0, 2)})
+    (folder / "train/state.json").chmod(0)
+    with pytest.raises(ConfigError, match="permission"):
+        HuggingFaceSource.list(str(folder))
 
 
 def test_of_several_columns_of_classes_the_first_is_the_label_unless_one_is_called_so(tmp_path):

@@ -8,8 +8,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.errors import CorruptDataError, NotFoundError
-from datasvc.shards.sources.common.files import FileReader, decompress, list_files
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.shards.sources.common.files import FileReader, decompress, expand_braces, list_files
 from datasvc.shards.sources.tar.tar import TarReader, open_tar
 from tests.fuzzing import counts_refusals
 
@@ -333,3 +333,22 @@ def test_braces_and_patterns_over_folders_give_each_file_a_name_of_its_own(tmp_p
     for url in (f"{tmp_path}/{{train,val}}/0.tar", f"{tmp_path}/[tv]*/0.tar", f"{tmp_path}/*/0.tar"):
         assert [file.name for file in list_files(url)] == ["train/0.tar", "val/0.tar"]
     assert [file.name for file in list_files(f"{tmp_path}/[t]rain/*.tar")] == ["train/0.tar"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [
+        ("a", ["a"]),
+        ("{08..10}-{x,y}", ["08-x", "08-y", "09-x", "09-y", "10-x", "10-y"]),
+        ("a{1,{2,3}}", ["a1", "a2", "a1", "a3"]),
+        ("{}", [""]),
+    ],
+)
+def test_braces_are_expanded_in_order(text, expanded):
+    assert expand_braces(text) == expanded
+
+
+@pytest.mark.parametrize("text", ["{0..99999999999}", "{0..999}" * 4, "{{0..9999},x}{0..999}"])
+def test_braces_with_too_many_texts_are_refused_before_they_fill_the_memory(text):
+    with pytest.raises(ConfigError, match="use smaller ranges"):
+        expand_braces(text)
