@@ -69,8 +69,9 @@ class CropDecoder:
         if is_jpeg_2000(blob):
             return None
         codec = self._codec
-        region = codec.Region(start[0], start[1], start[0] + shape[0], start[1] + shape[1])
         try:
+            # A stored width or height of 0, which is wrong, gives a region without pixels: an error too.
+            region = codec.Region(start[0], start[1], start[0] + shape[0], start[1] + shape[1])
             stream = codec.CodeStream(blob).get_sub_code_stream(region=region)
             image = self._decoder.decode(stream, image=self._image, params=self._params)
         except (RuntimeError, ValueError):

@@ -15,13 +15,14 @@ from datasvc.arrow_messages import Block, check_block, parse_footer
 from datasvc.errors import CorruptDataError
 from datasvc.loaders.torch import Dataset
 from datasvc.repository import Repository
-from datasvc.shards import Shard, open_dataset
+from datasvc.shards import Shard, image_schema, open_dataset
 from datasvc.shards.format.ipc_reader import read_table
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.query.query import query
 from datasvc.shards.versions.verify import verify
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
+from tests.samples import jpeg
 from tests.shards.written_versions import TEXT_SCHEMA, describe_table, write_table
 
 ROOT = Path(__file__).parents[2]
@@ -153,6 +154,24 @@ def test_a_shard_with_other_columns_or_samples_than_its_table_is_refused(reposit
         with pytest.raises(CorruptDataError, match=message):
             Dataset(split)[number]
     assert [problem.shard for problem in verify(repository, "odd").problems] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("width", [-1, 31, 2**31 - 1])
+def test_an_image_of_another_size_than_its_table_says_is_refused(repository, width):
+    image = {"key": "a", "image": jpeg(30, 20), "width": 30, "height": 20, "label": 0}
+    table = write_table(repository.objects, [[image]], image_schema(labelled=True), indexed=False)
+    content = repository.objects.read(table.shard(0).digest)
+    assert table.check_shard(0, Shard.from_bytes(content, "shard")).num_samples == 1
+    content = content.replace(np.int32(30).tobytes() + bytes(4), np.int32(width).tobytes() + bytes(4))
+    with pytest.raises(CorruptDataError, match=f"{width}.*pixels, the shard table lists at most 30"):
+        table.check_shard(0, Shard.from_bytes(content, "shard"))
+
+
+@pytest.mark.parametrize("texts", [["x"] * 5, ["x"] * 7])
+def test_a_query_refuses_a_shard_with_other_samples_than_its_table(repository, texts):
+    commit(repository, [arrow_file(texts_batch(texts))])
+    with pytest.raises(CorruptDataError, match=f"holds {len(texts)} samples or more, the shard table lists 6"):
+        query(repository, "odd", "select count(*) from train")
 
 
 def test_a_text_that_is_not_utf_8_is_refused_when_it_is_read(repository):

@@ -22,6 +22,7 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.arrow_object import check_columns, encode_table
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, check_schema, read_table
 from datasvc.shards.format.reader import Shard
+from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
 from datasvc.shards.format.writer import ShardStatistics
 
 TABLE_FORMAT = 2
@@ -210,7 +211,7 @@ class ShardTable:
         return [ObjectInfo(Digest(digest.hex()), size) for digest, size in zip(digests, sizes, strict=True)]
 
     def check_shard(self, number: int, shard: Shard) -> Shard:
-        """Return an opened shard if it has the columns and the number of samples that this table lists.
+        """Return an opened shard if its columns, image sizes and number of samples are those that this table lists.
 
         Raises:
             CorruptDataError: it has others, so the rows of the access order are not those of the shard.
@@ -227,6 +228,16 @@ class ShardTable:
                 raise CorruptDataError(
                     f"{shard.name} has a column {column.name!r} of type {column.type}, the shard table lists "
                     f"{listed.get(column.name, 'no such column')}: restore both from another copy"
+                )
+        for name, statistic in ((WIDTH, "max_width"), (HEIGHT, "max_height")):
+            if name not in measured_columns(shard.schema) or listed.get(name) != pa.int32():
+                continue
+            sizes, largest = shard.values(name), int(self.rows.column(statistic)[number].as_py())
+            # Loaders allocate memory for these sizes; 0 is the size of an image that is null.
+            if sizes.min(initial=0) < 0 or sizes.max(initial=0) > largest:
+                raise CorruptDataError(
+                    f"{shard.name} has images with a {name} of {sizes.min(initial=0)} to {sizes.max(initial=0)} "
+                    f"pixels, the shard table lists at most {largest}: restore both from another copy"
                 )
         return shard
 

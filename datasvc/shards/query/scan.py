@@ -54,7 +54,8 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         samples._name = f"{split.dataset}/{split.name}"
         samples._files = files
         samples._shards = [info.digest for info in split.table.shards()]
-        samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()  # by shard number
+        samples._stored = split.table.stored_per_shard.tolist()  # samples by shard number
+        samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()
         samples._deletions = split.deletions
         samples._scans = []
         return samples
@@ -114,7 +115,8 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _read_shard(self, number: int, schema: pa.Schema) -> ShardScan:
         deleted = partial(self._deletions.flags, number) if self._has_deletions[number] else None
-        return _read_live(self._files, self._shards[number], deleted, schema, where=self._name)
+        num_samples = self._stored[number]
+        return _read_live(self._files, self._shards[number], deleted, schema, num_samples=num_samples, where=self._name)
 
 
 class _Scanner:
@@ -129,18 +131,24 @@ class _Scanner:
 
 
 def _read_live(
-    files: ObjectFiles, digest: Digest, deleted: Callable[[], Flags] | None, schema: pa.Schema, *, where: str
+    files: ObjectFiles,
+    digest: Digest,
+    deleted: Callable[[], Flags] | None,
+    schema: pa.Schema,
+    *,
+    num_samples: int,
+    where: str,
 ) -> ShardScan:
     """Yield the live samples of one shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD`.
 
-    `deleted` returns `bool[samples]`, True for deleted samples; it is None for a shard without deletions. `where` is
-    version and split, for messages.
+    `deleted` returns `bool[samples]`, True for deleted samples; it is None for a shard without deletions.
+    `num_samples` is the number of samples in the shard table. `where` is version and split, for messages.
     """
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
     # The flags take eight times the memory of the stored bitmap, so they exist only while the shard is read.
     is_live = None if deleted is None else ~deleted()
-    for stored in _read_stored(files, digest, schema, where):
+    for stored in _read_stored(files, digest, schema, num_samples, where):
         batch = pa.record_batch([_column(stored, field) for field in schema], schema)
         if is_live is not None:
             batch = batch.filter(pa.array(is_live[start : start + batch.num_rows]))
@@ -154,17 +162,30 @@ def _read_live(
         yield part
 
 
-def _read_stored(files: ObjectFiles, digest: Digest, schema: pa.Schema, where: str) -> Iterator[pa.RecordBatch]:
+def _read_stored(
+    files: ObjectFiles, digest: Digest, schema: pa.Schema, num_samples: int, where: str
+) -> Iterator[pa.RecordBatch]:
     """Yield a shard's record batches with its columns that are in `schema`. Raise what `ObjectFiles.open` raises."""
     with files.open(digest) as file:
         try:
             # The keys are read if the shard has no column of the scan, because its samples must still be counted.
-            yield from IpcReader(file, f"a shard of {where}", [*schema.names], otherwise=KEY).batches()
+            reader = IpcReader(file, f"a shard of {where}", schema.names, otherwise=KEY)
+            num_read = 0
+            for batch in reader.batches():
+                num_read += batch.num_rows
+                _check_count(num_read, num_samples, is_end=False)
+                yield batch
+            _check_count(num_read, num_samples, is_end=True)
         except CorruptDataError as error:
             files.failure = CorruptDataError(
                 f"a shard of {where} is corrupt ({error}): run `datasvc verify --deep` to find the affected samples"
             )
             raise files.failure from error
+
+
+def _check_count(num_read: int, num_samples: int, *, is_end: bool) -> None:
+    if num_read > num_samples or (is_end and num_read != num_samples):
+        raise CorruptDataError(f"it holds {num_read} samples or more, the shard table lists {num_samples}")
 
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
