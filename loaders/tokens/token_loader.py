@@ -39,8 +39,10 @@ class TokenFormat:
         column: name of the column of blocks.
         block_tokens: tokens of a block, at least 1; needed for blobs and for lists of variable size.
         dtype: dtype of a token in blobs, such as "uint16"; bytes are little-endian.
-        pad: token to write into padding, at least 0; None keeps the stored values, and puts 0 after short lists.
-        end: token that ends a document, at least 0; needed for documents if there is no column `document_starts`.
+        pad: token to write into padding, at least 0. None keeps the stored values; a block that is stored with fewer
+            tokens is filled with 0.
+        end: token that ends a document, at least 0. It is needed for `documents` and for labels "within" documents if
+            there is no column `document_starts`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -63,16 +65,16 @@ class TokenFormat:
 class TokenLoader(Loader[TokenBatch[Any]]):
     """Batches of a split's token blocks; `for tokens, labels in loader` runs to the end of the epoch.
 
-    Order, state, ranks, cache and tail are those of `ImageLoader`: a state counts batches handed over, can be loaded
-    at any world size and batch size, and continues with exactly the samples not yet served.
+    Order, state, ranks, cache and tail work as in `ImageLoader`. A state records the batches that were handed over.
+    It can be loaded with another world size or batch size, and continues with exactly the samples not yet served.
 
     Args:
         split: a split of a data-set version, or a mixture of several. Blocks are lists of integers, of fixed or
             variable size, or blobs of integers.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger: see `Loader`.
         tokens: how the data set stores blocks, or the name of their column alone.
-        labels: the label of a token is the next token: "across" documents, or only "within" its document; None: no
-            labels.
+        labels: "across": the label of a token is the next token, also across the end of a document; "within": only if
+            the next token is of the same document; None: no labels.
         documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
 
     Raises:
@@ -107,6 +109,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             block_tokens=_common_block(splits, stored),
             dtype=stored.dtype,
             tokenizer=_common_tokenizer(splits),
+            # One value for the shards of all splits: they must have the column only if every split has it.
             lengths_are_needed=all(LENGTH in part.table.sample_schema.names for part in splits),
             pad=stored.pad,
             labels=labels,
@@ -157,7 +160,8 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # The conversion is set for each batch, because the caller may use several iterators in turn.
+            # `_deliver` uses `self._convert`, which all iterators of this loader share. Set it for this batch only:
+            # the caller may alternate between `numpy()` and `pin()`.
             self._convert = convert
             try:
                 batch = next(batches, None)
@@ -219,6 +223,7 @@ def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
         schema = split.table.sample_schema
         if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
             raise ConfigError(f"column {LENGTH!r} of {split!r} is {schema.field(LENGTH).type}; expected integers")
+        # Segments are the parts of documents in one block, so they need the starts of documents.
         if config.needs_segments and config.end is None and not _has_document_starts(schema):
             raise ConfigError(
                 f"{split!r} has no column {DOCUMENT_STARTS!r} with lists of integers, so the starts of documents are "

@@ -1,6 +1,7 @@
-"""Data sets and samplers for torch's own `DataLoader` and the user's transforms, in a resumable order.
+"""Data sets, a batch sampler and a loader for programs that use torch's `DataLoader` and their own transforms.
 
-The other packages of `datasvc.loaders` work without torch and do not import this one.
+Samples are served in the access order, and a run can resume at a position. The other packages of `datasvc.loaders`
+work without torch and do not import this one.
 """
 
 from datasvc.loaders.torch.dataset import Dataset

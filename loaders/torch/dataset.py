@@ -27,9 +27,10 @@ _logger = logging.getLogger(__name__)
 class Dataset(torch.utils.data.Dataset[Any]):
     """A split as `torch.utils.data.Dataset`: `dataset[5]` is a sample, a dict of columns, or `transform(sample)`.
 
-    Its pickle has the locations of split and cache, but no open file. Every process opens shards and cache itself at
-    its first read, so workers may be forked or spawned. But a cache that was open before a fork cannot be used in the
-    child: give its folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the `DataLoader`.
+    A pickled data set has the locations of split and cache, but no open file. Every process opens shards and cache
+    itself at its first read, so workers may be forked or spawned. But a cache that was open before a fork cannot be
+    used in the child: give its folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the
+    `DataLoader`.
 
     With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position): `transform` gets
     a `numpy.random.Generator` if it has a parameter `generator`. The global generators of torch (CPU), numpy and
@@ -73,7 +74,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         self._transform = None if transform is None else SeededTransform(transform)
         self._address = None if cache is None else CacheAddress.of(cache)
         self._on_bad = on_bad
-        self._process = os.getpid()
+        self._process = os.getpid()  # the process that created or unpickled this object
         self._reader: SampleReader | None = None
         if on_bad == "mask":
             self._check_mask()
@@ -130,16 +131,16 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def _number(self, index: int) -> int:
         """Return the number of a sample, from 0 on; a negative `index` counts from the end."""
         try:
-            number = operator.index(index)
+            signed = operator.index(index)
         except TypeError as error:
             raise TypeError(
                 f"the index of a sample is {index!r}; expected an integer, which reads one sample: use a sampler to "
                 "read several"
             ) from error
-        sample = number + len(self.split) if number < 0 else number
-        if not 0 <= sample < len(self.split):
-            raise IndexError(f"sample {number} is outside 0..{len(self.split) - 1} of {self.split!r}")
-        return sample
+        number = signed + len(self.split) if signed < 0 else signed
+        if not 0 <= number < len(self.split):
+            raise IndexError(f"sample {signed} is outside 0..{len(self.split) - 1} of {self.split!r}")
+        return number
 
     def _finish(self, raw: dict[str, Any], number: int, index: int) -> Any:
         """Decode and transform one sample."""
@@ -150,6 +151,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
             sample[IMAGE], is_decoded = self._decoded(raw, number)
         is_real = None if served is None else served.counts  # False for padding; None if the order does not pad
         if self._on_bad == "mask" or is_real is not None:
+            # Checked again, because only the indices of the sampler show that its order pads.
             self._check_mask()
             sample[MASK] = is_decoded and is_real is not False
         return sample if self._transform is None else self._transform(sample, served)
@@ -166,6 +168,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
             return black_image(raw[WIDTH], raw[HEIGHT], self._decode), False
 
     def _check_mask(self) -> None:
+        """Raise ConfigError if the added field `mask` would replace a column of the split."""
         if MASK in self.columns:
             raise ConfigError(
                 f"{self.split!r} has a column {MASK!r} of its own, but on_bad='mask' or tail='pad' adds one; leave "

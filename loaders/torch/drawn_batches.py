@@ -1,6 +1,7 @@
 """Iterator over the batches of an epoch that one process draws, as lists of sample numbers.
 
-The main process draws all batches of its rank; each of n `DataLoader` workers draws every n-th one.
+To draw a batch is to compute its sample numbers; a data set reads the samples later. The main process draws all
+batches of its rank; each of n `DataLoader` workers draws every n-th one.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ class DrawnBatches(Iterator[list[int]]):
     def __init__(self, order: RankOrder, epoch: int, position: int, *, worker: int = 0, num_workers: int = 0) -> None:
         self._order = order
         self._worker, self._num_workers = worker, num_workers
-        self._num_batches = 0
+        self._num_batches = 0  # drawn by this process
         self._epoch, self._start = epoch, position
-        self._position = self._clamp(position + self._worker * order.global_batch)
+        # Where the next step of this process starts; the end of the epoch if there is none.
+        self._position = self._clamp_to_epoch(position + self._worker * order.global_batch)
 
     def __next__(self) -> list[int]:
         step = self._order.step_at(self._position)
         indices = [] if step is None else self._order.indices(self._epoch, step)
-        if not indices:  # the last step may be too short for this rank
+        if not indices:  # the last step may be so short that this rank has no sample in it
             self._position = self._order.num_samples
             raise StopIteration
-        self._position = self._clamp(self._position + max(self._num_workers, 1) * self._order.global_batch)
+        self._position = self._clamp_to_epoch(self._position + max(self._num_workers, 1) * self._order.global_batch)
         self._num_batches += 1
         return indices
 
@@ -75,5 +77,5 @@ class DrawnBatches(Iterator[list[int]]):
         self._epoch, self._start = self._order.parse_state(saved.order)
         self._position, self._num_batches = saved.position, saved.num_batches
 
-    def _clamp(self, position: int) -> int:
+    def _clamp_to_epoch(self, position: int) -> int:
         return min(position, self._order.num_samples)

@@ -1,6 +1,6 @@
 """Iterable torch data set of a split's samples in the access order; the workers of a loader read its steps in turn.
 
-`Dataset` reads the samples, and `OrderBatchSampler` has the order.
+It combines a `Dataset`, which reads the samples, with an `OrderBatchSampler`, which has the order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.dataset = dataset
         self.order: RankOrder = batches.order
         # Epoch, position, lanes and block, in shared memory: persistent workers read them at the start of an epoch.
-        start = torch.tensor([*batches.cursor, *self.order.numbers])
+        # Lanes and block are included because a state that is loaded later may replace those of a derived order.
+        start = torch.tensor([*batches.cursor, *self.order.lanes_and_block])
         self._start: torch.Tensor = start.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -64,7 +65,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> ServedSamples:
         epoch, position = self.cursor
-        self.order.use_numbers(*self._start[2:].tolist())
+        self.order.use_lanes_and_block(*self._start[2:].tolist())
         info = torch.utils.data.get_worker_info()
         worker, num_workers = (0, 0) if info is None else (info.id, info.num_workers)
         batches = DrawnBatches(self.order, epoch, position, worker=worker, num_workers=num_workers)
@@ -72,26 +73,33 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if not self._start.is_shared():  # type: ignore[no-untyped-call]  # a plain pickle has copied it
+        if not self._start.is_shared():  # type: ignore[no-untyped-call]  # torch's pickling shares it, a plain pickle copies it
             self._start.share_memory_()  # type: ignore[no-untyped-call]
 
     def set_epoch(self, epoch: int) -> None:
-        """See `OrderBatchSampler.set_epoch`."""
+        """Move the cursor to the beginning of an epoch, unless the cursor is in that epoch already.
+
+        Raises:
+            ConfigError: `epoch` is below 0.
+        """
         check_epoch(epoch)
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `OrderBatchSampler.load_state_dict`."""
+        """Move the cursor to that of a state; for the accepted states and the errors see `OrderBatchSampler`."""
         self.seek(*self.order.parse_state(state))
 
     def seek(self, epoch: int, position: int) -> None:
         """Set the epoch and position at which a `for` starts."""
-        self._start.copy_(torch.tensor([epoch, position, *self.order.numbers]))
+        self._start.copy_(torch.tensor([epoch, position, *self.order.lanes_and_block]))
 
 
 class ServedSamples(Iterator[Any]):
-    """Iterator over single samples, which reads a batch at a time; `state_dict` works only between batches."""
+    """Iterator over the single samples of drawn batches, one for each process that reads.
+
+    It reads a batch at a time, and has a state only between batches.
+    """
 
     def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
         self._dataset = dataset
@@ -104,7 +112,7 @@ class ServedSamples(Iterator[Any]):
         return self._remaining.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process; see `DrawnBatches.state_dict`.
+        """Return the state of this process, as JSON values; `order_state` combines those of all processes.
 
         Raises:
             ConfigError: only a part of a batch is served, because the loader's batch size is not the order's.
@@ -117,6 +125,6 @@ class ServedSamples(Iterator[Any]):
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; see `DrawnBatches.load_state_dict`."""
+        """Continue from a state of the same worker; for the errors see `DrawnBatches.load_state_dict`."""
         self._remaining = []
         self._batches.load_state_dict(state)

@@ -40,7 +40,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         persistent_workers: keep the workers from epoch to epoch.
 
     Raises:
-        ConfigError: `data` and `batches` do not go together, or have different splits.
+        ConfigError: `data` needs `batches` and has none, or must not have them; or the two have different splits.
     """
 
     def __init__(

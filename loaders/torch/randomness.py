@@ -22,7 +22,7 @@ from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
 _GLOBAL_GENERATORS = 48  # purpose of the keys; no other keys have this purpose, so that draws are independent
-_BOUND: Final = 1 << 63  # all seeds are below this number
+_BOUND: Final = 1 << 63  # all seeds are below this number, so that they fit into int64
 
 
 class SeededTransform:
@@ -38,14 +38,14 @@ class SeededTransform:
     def __call__(self, sample: dict[str, Any], served: ServedIndex | None) -> Any:
         """Return the transformed sample; without an order (`served` is None) the global generators are not seeded."""
         if served is None:
-            return self._call(sample, generator_anywhere)
+            return self._call(sample, generator_without_order)
         with global_generators_at(served):
             return self._call(sample, lambda: generator_at(served))
 
     def _call(self, sample: dict[str, Any], make_generator: Callable[[], np.random.Generator]) -> Any:
-        return (
-            self._transform(sample, generator=make_generator()) if self._takes_generator else self._transform(sample)
-        )
+        if self._takes_generator:
+            return self._transform(sample, generator=make_generator())
+        return self._transform(sample)
 
 
 def generator_at(index: ServedIndex) -> np.random.Generator:
@@ -53,8 +53,9 @@ def generator_at(index: ServedIndex) -> np.random.Generator:
     return generators(index.seed, index.epoch, np.array([index.position]))[0]
 
 
-def generator_anywhere() -> np.random.Generator:
+def generator_without_order() -> np.random.Generator:
     """Return a new generator for a sample without an order, seeded from torch's global generator."""
+    # The limit of `randint` must itself fit into int64.
     return np.random.default_rng(int(torch.randint(_BOUND - 1, ()).item()))
 
 
@@ -63,28 +64,31 @@ def global_generators_at(index: ServedIndex) -> Iterator[None]:
     """Seed the global generators of torch (CPU), numpy and Python for one served sample; restore them afterwards."""
     counter = np.array([0, 0, index.position, 0], np.uint64)
     bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
-    seeds = bits.integers(0, _BOUND, 3).tolist()
+    torch_seed, numpy_seed, python_seed = bits.integers(0, _BOUND, 3).tolist()
     # numpy's generator is replaced for the duration of the block, because copying its state takes ten times as long.
-    before = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
+    torch_state, numpy_generator, python_state = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
     mtrand.set_bit_generator(_substitute_generator())
-    np.random.seed([seeds[1] >> 32, seeds[1] & 0xFFFFFFFF])  # noqa: NPY002 - transforms draw from the global one
-    torch.default_generator.manual_seed(seeds[0])
-    random.seed(seeds[2])
+    # numpy takes words of 32 bits.
+    np.random.seed([numpy_seed >> 32, numpy_seed & 0xFFFFFFFF])  # noqa: NPY002 - transforms draw from the global one
+    torch.default_generator.manual_seed(torch_seed)
+    random.seed(python_seed)
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        mtrand.set_bit_generator(before[1])
-        random.setstate(before[2])
+        torch.set_rng_state(torch_state)
+        mtrand.set_bit_generator(numpy_generator)
+        random.setstate(python_state)
 
 
 @lru_cache(maxsize=1)
 def _substitute_generator() -> np.random.MT19937:
+    """Return the generator that replaces numpy's global one; it is seeded for each sample, so one is enough."""
     return np.random.MT19937(0)
 
 
 @lru_cache(maxsize=16)
 def _keys(seed: int, epoch: int) -> Keys:
+    """Return the keys of an epoch, cached because every sample of the epoch needs them."""
     return derive_keys(seed, epoch, _GLOBAL_GENERATORS, 2)
 
 

@@ -31,11 +31,11 @@ class RankOrder:
         config: parameters of the order.
         batch_size: samples of this rank per step.
         ranks: data rank of this process.
-        tail: see `Loader`.
-        is_derived: whether lanes and block were not given, so that those of a state replace them.
+        tail: treatment of the last samples if they do not fill a global batch.
+        is_derived: whether lanes and block were derived, not given by the user; then those of a state replace them.
 
     Raises:
-        ConfigError: see `check_num_steps`.
+        ConfigError: there are fewer samples than ranks, or an epoch has no step.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class RankOrder:
 
     def count_rank_batches(self) -> tuple[int, int]:
         """Return the number of this rank's non-empty batches in an epoch, and the number of its samples."""
-        # All steps before the last one are full; the last one may be shorter for some ranks.
-        num_before = count_steps(0, self.num_samples, self.global_batch, self.tail) - 1
-        last = self.step_at(num_before * self.global_batch)
+        # All steps before the last one are full. In the last one, some ranks may have fewer samples, or none.
+        num_before_last = count_steps(0, self.num_samples, self.global_batch, self.tail) - 1
+        last = self.step_at(num_before_last * self.global_batch)
         assert last is not None
-        size = len(self._part(last)[0])
-        return num_before + bool(size), num_before * self.batch_size + size
+        last_size = len(self._part(last)[0])
+        return num_before_last + bool(last_size), num_before_last * self.batch_size + last_size
 
     def indices(self, epoch: int, step: Step) -> list[int]:
-        """Return this rank's samples of a step as `ServedIndex`; an empty list if the last step is too short."""
+        """Return this rank's samples of a step as `ServedIndex`; an empty list if the step has none for it."""
         positions, mask = self._part(step)
         order = self._order(epoch)
         shards, rows = order.locate(positions)
@@ -97,9 +97,10 @@ class RankOrder:
         return OrderState(self.split.digest, epoch, position, self.config).to_dict()
 
     def parse_state(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return epoch and position of a state; it may be any state that `order_state` accepts.
+        """Return epoch and position of a state, and use its lanes and block if the order is derived.
 
-        An order that was derived takes the lanes and block of the state.
+        Args:
+            state: any state that `order_state` accepts.
 
         Raises:
             ConfigError: `state` is no loader state, or has a later format.
@@ -113,12 +114,12 @@ class RankOrder:
         return parsed.epoch, parsed.position
 
     @property
-    def numbers(self) -> tuple[int, int]:
+    def lanes_and_block(self) -> tuple[int, int]:
         """Lanes and block of the order; 0 stands for no block."""
         return self.config.lanes, self.config.block or 0
 
-    def use_numbers(self, lanes: int, block: int) -> None:
-        """Use other lanes and another block, if the order is derived; see `numbers`."""
+    def use_lanes_and_block(self, lanes: int, block: int) -> None:
+        """Use the lanes and block of another process if the order is derived; otherwise they are the same already."""
         if self._is_derived:
             self._use(replace(self.config, lanes=lanes, block=block))
 
@@ -127,6 +128,7 @@ class RankOrder:
             self.config, self._epoch_order = config, None
 
     def _part(self, step: Step) -> tuple[Integers, npt.NDArray[np.bool_]]:
+        """Return this rank's positions of a step, and whether each is a sample and not padding."""
         return slice_step(step, rank=self.ranks.rank, world_size=self.ranks.world_size, lanes=self.config.lanes)
 
     def _order(self, epoch: int) -> AccessOrder:

@@ -26,8 +26,8 @@ from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.reader import text_errors
 from datasvc.shards.versions.dataset import open_listed_shard
 
-# A mapped shard uses two file descriptors, and a process may often open only 1024. Other shards use memory or cache
-# budget.
+# A mapped shard uses two file descriptors, and a process may often open only 1024. The other shards are in memory, or
+# in a cache that cannot hold the whole split; open shards then use the memory, or the budget, that other shards need.
 _MAX_MAPPED_SHARDS: Final = 256
 _MAX_OTHER_SHARDS: Final = 4
 
@@ -74,8 +74,9 @@ class SampleReader:
         self.split = split
         self._cache = None if address is None else address.open()
         self._store: ShardStore = split.origin if self._cache is None else self._cache.shards(split.repository)
+        # For each shard, the number of the first sample after it.
         self._stops = np.cumsum(split.table.samples_per_shard)
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._open: OrderedDict[int, Shard] = OrderedDict()  # by index in the shard table, least recently read first
         self._max_open = self._choose_max_open()
         self._lock = threading.Lock()
 
@@ -94,9 +95,11 @@ class SampleReader:
         samples: list[dict[str, Any]] = [{} for _ in numbers]
         for shard_index in np.unique(shards).tolist():
             indices = np.flatnonzero(shards == shard_index)
-            rows = requested[indices] - (int(self._stops[shard_index - 1]) if shard_index else 0)
+            first_number = int(self._stops[shard_index - 1]) if shard_index else 0
+            rows = requested[indices] - first_number
             with self._lock:
                 shard = self._open_shard(shard_index)
+            # The file of the shard also has the deleted samples, which the numbers of the split do not count.
             stored = self.split.stored_rows(shard_index, rows)
             for index, sample in zip(indices.tolist(), _read_rows(shard, stored, columns), strict=True):
                 samples[index] = sample
@@ -117,6 +120,7 @@ class SampleReader:
         """Return how many shards may stay open: few if they use memory, or if the cache cannot hold the split."""
         infos = list(self.split.table.shards())
         if self._cache is None:
+            # Either all objects of a repository are local files, or none is.
             is_mapped = not infos or self.split.repository.objects.local_path(infos[0].digest) is not None
             return _MAX_MAPPED_SHARDS if is_mapped else _MAX_OTHER_SHARDS
         available_bytes = self._cache.available_bytes({info.digest for info in infos})

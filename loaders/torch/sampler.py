@@ -34,7 +34,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         data: a split, or a `Dataset` of a split.
         batch_size: samples of this rank per step.
         seed, order, ranks: see `Loader`.
-        shuffle: "global", None (order of the shard table), or "windowed", see `Loader`; "auto" is "global".
+        shuffle: "global", None (order of the shard table), or "windowed", see `Loader`; "auto" means "global".
         tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad". With "pad",
             samples have a `mask`, which is False for padding. With "short", some ranks may get one batch fewer.
 
@@ -58,15 +58,15 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         split = data.split if isinstance(data, Dataset) else data
         data_ranks = choose_data_ranks(ranks)
         batches = BatchesAtOnce(batch_size, data_ranks.world_size, tail=parse_tail(tail))
+
+        def derive(checked_seed: int) -> OrderConfig:
+            # None: a sampler has no cache, so the budget of a cache does not limit the order.
+            return derive_windowed(split, None, data_ranks, batches, seed=checked_seed)
+
         self.order = RankOrder(
             split,
-            choose_order(
-                order,
-                seed=seed,
-                shuffle=shuffle,
-                training=True,
-                derive=lambda chosen: derive_windowed(split, None, data_ranks, batches, seed=chosen),
-            ),
+            # `training=True` makes "auto" the global shuffle.
+            choose_order(order, seed=seed, shuffle=shuffle, training=True, derive=derive),
             batch_size=batch_size,
             ranks=data_ranks,
             tail=batches.tail,

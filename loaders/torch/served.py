@@ -1,6 +1,6 @@
 """`ServedIndex`: a sample number, with the position at which an access order serves the sample.
 
-Samplers pass it to `Dataset`, because the random numbers of a transform depend on the position.
+`OrderBatchSampler` passes it to `Dataset`, because the random numbers of a transform depend on the position.
 """
 
 from __future__ import annotations

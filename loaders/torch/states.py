@@ -29,7 +29,7 @@ class DrawState:
         global_batch: number of positions of a step.
         num_samples: samples of the epoch.
         order: `OrderState` at the loader's start, as JSON values.
-        kind: marker of this type in a stored state.
+        kind: constant by which a stored state of this type is recognized.
     """
 
     position: int
@@ -75,34 +75,39 @@ def order_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _order_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    # torchdata's loader has a snapshot of its workers if it has workers. Otherwise its own state has the fields.
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
         sampler_state = snapshot["_main_snapshot"]["_sampler_iter_state"]
         fetchers = [worker["fetcher_state"] for worker in snapshot["_worker_snapshots"].values()]
         draws = _find_draw_states(sampler_state, fetchers)
-        num_since = state["_steps_since_snapshot"]
-        return _combine(draws, snapshot["_snapshot_step"], num_since, ended=state["_iterator_finished"])
+        num_after = state["_steps_since_snapshot"]
+        return _combine(draws, snapshot["_snapshot_step"], num_after, ended=state["_iterator_finished"])
     if "_num_yielded" in state:
         draws = _find_draw_states(state["_sampler_iter_state"], [state["fetcher_state"]])
         return _combine(draws, state["_num_yielded"], 0, ended=state["_iterator_finished"])
-    return dict(state)
+    return dict(state)  # of a loader of datasvc, which stores the common state
 
 
 def _find_draw_states(sampler_state: Any, fetchers: Sequence[Any]) -> list[DrawState]:
     """Return the state of the `OrderBatchSampler` in the main process, or those of `IterableDataset` in workers."""
     if _is_draw_state(sampler_state):
         return [DrawState.from_dict(sampler_state)]
+    # The fetcher of a map-style data set has the state None, which `from_dict` refuses: its order is not datasvc's.
     return [DrawState.from_dict(fetcher and fetcher["dataset_iter_state"]) for fetcher in fetchers]
 
 
-def _combine(draws: Sequence[DrawState], num_handed: int, num_since: int, *, ended: bool) -> dict[str, Any]:
+def _combine(draws: Sequence[DrawState], num_handed: int, num_after: int, *, ended: bool) -> dict[str, Any]:
     """Return the common loader state: the position before which every step was handed over.
 
     Args:
         draws: states of all processes that draw batches.
         num_handed: number of batches that the loader had handed over when the states were saved.
-        num_since: number of batches handed over afterwards.
+        num_after: number of batches handed over afterwards.
         ended: whether the epoch has ended.
+
+    Raises:
+        ConfigError: the batches of the loader are not those of the order.
     """
     num_drawn = sum(draw.num_batches for draw in draws)
     if num_drawn != num_handed:
@@ -114,8 +119,9 @@ def _combine(draws: Sequence[DrawState], num_handed: int, num_since: int, *, end
     start = OrderState.from_dict(first.order)
     if ended:
         return replace(start, epoch=start.epoch + 1, position=0).to_dict()
-    # Batches are taken from the workers in turn, so all steps before the earliest next step are handed over.
-    position = min(draw.position for draw in draws) + num_since * first.global_batch
+    # Batches are taken from the workers in turn, so when the states were saved, all steps before the earliest next
+    # step were handed over. Each batch that was handed over afterwards is one more step.
+    position = min(draw.position for draw in draws) + num_after * first.global_batch
     return replace(start, position=min(position, first.num_samples)).to_dict()
 
 

@@ -17,7 +17,7 @@ class HorovodVersionMismatchError(ImportError):
     Args:
         name: name of the framework.
         version: version of the framework that is installed.
-        installed_version: version of the framework that Horovod was built for.
+        installed_version: version of the framework that Horovod was built for; the name is Horovod's.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
