@@ -1,4 +1,4 @@
-"""A small network for tests and first steps."""
+"""A small convolutional network: the default model of image data, also used by the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def small_cnn(num_classes: int) -> nn.Module:
 
     Group normalisation uses statistics of one image at a time, so results do not depend on the number of ranks.
     """
-    widths = (16, 32, 64, 128)
+    widths = (16, 32, 64, 128)  # output channels of each convolution
     layers: list[nn.Module] = []
     channels = 3
     for width in widths:

@@ -19,8 +19,9 @@ class VGG16(nn.Module):
 
     Args:
         num_classes: number of classes.
-        batch_norm: whether each convolution is followed by batch normalisation; it keeps its bias, as in the
-            published weights. Without normalisation, training needs a small learning rate and a long warm-up.
+        batch_norm: whether each convolution is followed by batch normalisation. The convolution then still has a
+            bias, as in the published weights. Without normalisation, training needs a small learning rate and a
+            long warm-up.
         dropout: probability of dropout after each hidden fully connected layer (section 3.1).
         hidden: width of the two hidden fully connected layers.
     """
@@ -52,10 +53,10 @@ class VGG16(nn.Module):
         initialise(self)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return logits, `[batch, classes]`, of images `[batch, 3, height, width]` from 32x32 up.
+        """Return logits, `[batch, classes]`, of images `[batch, 3, height, width]` of at least 32x32 pixels.
 
         Raises:
-            ConfigError: the images are smaller.
+            ConfigError: the images are smaller than 32x32.
         """
         require_image_size(images, _MIN_SIZE, "VGG-16")
         x = self.pool(self.features(images))

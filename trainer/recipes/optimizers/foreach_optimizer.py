@@ -1,6 +1,7 @@
 """Base class of LARS, LAMB and RMSpropSGD: one step updates all tensors of a parameter group with foreach kernels.
 
-A model has many small tensors. On a GPU, a few kernels for all tensors launch faster than a few kernels per tensor.
+A foreach kernel works on a list of tensors in one launch (`torch._foreach_*`). A model has many small tensors, so on
+a GPU a few launches for all of them take less time than a few launches per tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ class ForeachOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, or parameter groups.
         defaults: settings of each group that does not set its own.
-        factors: names of the settings that must not be negative.
+        factors: names of the settings in `defaults` that must not be negative. Settings of a single group are not
+            checked.
 
     Raises:
-        ValueError: a setting of `factors` is negative.
+        ValueError: a default named in `factors` is negative or NaN.
     """
 
     def __init__(self, params: Any, defaults: Mapping[str, Any], *, factors: tuple[str, ...]) -> None:
         for name in factors:
+            # Written with `not`, so that NaN is refused too.
             if not defaults[name] >= 0:
                 raise ValueError(f"{name} is {defaults[name]}; expected a number, not below 0")
         super().__init__(params, dict(defaults))
@@ -47,11 +50,17 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """Update `weights` in place; `gradients` must not change."""
+        """Update `weights`, all from one parameter group, in place. An implementation must not change `gradients`.
+
+        Args:
+            group: the parameter group with its settings.
+            weights: the parameters of the group that have a gradient.
+            gradients: the gradient of each of `weights`.
+        """
 
     def averages_of(self, weights: list[Tensor], name: str) -> list[Tensor]:
-        """Return the running averages stored as `name` for each weight; they start at zero."""
-        # Created at the first gradient, because a frozen weight needs no memory for averages.
+        """Return the running average `name` of each weight, to be updated in place; an average starts at zero."""
+        # An average is created at the first gradient of its weight, so a frozen weight needs no memory for averages.
         for weight in weights:
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.zeros_like(weight, memory_format=torch.preserve_format)

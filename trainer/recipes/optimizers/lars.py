@@ -14,18 +14,19 @@ from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimize
 class LARS(ForeachOptimizer):
     """Momentum SGD whose step in each layer is proportional to the norm of the layer's weights.
 
-    For each layer, `local = trust_coefficient * |w| / (|g| + weight_decay * |w|)` (algorithm 1),
+    A layer is one parameter tensor `w` with the gradient `g`. For each layer,
+    `local = trust_coefficient * |w| / (|g| + weight_decay * |w|)` (algorithm 1),
     `u = momentum * u + local * (g + weight_decay * w)` and `w = w - lr * u`. The paper accumulates `lr * u` instead
-    of `u`. Both are equal at a constant rate. If the rate changes, this form includes the momentum correction of
-    Goyal et al. 2017 (section 3, remark 2).
+    of `u`. At a constant rate both give the same weights. If the rate changes, this form includes the momentum
+    correction of Goyal et al. 2017 (section 3, remark 2).
 
     Args:
-        params: parameters, or parameter groups; a group with `adapt=False` has `local = 1`: plain momentum SGD.
+        params: parameters, or parameter groups. A group with `adapt=False` has `local = 1`: plain momentum SGD.
         lr: global learning rate.
         momentum: decay of the accumulated steps `u`.
         weight_decay: L2 factor.
         trust_coefficient: norm of a layer's step at rate 1, as a fraction of the norm of its weights.
-        nesterov: use Nesterov momentum.
+        nesterov: whether to use Nesterov momentum.
 
     Raises:
         ValueError: a factor is negative, or `nesterov` is set without momentum.
@@ -52,7 +53,7 @@ class LARS(ForeachOptimizer):
         super().__init__(params, {**factors, "nesterov": nesterov, "adapt": True}, factors=tuple(factors))
 
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """Update `weights` as the class describes."""
+        """Update `weights` by the equations of the class: `averages` are u, `directions` what is added to u."""
         directions = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))  # noqa: SLF001
         if group["adapt"]:
             ratios = trust_ratios(
@@ -76,8 +77,8 @@ def trust_ratios(
 ) -> list[Tensor]:
     """Return the local rate of each layer (algorithm 1) as a 0-dimensional tensor.
 
-    `coefficient` is eta of the paper, `weight_decay` is beta. The rate is 1 where the formula is undefined: all
-    weights are 0, or the denominator is 0.
+    `coefficient` is eta of the paper, `weight_decay` is beta. The rate is 1 for a layer whose weights are all 0, as
+    it could otherwise never change, and for a layer whose denominator is 0.
     """
     weight_norms, gradient_norms = layer_norms(weights), layer_norms(gradients)
     denominators = gradient_norms + weight_decay * weight_norms

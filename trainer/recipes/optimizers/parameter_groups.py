@@ -1,4 +1,7 @@
-"""Groups parameters: weights get weight decay and layer-wise rates; biases and normalisations get neither."""
+"""Groups the parameters of a model for an optimizer.
+
+By default, biases and normalisations have neither weight decay nor the layer-wise rates of LARS and LAMB.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def group_parameters(model: nn.Module, *, weight_decay: float, decayed: str = "w
 
     Args:
         model: model to train; parameters that need no gradient are left out.
-        weight_decay: weight decay of the first group.
+        weight_decay: weight decay of the group with `adapt` True, which is the first one unless it is empty.
         decayed: "weights", or "all" for one group with all parameters.
 
     Raises:

@@ -1,8 +1,9 @@
 """Mixed precision: autocast to 16 bits, and the loss scale that prevents underflow of float16 gradients.
 
 Weights, all-reduced gradients and optimizer states stay float32 (Micikevicius et al. 2018, arXiv:1710.03740).
-bfloat16 has the range of float32 and needs no loss scale. float16 gradients are unscaled and checked for infinities
-after the all-reduce: all ranks check the same values, so either every rank skips the step or none does.
+bfloat16 has the range of float32 and needs no loss scale. With float16, the gradients of the scaled loss are divided
+by the scale and checked for infinities after the all-reduce. All ranks then check the same values, so either every
+rank skips the step or none does.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any, Final
 
 import torch
 
-_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: no autocast
 PRECISIONS: Final = tuple(_TYPES)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which the forward pass uses `precision` for all operations that torch autocasts."""
-    kind = _TYPES[precision]
-    return torch.autocast(device.type, dtype=kind, enabled=kind is not None)
+    dtype = _TYPES[precision]
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def make_loss_scale(precision: str, device: torch.device) -> torch.amp.GradScaler:
@@ -29,7 +30,7 @@ def make_loss_scale(precision: str, device: torch.device) -> torch.amp.GradScale
 
 
 def load_loss_scale(scale: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
-    """Load the loss scale of a checkpoint. A checkpoint of another precision has none: the initial scale stays."""
-    # A disabled scale saves an empty state, which an enabled one cannot load.
+    """Load the loss scale of a checkpoint. Unless both the checkpoint and this run are "fp16", `scale` is kept."""
+    # A disabled scale saves an empty state, which an enabled scale cannot load.
     if state and scale.is_enabled():
         scale.load_state_dict(dict(state))

@@ -14,10 +14,11 @@ from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimize
 class RMSpropSGD(ForeachOptimizer):
     """Momentum over a weighted sum of the gradient (SGD) and the normalised gradient (RMSprop).
 
+    With the weights `w`, the gradient `g` (weight decay included) and the weight `share` of SGD, 0..1:
     `v = decay * v + (1 - decay) * g^2`, `a = (1 - share) * rmsprop_rate / lr`,
-    `u = momentum * u + (share + a / (sqrt(v) + eps)) * g`, `w = w - lr * u`. With `share` 0 the update is that of
-    RMSprop at `rmsprop_rate`, with 1 that of SGD at `lr`. The training loop sets `group["sgd_share"]` before each
-    step, see `schedules.sgd_share`.
+    `u = momentum * u + (share + a / (sqrt(v) + eps)) * g`, `w = w - lr * u`. If `share` is 0, the update is that of
+    RMSprop at the rate `rmsprop_rate`; if it is 1, that of SGD at the rate `lr`. The training loop sets `share`, as
+    `group["sgd_share"]`, before each step to the value of `schedules.sgd_share`; before that it is 1.
 
     Args:
         params: parameters, or parameter groups.
@@ -54,14 +55,14 @@ class RMSpropSGD(ForeachOptimizer):
         super().__init__(params, {**options, "sgd_share": 1.0}, factors=tuple(options))
 
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """Update `weights` as the class describes."""
+        """Update `weights` by the equations of the class: `squares` are v, `averages` are u, `decayed` are g."""
         squares, averages = self.averages_of(weights, "square"), self.averages_of(weights, "momentum")
         decayed = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))  # noqa: SLF001
         torch._foreach_mul_(squares, group["decay"])
         torch._foreach_addcmul_(squares, decayed, decayed, 1 - group["decay"])
         torch._foreach_mul_(averages, group["momentum"])
         torch._foreach_add_(averages, decayed, alpha=group["sgd_share"])
-        # With lr 0 the weights do not change, and rmsprop_rate / lr would be a division by 0.
+        # Skip the RMSprop part if lr is 0: the weights do not change then, and rmsprop_rate / lr is not defined.
         if group["sgd_share"] < 1 and group["lr"]:
             divisors = list(torch._foreach_sqrt(squares))  # noqa: SLF001
             torch._foreach_add_(divisors, group["eps"])

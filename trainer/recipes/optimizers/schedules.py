@@ -1,7 +1,7 @@
 """Learning rates: scaled with the global batch, and scheduled as a pure function of the progress in epochs.
 
-The rate does not depend on the number of steps or ranks, so a run that continues at another world size has the right
-rate at once.
+The training loop asks for the rate of each step. The rate does not depend on the number of earlier steps or on the
+number of ranks. A run that continues at another world size with the same global batch therefore keeps its rates.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from datasvc.errors import ConfigError
 SHAPES: Final = ("cosine", "step", "polynomial", "constant")
 RATE_SCALINGS: Final = ("none", "linear", "sqrt")
 
-# The transition from RMSprop to SGD (Akiba et al. 2017): epoch at which both have the weight 0.5, and its length.
+# The transition from RMSprop to SGD (Akiba et al. 2017): the epoch at which SGD has the weight 0.5, and the unit of
+# time of the transition.
 _CENTER_EPOCH: Final = 10.0
 _PERIOD_EPOCHS: Final = 5.0
 
 
 @dataclass(frozen=True)
 class RateSchedule:
-    """Learning rate of every step of a run: a gradual warm-up, then a decay.
+    """The learning rate as a function of progress: a gradual warm-up, then a decay.
 
     Attributes:
         peak: rate at the end of the warm-up, scaled to the global batch.
         epochs: length of the whole run in epochs.
-        shape: decay, one of `SHAPES`: "cosine" as in Loshchilov and Hutter 2017, "polynomial" as in You et al. 2017.
+        shape: form of the decay, one of `SHAPES`: "cosine" as in Loshchilov and Hutter 2017, "polynomial" as in You
+            et al. 2017.
         warmup_epochs: length of the warm-up in epochs, fractions allowed. The rate rises by the same amount in each
             step (Goyal et al. 2017, section 2.2).
         warmup_start: rate at the start of the warm-up; Goyal et al. use the rate before scaling.
@@ -37,7 +39,7 @@ class RateSchedule:
         power: for "polynomial": exponent of the fraction of the decay that remains.
 
     Raises:
-        ConfigError: the milestones are missing or not in order.
+        ConfigError: the milestones are not in order, or `shape` is "step" and there are none.
     """
 
     peak: float
@@ -67,27 +69,36 @@ class RateSchedule:
         after = progress if after is None else after
         if after < self.warmup_epochs:
             return self.warmup_start + (self.peak - self.warmup_start) * after / self.warmup_epochs
-        return self.peak * self._factor(max(progress, self.warmup_epochs))
+        return self.peak * self._decay_factor(max(progress, self.warmup_epochs))
 
-    def _factor(self, progress: float) -> float:
-        remaining = 1.0 - min((progress - self.warmup_epochs) / max(self.epochs - self.warmup_epochs, 1e-9), 1.0)
+    def _decay_factor(self, progress: float) -> float:
+        """Return the rate as a fraction of the peak rate, for a progress after the warm-up."""
+        decay_epochs = max(self.epochs - self.warmup_epochs, 1e-9)  # not 0, even if the warm-up takes the whole run
+        remaining = 1.0 - min((progress - self.warmup_epochs) / decay_epochs, 1.0)
         match self.shape:
             case "cosine":
                 return 0.5 * (1 + math.cos(math.pi * (1.0 - remaining)))
             case "polynomial":
                 return float(remaining**self.power)
             case "step":
+                # The factor of the last milestone that is reached; the peak rate before the first one.
                 return next((factor for epoch, factor in reversed(self.milestones) if progress >= epoch), 1.0)
-        return 1.0
+        return 1.0  # "constant"
 
 
 def scale_rate(rate: float, *, rule: str, global_batch: int, reference_batch: int) -> float:
-    """Return the learning rate for a global batch, scaled from the rate for a reference batch.
+    """Return the learning rate for a global batch, scaled from `rate`, which was chosen for a reference batch.
 
-    "linear" multiplies the rate by the ratio of the batch sizes (Goyal et al. 2017, section 2.1: "0.1 kn / 256");
-    "sqrt" by its root, which keeps the variance of the steps (Krizhevsky 2014; You et al. 2019 for LAMB);
-    "none" returns it unchanged. The rate is scaled, never the loss, because the two differ with weight decay (Goyal
-    et al., remark 1). Batches are samples per step over all ranks; `rate` was chosen for `reference_batch`.
+    The rate is scaled, never the loss, because with weight decay the two are not equivalent (Goyal et al. 2017,
+    remark 1).
+
+    Args:
+        rate: learning rate for `reference_batch`.
+        rule: "linear" multiplies the rate by the ratio of the batch sizes (Goyal et al., section 2.1). "sqrt"
+            multiplies it by the square root of the ratio, which keeps the variance of the steps (Krizhevsky 2014;
+            You et al. 2019 for LAMB). "none" returns it unchanged.
+        global_batch: samples of all ranks per step.
+        reference_batch: samples per step for which `rate` was chosen.
     """
     ratio = global_batch / reference_batch
     return rate * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
@@ -96,7 +107,8 @@ def scale_rate(rate: float, *, rule: str, global_batch: int, reference_batch: in
 def sgd_share(progress: float) -> float:
     """Return the weight of SGD, 0..1, in the transition from RMSprop to SGD after `progress` epochs.
 
-    The weight rises exponentially to 0.5 at epoch 10, then linearly with the same slope; it is 1 from epoch 12.5 on.
+    The weight rises exponentially to 0.5 at epoch 10, then linearly with the slope that it has there. It is 1 from
+    epoch 12.5 on.
     """
     distance = (progress - _CENTER_EPOCH) / _PERIOD_EPOCHS
     return 0.5 * math.exp(2 * distance) if distance < 0 else min(0.5 + distance, 1.0)

@@ -1,4 +1,7 @@
-"""`python -m datasvc.trainer profile`: measures a step part by part, and predicts its time on other clusters."""
+"""`python -m datasvc.trainer profile`: measures a step part by part, and predicts its time on other clusters.
+
+`measure/` runs and times steps. `predict/` computes the duration of a step from the measured costs.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,16 @@ def main(arguments: Sequence[str]) -> None:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         HorovodInternalError: a rank died.
     """
+    # `chosen` has the options of `profile`; all other arguments are options of the training.
     chosen, training_arguments = _make_parser().parse_known_args(arguments)
-    # The settings require a name for checkpoints, which a profile does not write.
+    # A profile writes no checkpoints, but `TrainConfig` requires a name for them.
     options = parse_options(["--name", "profile", *training_arguments], prog=PROG)
     if options.show_config:
         sys.stdout.write(f"{options.describe()}\n")
         return
     config = options.config()
     # All options are checked before the ranks connect and data are opened.
-    _check(chosen, config)
+    _check_options(chosen, config)
     clusters = parse_clusters(chosen)
     hvd.init()
     random_state.seed_all(config.seed)
@@ -60,18 +64,19 @@ def main(arguments: Sequence[str]) -> None:
         hvd.shutdown()
     if rank == 0:
         print(json.dumps(profile.to_dict()) if chosen.json else profile.describe(chosen.top), flush=True)
-    # Written after the result is printed, because measuring takes minutes and a full disk must not lose the result.
+    # Every rank writes its trace after the result is printed. A full disk must not lose a result that took minutes.
     if chosen.trace is not None:
         path = trace_path(chosen.trace, rank=rank, num_ranks=profile.world_size)
         write_trace(path, spans, process_name=f"{profile.config.model}, rank {rank}")
 
 
-def _trace(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
-    """Return the spans of the trace: the parts of a step, and the layers of another step, which ran with hooks."""
-    # The layers are shown as if that other step had begun its forward pass together with this one.
+def _trace_spans(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
+    """Return the spans of the trace: the parts of one step, and the layers of another step, which ran with hooks."""
+    # Move the layers in time, so that the forward passes of the two steps start together.
     origin_ns = next(span.start_ns for span in parts if span.name == "forward")
     spans = list(parts)
     for layer in layers.spans:
+        # A trace has a row per thread. The parts are in row 1; the layers get rows of their own.
         row = (3, "layers, backward, with hooks") if layer.is_backward else (2, "layers, forward, with hooks")
         start_ns = origin_ns + round(layer.start_s * 1e9)
         spans.append(TimeSpan(layer.name, *row, start_ns, round(layer.duration_s * 1e9), 1))
@@ -81,10 +86,15 @@ def _trace(layers: Layers, parts: Sequence[TimeSpan]) -> list[TimeSpan]:
 def _measure(
     config: TrainConfig, chosen: argparse.Namespace, clusters: Sequence[Cluster]
 ) -> tuple[Profile, list[TimeSpan]]:
+    """Return the profile, and the spans of this rank's trace. Every rank calls this."""
     modes = tuple(StepMode) if chosen.check else ()
-    with open_profiled_run(config) as run, _bar(2 + chosen.rounds * (1 + len(modes))) as advance:
+    num_measurements = 2 + chosen.rounds * (
+        1 + len(modes)
+    )  # the layers, the messages, then each round with its modes
+    with open_profiled_run(config) as run, _progress_bar(num_measurements) as advance:
         bench = Bench(run)
         batch = next(run.loaders)
+        # Before the compilation, which hides the layers.
         layers = measure_layers(run, batch, chosen.steps)
         advance()
         compile_model(run.model, run.config.compile)
@@ -93,16 +103,17 @@ def _measure(
         rounds = []
         for number in range(chosen.rounds):
             this_round = bench.measure_round(traffic, chosen.steps)
-            spans = _trace(layers, bench.spans)
+            spans = _trace_spans(layers, bench.spans)
             advance()
             measured_s = {}
-            # The order alternates, so that a machine that becomes slower or faster favours no mode.
+            # Every other round runs the modes in reverse order, so that a machine that becomes slower or faster
+            # favours no mode.
             for mode in modes if number % 2 == 0 else reversed(modes):
                 measured_s[mode] = bench.run(mode, chosen.steps)
                 advance()
             rounds.append(dataclasses.replace(this_round, measured_s=measured_s))
     profile = Profile(hvd.size(), run.config, run.task.unit, rounds, layers, traffic)
-    # The engine's cost per message is assumed to be the one measured here.
+    # On the predicted clusters a message is assumed to have the fixed cost that it has here.
     clusters = [dataclasses.replace(cluster, message_s=traffic.message_s) for cluster in clusters]
     predictions = [predict(profile.costs, cluster) for cluster in clusters]
     return dataclasses.replace(profile, predictions=predictions), spans
@@ -131,7 +142,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(chosen: argparse.Namespace, config: TrainConfig) -> None:
+def _check_options(chosen: argparse.Namespace, config: TrainConfig) -> None:
     if config.profile is not None:
         raise ConfigError("--profile is an option of training runs; use --trace FILE to write a trace of one step")
     for name in ("steps", "rounds", "top"):
@@ -142,8 +153,8 @@ def _check(chosen: argparse.Namespace, config: TrainConfig) -> None:
 
 
 @contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on rank 0's standard error if that is a terminal."""
+def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
+    """Show a progress bar on rank 0's standard error if that is a terminal; yield the function that advances it."""
     console = Console(stderr=True)
     with Progress(console=console, disable=hvd.rank() != 0 or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("profiling", total=total)

@@ -1,9 +1,9 @@
 """Measures how long each layer takes forward and backward, and when each parameter's gradient is ready.
 
-Modules without children are stamped before and after their forward pass. In the backward pass a stamp is taken when
-autograd reaches the node that created a module's output. The time until the next stamp counts for that module,
-including operations outside of modules, such as an addition. A module that returns its input, such as an identity,
-creates no node and has no backward time.
+A layer is a module without children. Hooks take a stamp of the time before and after its forward pass. In the
+backward pass, a hook takes a stamp when autograd reaches the node that created the module's output. The time until
+the next stamp counts for that module. It includes operations outside of modules, such as an addition. A module that
+returns its input, such as an identity, creates no node and has no backward time.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 
+# Names of the spans that belong to no module.
 BETWEEN: Final = "(between modules)"
 LOSS: Final = "(loss)"
 
 
 class HostClock:
-    """The clock of the CPU, where work completes before the call returns."""
+    """The clock of the CPU, where a call returns after its work has completed."""
 
     def stamp(self) -> Any:
         """Return a stamp of the time at which all work launched so far has completed."""
         return time.perf_counter()
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """Return the seconds from the first stamp to each stamp; wait until the device has reached the last one."""
+        """Return the seconds from the first stamp to each stamp; first wait until the last stamp is taken."""
         return [stamp - stamps[0] for stamp in stamps]
 
 
 class DeviceClock(HostClock):
-    """The clock of a GPU, which runs launched work later, in order: events in its stream do not block the host."""
+    """The clock of a GPU. A stamp is an event in the stream of work, so taking a stamp does not block the host."""
 
     def stamp(self) -> Any:
-        """See `HostClock`."""
+        """Return an event that the GPU records when it has completed all work launched so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
         event.record()
         return event
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """See `HostClock`."""
-        stamps[-1].synchronize()
-        return [stamps[0].elapsed_time(stamp) * 1e-3 for stamp in stamps]
+        """Return the seconds as `HostClock` does."""
+        stamps[-1].synchronize()  # the stream runs in order, so the earlier events are recorded too
+        return [stamps[0].elapsed_time(stamp) * 1e-3 for stamp in stamps]  # elapsed_time is in milliseconds
 
 
 def choose_clock(device: torch.device) -> HostClock:
@@ -81,8 +82,8 @@ class LayerTimes:
     ready_s: dict[Tensor, float]
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """Return the forward and backward seconds of each layer, in the order of the forward pass."""
-        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        """Return the forward and backward seconds of each name in `spans`, in the order of the forward pass."""
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # indexed by `is_backward`
         for span in self.spans:
             sums[span.name][span.is_backward] += span.duration_s
         return {name: (forward_s, backward_s) for name, (forward_s, backward_s) in sums.items()}
@@ -90,9 +91,13 @@ class LayerTimes:
 
 @dataclass
 class _Stamps:
-    """Stamps of both passes, and for each stamp the layer that begins there and whether its backward pass begins.
+    """The stamps of a forward and a backward pass.
 
-    `ready` has each parameter whose gradient is ready, with the index of its stamp.
+    Attributes:
+        moments: stamps of the clock.
+        begins: for each stamp, the name and `is_backward` of the span that begins there; the span ends at the next
+            stamp.
+        ready: each parameter whose gradient is ready, with the index of its stamp.
     """
 
     moments: list[Any] = field(default_factory=list)
@@ -101,12 +106,15 @@ class _Stamps:
 
 
 class LayerTimer:
-    """Context that adds hooks to a model. The timed step calls `begin_forward`, `begin_backward` and `end`.
+    """Times a forward and a backward pass with hooks, which the model has inside this context.
+
+    The caller runs the passes inside the context, and calls `begin_forward`, `begin_backward` and `end` around them.
 
     Args:
-        model: model to time; in a compiled model only the gradients can be timed.
+        model: model to time.
         clock: clock of the model's device.
-        sees_layers: whether to time modules too, not only the gradients of parameters.
+        sees_layers: whether to time modules too, not only the gradients of parameters; must be False for a compiled
+            model, which does not call its modules one by one.
     """
 
     def __init__(self, model: nn.Module, clock: HostClock, *, sees_layers: bool = True) -> None:
@@ -117,13 +125,14 @@ class LayerTimer:
         self._removers: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
-        for name, module in self._model.named_modules() if self._sees_layers else ():
-            if not list(module.children()):
-                self._hook(_name(name, module), module)
+        if self._sees_layers:
+            for name, module in self._model.named_modules():
+                if not list(module.children()):
+                    self._add_hooks(_display_name(name, module), module)
         for parameter in self._model.parameters():
             if parameter.requires_grad:
                 register = parameter.register_post_accumulate_grad_hook
-                self._removers.append(register(self._accumulated).remove)  # type: ignore[no-untyped-call]
+                self._removers.append(register(self._mark_ready).remove)  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -148,36 +157,40 @@ class LayerTimer:
         moments_s = self._clock.seconds(stamps.moments)
         spans = [
             LayerSpan(name, is_backward, start_s, end_s - start_s)
+            # The last stamp begins no span, so the third sequence is shorter by one.
             for (name, is_backward), start_s, end_s in zip(stamps.begins, moments_s, moments_s[1:], strict=False)
             if name
         ]
         backward_start_s = next(span.start_s for span in spans if span.is_backward)
-        ready_s = {parameter: moments_s[place] - backward_start_s for parameter, place in stamps.ready}
+        ready_s = {parameter: moments_s[index] - backward_start_s for parameter, index in stamps.ready}
         return LayerTimes(spans, backward_start_s, moments_s[-1] - backward_start_s, ready_s)
 
-    def _hook(self, name: str, module: nn.Module) -> None:
-        inputs_made_by: Collection[Any] = ()
+    def _add_hooks(self, name: str, module: nn.Module) -> None:
+        """Add hooks that take stamps before and after the forward pass of a module, and before its backward pass."""
+        input_nodes: Collection[Any] = ()
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal inputs_made_by
+            nonlocal input_nodes
             # Recorded before the call, because a module that works in place replaces the node of its input.
-            inputs_made_by = list(_nodes((*args, *kwargs.values())))
+            input_nodes = list(_creators((*args, *kwargs.values())))
             self._stamp(name, is_backward=False)
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            nonlocal inputs_made_by
+            nonlocal input_nodes
             self._stamp(BETWEEN, is_backward=False)
-            for node in set(_nodes(output)).difference(inputs_made_by):
+            # An output that is also an input, as that of an identity, was created by another module.
+            for node in set(_creators(output)).difference(input_nodes):
                 # Hook the node, because torch's backward hook of a module forbids in-place changes of the
                 # activations.
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
-            inputs_made_by = ()  # release the nodes, because a node keeps its whole graph alive
+            input_nodes = ()  # release the nodes, because a node keeps its whole graph alive
 
         self._removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after).remove)
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        # The stamp begins the same layer once more: the layer has not ended when one of its gradients is ready.
+    def _mark_ready(self, parameter: Tensor) -> None:
+        """Record that the gradient of a parameter is ready."""
+        # The stamp divides the current span into two: its layer may still run after one of its gradients is ready.
         name, is_backward = self._stamps.begins[-1]
         self._stamps.ready.append((parameter, len(self._stamps.moments)))
         self._stamp(name, is_backward=is_backward)
@@ -194,31 +207,31 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
     counts for the first module that has it.
     """
     sizes_bytes: dict[str, int] = {}
-    seen: set[nn.Parameter] = set()
-    # Modules with children are included, because they can have parameters of their own.
+    counted: set[nn.Parameter] = set()
     for name, module in model.named_modules():
-        own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad} - seen
-        seen |= own
+        own = {parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad} - counted
+        counted |= own
         if own or not list(module.children()):
-            sizes_bytes[_name(name, module)] = sum(weight.numel() * weight.element_size() for weight in own)
+            sizes_bytes[_display_name(name, module)] = sum(weight.numel() * weight.element_size() for weight in own)
     return sizes_bytes
 
 
-def _name(name: str, module: nn.Module) -> str:
+def _display_name(name: str, module: nn.Module) -> str:
+    """Return the name of a module in its model; for the model itself, whose name is "", its class."""
     return name or type(module).__name__
 
 
-def _nodes(value: Any) -> Iterator[Any]:
-    """Yield the autograd node that created each tensor in a value."""
+def _creators(value: Any) -> Iterator[Any]:
+    """Yield the autograd node that created each tensor in a value, which may be nested lists and tuples."""
     if isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield value.grad_fn
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _nodes(item)
+            yield from _creators(item)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work launched on a device."""
+    """Wait until a device has completed all launched work. On a CPU, nothing is left to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Measures the cost of each layer. This must precede the compilation of the model, which hides its layers."""
+"""Measures the cost of each layer. The model must not be compiled yet, because compilation hides its layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _WARM_UP_STEPS: Final = 2
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of a module without children, or of operations between modules."""
+    """The cost of a module, of the operations between modules, or of the loss.
+
+    `forward_s` and `backward_s` are for all passes of a step.
+    """
 
     name: str
     forward_s: float
@@ -41,7 +44,7 @@ class Layers:
     Attributes:
         costs: costs of the layers in the order of the forward pass, scaled so that they sum up to a step without
             hooks.
-        overhead: relative slowdown of the two passes by the hooks; not contained in `costs`.
+        overhead: relative slowdown of forward and backward pass by the hooks; not contained in `costs`.
         spans: time spans of the last step with hooks, not scaled.
     """
 
@@ -51,9 +54,9 @@ class Layers:
 
 
 def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
-    """Return the costs of layers: means over steps on one batch, alternating with and without hooks.
+    """Return the costs of layers: means over `num_steps` steps on `batch`. Every rank calls this.
 
-    Every rank calls this.
+    Hooks slow a pass down, so as many steps without hooks are timed too, and the layers are scaled to them.
     """
     run.reduce_during_backward(overlapped=False)
     timer = LayerTimer(run.model, choose_clock(run.device))
@@ -63,19 +66,20 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
         plain.append(_plain_step(run, batch))
         hooked.append(time_pass(run, batch, timer))
     plain, hooked = plain[_WARM_UP_STEPS:], hooked[_WARM_UP_STEPS:]
-    # `plain` has the times of all passes of a step, `hooked` those of one of its `num_passes` passes.
-    bare_s = np.mean(plain, axis=0)
+    # Forward and backward seconds. `plain_s` is for all passes of a step, `hooked_s` for one of its `num_passes`.
+    plain_s = np.mean(plain, axis=0)
     hooked_s = np.mean([(times.forward_s, times.backward_s) for times in hooked], axis=0)
     return Layers(
-        costs=_layer_costs(hooked, bare_s / hooked_s, gradient_bytes(run.model)),
-        overhead=float(hooked_s.sum() * run.batches.num_passes / bare_s.sum() - 1),
+        costs=_layer_costs(hooked, plain_s / hooked_s, gradient_bytes(run.model)),
+        overhead=float(hooked_s.sum() * run.batches.num_passes / plain_s.sum() - 1),
         spans=tuple(hooked[-1].spans),
     )
 
 
 def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
-    """Return the layer times of one forward and backward pass; its gradients are discarded."""
-    run.reduce_during_backward(overlapped=False)
+    """Return the layer times of one forward and backward pass; its gradients are discarded. Every rank calls this."""
+    run.reduce_during_backward(overlapped=False)  # nothing is sent during the pass
+    # The first micro-batch, which is what one pass of a step processes.
     examples = next(run.task.unpack(batch, run.device).split(run.batches.micro_batch))
     with timer:
         timer.begin_forward()
@@ -84,30 +88,35 @@ def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
         timer.begin_backward()
         loss.backward()  # type: ignore[no-untyped-call]
         times = timer.end()
-    run.reduce_during_backward(overlapped=False)  # resets the count of passes
+    run.reduce_during_backward(overlapped=False)  # resets the count of passes, which this pass increased
     run.optimizer.zero_grad()
     return times
 
 
 def _plain_step(run: ProfiledRun, batch: Any) -> npt.NDArray[np.float64]:
-    """Return the forward and backward seconds of a step without hooks."""
+    """Return the forward and backward seconds of a step without hooks: `float64[2]`."""
     timer = StepPartTimer(run.device)
     update(run, batch, timer.mark)
     forward = PARTS.index("forward")
-    return timer.table[forward : forward + 2, WALL]
+    return timer.table[forward : forward + 2, WALL]  # "backward" is the part after "forward"
 
 
 def _layer_costs(
     hooked: Sequence[LayerTimes], scale: npt.NDArray[np.float64], sizes_bytes: dict[str, int]
 ) -> tuple[LayerCost, ...]:
-    """Return the mean of each layer, scaled so that the layers sum up to the passes without hooks.
+    """Return the cost of each layer: the mean over passes, scaled so that the layers sum up to a step without hooks.
 
-    A module with parameters that was not timed, such as one with children, has a time of 0.
+    Args:
+        hooked: times of each pass with hooks.
+        scale: factors of the forward and the backward seconds.
+        sizes_bytes: gradient bytes by module. A module with gradients that was not timed, such as one with children,
+            gets a cost with times of 0.
     """
     sums = [times.sums() for times in hooked]
     untimed = [name for name, size_bytes in sizes_bytes.items() if size_bytes and name not in sums[-1]]
     costs = []
     for name in [*sums[-1], *untimed]:
+        # The zeros are for untimed modules, and for modules that did not run in every pass.
         forward_s, backward_s = np.mean([step.get(name, (0.0, 0.0)) for step in sums], axis=0) * scale
         costs.append(LayerCost(name, float(forward_s), float(backward_s), sizes_bytes.get(name, 0)))
     return tuple(costs)

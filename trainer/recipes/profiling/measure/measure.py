@@ -1,7 +1,7 @@
 """Measures the costs of a step by running steps. Every rank calls the functions of this module in the same order.
 
-During timed steps the ranks communicate only as training does. Afterwards the measurements are averaged over the
-ranks. A step takes equally long on all ranks, because each rank waits for the slowest one.
+While steps are timed, the ranks communicate only as in training. They exchange their measurements afterwards. Most
+costs are means over the ranks. A step takes equally long on all ranks, because each rank waits for the slowest one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.update import update
 
+# The rows of a table of `StepPartTimer`.
 _IO, _TRANSFER, _TARGETS, _FORWARD, _BACKWARD, _REDUCE, _UPDATE = range(len(PARTS))
 _FETCHING: Final = (Stage.ORIGIN, Stage.PEER)
-_CLOCK_S: Final = 1e-9  # resolution of the clocks of processor time
+_CLOCK_S: Final = 1e-9  # resolution of the clocks of processor time; prevents a division by 0
 
 
 class Bench:
@@ -39,31 +40,34 @@ class Bench:
 
     def __init__(self, run: ProfiledRun) -> None:
         self._run = run
-        # Batches prefetched before the timed block must be consumed before the clock starts.
+        # The timed block must not begin with batches that were prefetched earlier, so the warm-up consumes these.
         self._warm_up_steps = run.config.prefetch + 1
         self.spans: list[TimeSpan] = []
 
     def measure_round(self, traffic: StepTraffic, num_steps: int) -> MeasuredRound:
-        """Return the costs of the parts of a step: means over the steps of a serial run and over the ranks.
+        """Return the costs of the parts of a step: means over the ranks and over serial steps.
 
-        The time of the all-reduces is divided over the messages of `traffic`. `num_steps` is the number of steps, and
-        of batches of the prefetching loader.
+        Args:
+            traffic: messages of a step; the measured time of the all-reduces is divided over them.
+            num_steps: number of serial steps, and of batches that are taken from the prefetching loader alone.
         """
         run = self._run
         ahead_s, caller_s = self._run_loader(num_steps)
         measured = (self._run_serial(num_steps), ahead_s, caller_s)
-        tables, ahead, caller = zip(*hvd.allgather_object(measured, name="profile.costs"), strict=True)
+        tables, ranks_ahead_s, ranks_caller_s = zip(
+            *hvd.allgather_object(measured, name="profile.costs"), strict=True
+        )
         table = np.stack(tables)  # [rank, step, part, kind of time]
-        means = table.mean(axis=(0, 1))
-        io_s, ahead_s = float(means[_IO, WALL]), float(np.mean(ahead))
+        means = table.mean(axis=(0, 1))  # [part, kind of time]
+        io_s, ahead_s = float(means[_IO, WALL]), float(np.mean(ranks_ahead_s))
         launch_s, reduce_s, skew_s = _split_reduce(table, on_cpu=run.device.type == "cpu")
         targets_s, targets_skew_s = _split_wait(table[..., _TARGETS, WALL])
         forward_s, backward_s = float(means[_FORWARD, WALL]), float(means[_BACKWARD, WALL])
         costs = StepCosts(
             io_s=io_s,
-            # Limited to io_s, because noise can make a prefetched batch seem slower; `ahead_over_io` reports that.
+            # Limited to io_s, because noise can make a prefetched batch seem slower; `ahead_over_io` is not limited.
             ahead_s=min(io_s, ahead_s),
-            caller_s=min(io_s, float(np.mean(caller))),
+            caller_s=min(io_s, float(np.mean(ranks_caller_s))),
             transfer_s=float(means[_TRANSFER, WALL]),
             forward_s=forward_s,
             backward_s=backward_s,
@@ -78,7 +82,7 @@ class Bench:
             skew_s=skew_s + targets_skew_s,
             update_s=float(means[_UPDATE, WALL]),
             io_beside_s=float(means[_IO, BESIDE]),
-            # A single rank sends nothing, so its threads do other work in this part.
+            # A single rank sends nothing, so the processor time in this part is not that of all-reduces.
             reduce_beside_s=float(means[_REDUCE, BESIDE]) if hvd.size() > 1 else 0.0,
             contention=self._contention(means),
             targets_s=targets_s,
@@ -87,7 +91,10 @@ class Bench:
         return MeasuredRound(costs, ahead_over_io=ahead_s / io_s)
 
     def run(self, mode: StepMode, num_steps: int) -> float:
-        """Return the seconds per step of a run in a mode, without time stamps inside; mean over the ranks."""
+        """Return the seconds per step in a mode: the mean over the ranks.
+
+        Only the whole block of steps is timed, because timing a part waits for the device.
+        """
         run = self._run
         run.loaders.turn_to(ahead=mode is not StepMode.SERIAL)
         run.reduce_during_backward(overlapped=mode is StepMode.OVERLAPPED)
@@ -96,13 +103,13 @@ class Bench:
         for number in range(1, num_steps + 1):
             loss = update(run, next(run.loaders))
             if number % run.config.report_every == 0:
-                float(loss)  # waits for the device, as training does
+                float(loss)  # waits for the device, as each report of the training does
         synchronize(run.device)
         step_s = (time.perf_counter() - began) / num_steps
         return float(np.mean(hvd.allgather_object(step_s, name="profile.run")))
 
     def _run_loader(self, num_steps: int) -> tuple[float, float]:
-        """Return the seconds per batch of the prefetching loader, and the part spent in the training thread."""
+        """Return the seconds per batch of the prefetching loader alone, and the part spent in the training thread."""
         loaders = self._run.loaders
         loaders.turn_to(ahead=True)
         for _ in range(self._warm_up_steps):
@@ -116,7 +123,7 @@ class Bench:
         return ahead_s, _caller_s(loaders.current.report().totals) / num_steps
 
     def _run_serial(self, num_steps: int) -> npt.NDArray[np.float64]:
-        """Return the table of each step, see `StepPartTimer`."""
+        """Return the table of `StepPartTimer` for each serial step: `float64[step, part, kind of time]`."""
         run = self._run
         run.loaders.turn_to(ahead=False)
         run.reduce_during_backward(overlapped=False)
@@ -132,20 +139,27 @@ class Bench:
         return np.stack(tables)
 
     def _warm_up(self) -> None:
+        """Run untimed steps, then wait for the device and for all ranks, so that the timed steps begin together."""
         for _ in range(self._warm_up_steps):
             update(self._run, next(self._run.loaders))
         synchronize(self._run.device)
         hvd.barrier()
 
     def _contention(self, means: npt.NDArray[np.float64]) -> float:
-        """Return the contention k of the threads that compute on the CPU, or of the thread that launches GPU work."""
+        """Return the contention k of the threads that compute on the CPU, or of the thread that launches GPU work.
+
+        `means` is `[part, kind of time]`.
+        """
         if self._run.device.type == "cpu":
             return measure_contention(torch.get_num_threads(), self._run.num_threads)
         return _host_share(means) * measure_contention(1, self._run.num_threads)
 
 
 def _caller_s(totals: Totals) -> float:
-    """Return the loader's work in the calling thread, without waits for threads and without fetching."""
+    """Return the seconds of the loader's work in the calling thread, without fetching and without waiting.
+
+    In each stage, the calling thread is blocked while it works and while it waits for other threads.
+    """
     return sum(
         max(0.0, blocked_s - totals.waiting_s.get(stage, 0.0))
         for stage, blocked_s in totals.blocked_s.items()
@@ -154,7 +168,7 @@ def _caller_s(totals: Totals) -> float:
 
 
 def _host_share(means: npt.NDArray[np.float64]) -> float:
-    """Return the share of a step in which the host of a GPU is busy; only then does contention cost time.
+    """Return the share of a step in which the host of a GPU is busy; contention costs time only while it is busy.
 
     `means` is `[part, kind of time]`.
     """
@@ -163,14 +177,15 @@ def _host_share(means: npt.NDArray[np.float64]) -> float:
 
 
 def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[float, float, float]:
-    """Return the seconds of all-reduces as launching, transfer, and waiting for the slowest rank.
+    """Return the mean seconds of a step's all-reduces as three parts: launch, transfer, wait for the slowest rank.
 
-    `table` is `[rank, step, part, kind of time]`. `on_cpu`: the training thread computes the passes, so their wall
-    time divided by their processor time is its slowdown by other threads.
+    `table` is `[rank, step, part, kind of time]`. `on_cpu` states whether the training thread computes the passes.
     """
     least_s, skew_s = _split_wait(table[..., _REDUCE, WALL])
     if len(table) == 1:
-        return least_s, 0.0, 0.0
+        return least_s, 0.0, 0.0  # a single rank transfers nothing and waits for nobody
+    # The launch is known as processor time. On a CPU, other threads slow the training thread down; the passes show by
+    # which factor, because the training thread is busy throughout them.
     passes = table[..., _FORWARD : _BACKWARD + 1, :].sum(axis=(0, 1, 2))
     slowness = max(1.0, passes[WALL] / max(passes[OWN], _CLOCK_S)) if on_cpu else 1.0
     launch_s = min(least_s, float(table[..., _REDUCE, OWN].mean()) * slowness)
@@ -178,9 +193,10 @@ def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[floa
 
 
 def _split_wait(waited: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean over steps of the shortest wait of a rank, and by how much the mean wait exceeds it.
+    """Divide the mean seconds in a collective operation into the operation itself and the wait for the slowest rank.
 
-    `waited` is `[rank, step]`: seconds in an operation that starts when the last rank arrives; that rank waits least.
+    `waited` is `[rank, step]`. The operation starts when the last rank arrives. That rank does not wait, so the
+    shortest time of a step is the duration of the operation itself.
     """
     least_s = float(waited.min(axis=0).mean())
     return least_s, max(0.0, float(waited.mean()) - least_s)

@@ -1,6 +1,7 @@
 """Measures the messages of a step: their sizes, when they are ready, and their all-reduce times.
 
-Every rank calls these functions in the same order.
+A message is what one all-reduce sends: the gradients of one bucket. Every rank calls these functions in the same
+order, except `plan_messages`, which only computes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class TimedBucket:
 
     Attributes:
         size_bytes: size of the gradients.
-        ready_share: part of the backward pass after which all of them are ready, 0..1.
+        ready_share: part of the backward pass after which all of these gradients are ready, 0..1.
         alone_s: time of an all-reduce of that size through the engine, over the ranks of this job; 0 for one rank.
     """
 
@@ -44,7 +45,12 @@ class TimedBucket:
 
 @dataclass(frozen=True)
 class StepTraffic:
-    """The messages of a step, and the fixed cost of each: `message_s`, the time to all-reduce a single number."""
+    """The messages of a step.
+
+    Attributes:
+        buckets: buckets of gradients, each sent as one message, in the order in which they are ready on rank 0.
+        message_s: fixed cost of a message: the time to all-reduce a single number.
+    """
 
     buckets: tuple[TimedBucket, ...]
     message_s: float
@@ -57,6 +63,7 @@ def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffi
     """
     timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
     passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
+    # In the order of the optimizer's groups, because the distributed optimizer plans its buckets in this order.
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     return StepTraffic(
         buckets=tuple(_measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]))),
@@ -73,7 +80,7 @@ def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
 
 
 def _measure_buckets(parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float]) -> list[TimedBucket]:
-    """Return the buckets of a distributed optimizer over `parameters`, in the order of their completion on rank 0."""
+    """Return the buckets of a distributed optimizer over `parameters`, in the order in which they are ready here."""
     sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     plan = plan_buckets(
         sizes_bytes,
@@ -108,7 +115,8 @@ def _measure_all_reduce(num_elements: int, like: Tensor) -> float:
         hvd.grouped_allreduce_([tensor], name="profile.message", op=hvd.Sum)
         synchronize(like.device)
         times_s.append(time.perf_counter() - began)
-    # The first repeat is a warm-up. The rank that arrives last does not wait, so the shortest time is the transfer.
+    # The first repeat is a warm-up. In each other repeat, the rank that arrives last does not wait, so the shortest
+    # time of all ranks is that of the transfer.
     shortest_s = [min(rank_times_s) for rank_times_s in zip(*hvd.allgather_object(times_s[1:]), strict=True)]
     return float(statistics.median(shortest_s))
 
@@ -125,12 +133,14 @@ def plan_messages(
         num_passes: number of passes of a step.
         reduce_s: all-reduce time of all messages; it is divided over them in proportion to `alone_s`.
     """
-    before_s = (forward_s + backward_s) * (num_passes - 1) / num_passes + forward_s / num_passes
+    # The time from the start of the step to the start of its last backward pass, if all passes take equally long.
+    last_backward_start_s = (forward_s + backward_s) * (num_passes - 1) / num_passes + forward_s / num_passes
     alone_s = sum(bucket.alone_s for bucket in buckets)
     return tuple(
         Message(
             size_bytes=bucket.size_bytes,
-            ready_s=before_s + bucket.ready_share * backward_s / num_passes,
+            ready_s=last_backward_start_s + bucket.ready_share * backward_s / num_passes,
+            # alone_s is 0 for one rank.
             reduce_s=reduce_s * bucket.alone_s / alone_s if alone_s else 0.0,
         )
         for bucket in buckets

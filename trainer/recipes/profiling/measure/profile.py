@@ -1,4 +1,7 @@
-"""A profile: the measurements of a run, the predictions made from them, and both as text and JSON."""
+"""A profile: the measurements of a job, the predictions made from them, and both as text and JSON.
+
+`command.py` makes and prints it. The symbols in the text, such as t_io, are those of `StepCosts`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from datasvc.trainer.recipes.profiling.predict.predict import Prediction
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
-_NOISE: Final = 1.1  # if `ahead_over_io` is larger in most rounds, the profile has a note
+_MAX_AHEAD_OVER_IO: Final = 1.1  # if `ahead_over_io` is larger in most rounds, the profile has a note
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class MeasuredRound:
     measured_s: Mapping[StepMode, float] = dataclasses.field(default_factory=dict)
 
     def ratio(self, mode: StepMode) -> float:
-        """Return the predicted seconds of a step divided by the measured ones."""
+        """Return the predicted seconds of a step in a mode that was run, divided by the measured seconds."""
         return step_time(self.costs, mode) / self.measured_s[mode]
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,7 +82,7 @@ class Profile:
     def notes(self) -> list[str]:
         """Notes on the validity of the numbers."""
         notes = []
-        slower = [measured.ahead_over_io for measured in self.rounds if measured.ahead_over_io > _NOISE]
+        slower = [measured.ahead_over_io for measured in self.rounds if measured.ahead_over_io > _MAX_AHEAD_OVER_IO]
         # A few slow rounds are noise that the medians remove.
         if 2 * len(slower) > len(self.rounds):
             notes.append(
@@ -96,6 +99,7 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
         costs = self.costs
+        # Only the modes that were run; without --check there are none.
         checked = {
             mode: {
                 "measured_s": statistics.median(measured.measured_s[mode] for measured in self.rounds),
@@ -223,13 +227,14 @@ def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
     messages = tuple(
         Message(
             size_bytes=repeats[0].size_bytes,
-            # Limited, because this median can exceed the sum of two other medians, which `StepCosts` refuses.
+            # Limited, because the median of the ready times can exceed the sum of the medians of forward and backward
+            # pass. `StepCosts` refuses a message that is ready after the backward pass.
             ready_s=min(end_s, statistics.median(message.ready_s for message in repeats)),
             reduce_s=statistics.median(message.reduce_s for message in repeats),
         )
         for repeats in zip(*(measured.messages for measured in costs), strict=True)
     )
-    # For the same reason these are limited to the median of t_io.
+    # `StepCosts` also refuses t_a and t_i above t_io, and their medians can exceed the median of t_io.
     for name in ("ahead_s", "caller_s"):
         numbers[name] = min(numbers[name], numbers["io_s"])
     return StepCosts(**numbers, messages=messages, samples=costs[0].samples)

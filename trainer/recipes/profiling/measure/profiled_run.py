@@ -1,4 +1,4 @@
-"""Opens the run that a profile measures: model, optimizer and loaders as in training, without checkpoints."""
+"""Opens the run that a profile measures: model, optimizer and loaders as in training, but no checkpoints."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from datasvc.trainer.recipes.update import Learner
 
 
 class LoadersInTurn:
-    """Yields endless batches from one of two loaders with the same order; `turn_to` selects the loader.
+    """Yields batches without end from one of two loaders with the same access order; `turn_to` selects the loader.
 
     The selected loader continues at the position of the other one. Both therefore read shards that neither has read
-    before, and their costs can be compared. Only one loader is open at a time, so a cache needs room for one window.
+    before in this epoch, and their costs can be compared. Only one loader is open at a time, so the cache needs room
+    for the shards of one loader only.
 
     Args:
-        at_call: loader without prefetching; selected at first.
-        ahead: loader of the same order, with prefetching.
+        at_call: loader without prefetching, which makes a batch when it is called for; selected at first.
+        ahead: loader of the same access order, with prefetching.
     """
 
     def __init__(self, at_call: Loader[Any], ahead: Loader[Any]) -> None:
@@ -36,7 +37,7 @@ class LoadersInTurn:
         self._batches = _endless_batches(at_call)
 
     def turn_to(self, *, ahead: bool) -> None:
-        """Select a loader; if it is another one, earlier batches are no longer valid."""
+        """Select the prefetching loader if `ahead`, else the other one. A change makes earlier batches invalid."""
         selected = self._ahead if ahead else self._at_call
         if selected is self.current:
             return
@@ -56,7 +57,7 @@ class LoadersInTurn:
 
 def _endless_batches(loader: Loader[Any]) -> Generator[Any, None, None]:
     while True:
-        yield from loader
+        yield from loader  # one epoch
 
 
 @dataclass
@@ -64,22 +65,23 @@ class ProfiledRun(Learner):
     """The profiled run of one rank. Its learning rate is 0, so that steps do not change the model.
 
     Attributes:
-        loaders: loaders of the training split: one that prefetches as the run does, and one without prefetching.
-        num_threads: decoding threads beside the training thread.
+        loaders: loaders of the training split: one that prefetches at least one batch, and one without prefetching.
+        num_threads: number of decoding threads beside the training thread.
     """
 
     loaders: LoadersInTurn
     num_threads: int
 
     def reduce_during_backward(self, *, overlapped: bool) -> None:
-        """Choose whether gradients are all-reduced during the backward pass or after it; reset the counted passes."""
-        # If the optimizer expects one more pass than the step has, it sends nothing before `synchronize`.
+        """Choose whether gradients are all-reduced during or after the backward pass; reset the count of passes."""
+        # The optimizer sends a gradient in the last of the passes that it expects. If it expects one more pass than
+        # the step has, it sends everything in `synchronize`.
         self.optimizer.set_backward_passes_per_step(self.batches.num_passes + (not overlapped))
 
 
 @contextlib.contextmanager
 def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
-    """Open the run of this rank as a context. Every rank calls this.
+    """Open the run of this rank, and close its loaders and servers at the end of the context. Every rank calls this.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
@@ -109,6 +111,8 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.0
         yield ProfiledRun(**vars(learner), loaders=loaders, num_threads=place.num_threads)
+        # Only without an error: after an error of this rank, the others would not arrive at the barrier. The stack
+        # closes the loaders and the node in both cases.
         loaders.close()
         if nodes is not None:
-            hvd.barrier()  # a node must not stop serving while another still fetches from it
+            hvd.barrier()  # a node must not stop its server while another node still fetches from it

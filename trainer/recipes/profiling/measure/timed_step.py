@@ -18,12 +18,15 @@ _THREAD: Final = 1  # the row of the training thread in a trace
 
 
 class StepPartTimer:
-    """Measures the parts of a step, each until the device has completed it. The first part starts at construction.
+    """Measures the parts of one step. The first part starts at construction.
+
+    A part lasts until the device has completed its work. A part that is marked several times is summed.
 
     Attributes:
-        table: `float64[part, 3]`: seconds of each part, processor time of this thread without waiting for the device,
-            and processor time of all other threads.
-        spans: the marked parts in order.
+        table: `float64[part, kind of time]`. Parts are in the order of `PARTS`. The kinds of time are WALL: seconds;
+            OWN: processor time of the training thread, without waiting for the device; BESIDE: processor time of all
+            other threads of the process.
+        spans: the marked parts in order, one for each mark.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,8 +36,8 @@ class StepPartTimer:
         self._last = self._now()
 
     def mark(self, part: str) -> None:
-        """Mark the end of a part and the start of the next one."""
-        # Read before waiting for the device: CUDA spins while it waits, which is not work.
+        """Mark the end of `part` and the start of the next part."""
+        # Read before waiting for the device, because CUDA uses processor time while it waits.
         worked_until_s = time.thread_time()
         synchronize(self._device)
         now = self._now()
@@ -46,4 +49,5 @@ class StepPartTimer:
 
     @staticmethod
     def _now() -> npt.NDArray[Any]:
+        """Return the seconds of the wall clock, and the processor time of this thread and of the whole process."""
         return np.array([time.perf_counter(), time.thread_time(), time.process_time()])
