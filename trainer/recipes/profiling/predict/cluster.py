@@ -1,4 +1,7 @@
-"""Clusters to predict or to simulate: their nodes and links, and the command-line options that describe them."""
+"""Clusters for which steps are predicted or simulated: nodes and links, and the options that describe them.
+
+`profile` and `tools/simulate_training.py` have the same options.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Final
 
 from datasvc.errors import ConfigError
 
-_PREFIXES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_FACTORS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}  # of the prefixes of a unit
 _BANDWIDTH: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(bE|bps|bit/s|bit|b/s|B/s)")
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s)")
 _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -19,10 +22,10 @@ _SECONDS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Link:
-    """A link whose messages take `latency_s + size / bytes_per_s` (Hockney's alpha and beta).
+    """A link on which a message takes `latency_s + size_bytes / bytes_per_s` (Hockney's alpha and beta).
 
     Attributes:
-        bytes_per_s: bandwidth of one direction; both directions have this bandwidth at once.
+        bytes_per_s: bandwidth of one direction; both directions can be used at once.
         latency_s: latency of a message, including software overhead.
     """
 
@@ -30,6 +33,7 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
+        # Both are written with `not`, so that NaN is refused too.
         if not self.bytes_per_s > 0:
             raise ConfigError(f"the bandwidth of a link is {self.bytes_per_s} bytes/s; expected more than 0")
         if not 0 <= self.latency_s < math.inf:
@@ -69,13 +73,19 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     def describe(self) -> str:
-        """Describe a node and its links: "nodes of 8 ranks, 12.5 GB/s and 50 us between them"."""
+        """Return a description of a node and its links: "nodes of 8 ranks, 12.5 GB/s and 50 us between them"."""
         text = f"nodes of {self.ranks_per_node} ranks, {self.network} between them"
         return text if self.inside is None else f"{text}, {self.inside} inside"
 
 
 def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[int], default_help: str) -> None:
-    """Add the options of clusters to a parser; the help describes the default numbers of nodes as `default_help`."""
+    """Add the options of clusters to a parser.
+
+    Args:
+        parser: parser of a command.
+        num_nodes: default of `--nodes`.
+        default_help: description of this default in the help.
+    """
     add = parser.add_argument
     add("--nodes", type=int, nargs="+", default=list(num_nodes), help=f"numbers of nodes [{default_help}]")
     add("--ranks-per-node", type=int, default=1, help="ranks of each node [%(default)s]")
@@ -86,7 +96,11 @@ def add_cluster_options(parser: argparse.ArgumentParser, *, num_nodes: Sequence[
 
 
 def parse_clusters(chosen: argparse.Namespace) -> list[Cluster]:
-    """Return a cluster for each number of nodes. Raises ConfigError: an option is not valid, or has no effect."""
+    """Return a cluster for each number of `--nodes`.
+
+    Raises:
+        ConfigError: an option is not valid, or has no effect.
+    """
     network = Link(parse_bandwidth(chosen.bandwidth), parse_duration(chosen.latency))
     inside = None
     if chosen.inside_bandwidth is not None:
@@ -102,8 +116,8 @@ def parse_bandwidth(text: str) -> float:
     if match is None or not float(match[1]):
         raise ConfigError(f"{text!r} is not a bandwidth; write it as 10GbE, 100Gbit/s (bits) or 25GB/s (bytes)")
     # Networks are sold in bits, disks and buses in bytes: only a capital B before "/s" means bytes.
-    bits = 1.0 if match[3] == "B/s" else 8.0
-    return float(match[1]) * _PREFIXES[match[2].lower()] / bits
+    units_per_byte = 1.0 if match[3] == "B/s" else 8.0
+    return float(match[1]) * _FACTORS[match[2].lower()] / units_per_byte
 
 
 def parse_duration(text: str) -> float:

@@ -1,7 +1,7 @@
 """The costs of one training step on one rank, part by part: the result of `measure/`, the input of every prediction.
 
-The symbols are those of Shi, Wang and Chu 2018 (arXiv:1711.05979) and some more, which `step_time` explains. All are
-seconds per step.
+The symbols, such as t_io, are those of Shi, Wang and Chu 2018 (arXiv:1711.05979) and some more, which the module
+`step_time` explains. All times are seconds per step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ROUNDING_S: Final = 1e-9
 
 @dataclass(frozen=True)
 class Message:
-    """Gradients of one all-reduce: a bucket, or one layer.
+    """The gradients of one all-reduce: those of a bucket, or of one layer.
 
     Attributes:
         size_bytes: size of the gradients.
         ready_s: r: time from the start of the forward pass until all of the gradients are ready.
-        reduce_s: t_c of this message, without overlap; 0 for one rank.
+        reduce_s: t_c of this message: duration of its all-reduce without overlap; 0 for one rank.
     """
 
     size_bytes: int
@@ -43,8 +43,8 @@ class StepCosts:
 
     Attributes:
         io_s: t_io: fetching and decoding a batch without prefetching.
-        ahead_s: t_a: seconds per batch of a prefetching loader that never waits for its consumer.
-        caller_s: t_i: the part of `io_s` that stays in the training thread with prefetching.
+        ahead_s: t_a: time per batch of a prefetching loader that never waits for the training.
+        caller_s: t_i: the part of the loader's work that stays in the training thread with prefetching.
         transfer_s: t_h2d: copying the batch to the device, in the training thread.
         forward_s: t_f: the forward passes.
         backward_s: t_b: the backward passes.
@@ -52,11 +52,15 @@ class StepCosts:
         messages: all-reduced messages; t_c is the sum of their times.
         skew_s: t_w: waiting for the slowest rank before an all-reduce; not part of t_c.
         update_s: t_u: the optimizer's step.
-        io_beside_s: processor time of other threads for a batch.
-        reduce_beside_s: processor time of other threads for all messages.
+        io_beside_s: w_io: processor time of other threads for a batch.
+        reduce_beside_s: w_c: processor time of other threads for all messages.
         contention: k: seconds that the training thread loses per second of processor time of other threads.
-        targets_s: t_n: summing the targets of all ranks before the forward pass; 0 if all have equally many.
+        targets_s: t_n: summing the numbers of targets of all ranks before the forward pass; 0 if these numbers are
+            always equal.
         samples: number of samples of this rank's batch.
+
+    Raises:
+        ConfigError: a value is out of range, or contradicts another one.
     """
 
     io_s: float
@@ -78,7 +82,7 @@ class StepCosts:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # Written with `not`, so that NaN is refused too.
+            # Written with `not 0 <=`, so that NaN is refused too.
             if field.name != "messages" and not 0 <= value < math.inf:
                 raise ConfigError(f"{field.name} is {value}; expected a finite number, not below 0")
         if not self.compute_s:
@@ -106,7 +110,11 @@ class StepCosts:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepCosts:
-        """Return the costs from their JSON values, the "costs" of a profile. Raises ConfigError: other values."""
+        """Return the costs from their JSON values, which a profile has under "costs".
+
+        Raises:
+            ConfigError: a value is missing, unknown or out of range.
+        """
         try:
             messages = tuple(Message(**message) for message in values["messages"])
             return cls(**{**values, "messages": messages})

@@ -1,4 +1,7 @@
-"""Finds the resource that limits training: data, computation, communication, or the processors they share."""
+"""Finds the resource that limits training: data, computation, communication, or the processors that these share.
+
+The last line of a printed profile is this result.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from datasvc.trainer.recipes.profiling.predict.step_time import (
     training_side_s,
 )
 
-# If training loses more than this share of a step to concurrent threads, the processors count as the limit.
+# If the training thread loses more than this share of its time to concurrent threads, the processors are the limit.
 _MAX_CONTENTION: Final = 0.2
 
 
@@ -29,11 +32,11 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class StepLimit:
-    """The limit of a run with a prefetching loader and all-reduces during the backward pass.
+    """The limit of a run in the mode "overlapped": with prefetching, and with all-reduces during the backward pass.
 
     Attributes:
         bound: the limiting resource.
-        inequality: the reason, with numbers in milliseconds.
+        inequality: the comparison of times that decided, in milliseconds.
         advice: how to raise the limit.
     """
 
@@ -46,13 +49,14 @@ class StepLimit:
 
 
 def find_limit(costs: StepCosts) -> StepLimit:
-    """Return the resource that limits training; the first of these conditions that holds decides.
+    """Return the resource that limits training. The first of these conditions that holds decides.
 
-    Data: t_a > t_i + t_h2d + t_f + t_b + t_l + t_u + t_n + t_c^no + t_w + t_k, the time of the training thread.
-    Communication: t_c > t_i + t_h2d + t_f + t_b + t_l + t_u. The links are busy for longer than the device, however
-    well the two overlap.
-    Processors: t_k, the time lost to concurrent threads, is more than a fifth of a step.
-    Computation: otherwise.
+    - Data: t_a > t_i + t_h2d + t_f + t_b + t_l + t_u + t_n + t_c^no + t_w + t_k. The loader needs more time for a
+      batch than the training thread needs for a step.
+    - Communication: t_c > t_i + t_h2d + t_f + t_b + t_l + t_u. The all-reduces take longer than the work of the
+      training thread, so even a perfect overlap cannot hide them.
+    - Processors: t_k, the time lost to concurrent threads, is more than a fifth of the training thread's time.
+    - Computation: otherwise.
     """
     training_s, lost_s = training_side_s(costs, StepMode.OVERLAPPED), contention_s(costs, StepMode.OVERLAPPED)
     device_s = costs.caller_s + costs.transfer_s + costs.compute_s + costs.launch_s + costs.update_s
@@ -64,6 +68,7 @@ def find_limit(costs: StepCosts) -> StepLimit:
         t_l=costs.launch_s,
         t_u=costs.update_s,
     )
+    # t_n is shown only for tasks that have it.
     targets = {"t_n": costs.targets_s} if costs.targets_s else {}
     exposed = _format_sum(**targets, **{"t_c^no": exposed_reduce_s(costs)}, t_w=costs.skew_s, t_k=lost_s)
     training = f"{device} + {exposed} = {training_s * 1e3:.2f} ms"
@@ -82,4 +87,5 @@ def find_limit(costs: StepCosts) -> StepLimit:
 
 
 def _format_sum(**terms_s: float) -> str:
+    """Return a sum with symbols, in milliseconds: "t_f 12.00 + t_b 24.00"."""
     return " + ".join(f"{symbol} {seconds * 1e3:.2f}" for symbol, seconds in terms_s.items())

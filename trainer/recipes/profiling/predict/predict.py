@@ -1,4 +1,7 @@
-"""Predicts the time of a measured step on another cluster, from the time that all-reduces take there."""
+"""Predicts the time of a measured step on another cluster, from the time that all-reduces would take there.
+
+`profile --nodes` prints the predictions; `simulate` uses the same costs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ _TARGETS_BYTES: Final = 8  # an int64
 class Prediction:
     """Predicted steps on a cluster, by mode.
 
-    `samples_per_s` is over all ranks. `efficiency` is the time of a step on one rank alone, divided by `step_s`.
+    Attributes:
+        cluster: cluster of the prediction.
+        world_size: number of its ranks.
+        step_s: duration of a step.
+        samples_per_s: samples of all ranks per second.
+        efficiency: duration of a step on a single rank, divided by `step_s`.
     """
 
     cluster: Cluster
@@ -28,7 +36,7 @@ class Prediction:
 
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
-    """Predict steps on a cluster. Each of its ranks has the batch size, processors and loader that were measured."""
+    """Predict steps on a cluster, whose ranks have the batch size, processors and loader that were measured."""
     predicted, alone = costs_on(costs, cluster), costs_alone(costs)
     step_s = {mode: step_time(predicted, mode) for mode in StepMode}
     return Prediction(
@@ -64,23 +72,24 @@ def costs_alone(costs: StepCosts) -> StepCosts:
 def all_reduce_s(size_bytes: int, cluster: Cluster) -> float:
     """Return the seconds of one all-reduce over all ranks of a cluster without other traffic; 0 for one rank.
 
-    With `inside` it is hierarchical: reduce-scatter in each node, rings between the nodes, one for each part, and
-    all-gather in each node.
+    Without `cluster.inside`, the all-reduce is one ring over all ranks. With it, the all-reduce is hierarchical:
+    reduce-scatter in each node, then a ring between the nodes for each part, then all-gather in each node.
     """
     if cluster.world_size == 1:
         return 0.0
     if cluster.inside is None:
         return cluster.message_s + ring_s(size_bytes, cluster.world_size, cluster.network)
-    # Each rank of a node sends its part through its own ring over the nodes. All rings of a node share its network
-    # link, so together they take as long as one ring with all bytes.
+    # Each rank of a node sends its part through its own ring over the nodes. All these rings share the network link
+    # of the node, so together they take as long as one ring with all bytes.
     within_s = ring_s(size_bytes, cluster.ranks_per_node, cluster.inside)
     return cluster.message_s + within_s + ring_s(size_bytes, cluster.num_nodes, cluster.network)
 
 
 def ring_s(size_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the seconds of a ring: 2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency.
+    """Return the seconds of a ring all-reduce: 2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency.
 
-    Reduce-scatter and all-gather of N - 1 steps each, in which every rank sends one N-th (Patarasuk and Yuan 2009).
+    It is a reduce-scatter and an all-gather of N - 1 messages each. A message is one N-th of the bytes (Patarasuk
+    and Yuan 2009).
     """
-    steps = 2 * (num_ranks - 1)
-    return steps / num_ranks * size_bytes / link.bytes_per_s + steps * link.latency_s
+    num_messages = 2 * (num_ranks - 1)
+    return num_messages / num_ranks * size_bytes / link.bytes_per_s + num_messages * link.latency_s

@@ -1,22 +1,23 @@
 """Model of the duration of a step, computed from the costs of its parts, for three arrangements of the parts.
 
-The model follows Shi, Wang and Chu 2018 (arXiv:1711.05979). For one rank of synchronous data-parallel training:
+The model follows Shi, Wang and Chu 2018 (arXiv:1711.05979). `StepCosts` defines the symbols of the parts. T is the
+duration of a step of one rank of synchronous data-parallel training.
 
-serial: the parts run one after the other,
+serial: the parts run one after the other.
 
     T = t_io + t_h2d + t_n + t_f + t_b + t_l + t_c + t_w + t_u
 
-Three terms are not in the paper: t_n, the sum of the ranks' numbers of targets where these differ; t_l, the launch of
-the all-reduces; and t_w, the wait for the slowest rank.
+Three terms are not in the paper: t_n, for the sum of the ranks' numbers of targets, if these can differ; t_l, for the
+launch of the all-reduces; and t_w, the wait for the slowest rank.
 
 prefetched: the loader prefetches batches. Over many steps the slower of loader and training determines the duration:
 
     T = max(t_a, t_i + t_h2d + t_n + t_f + t_b + t_l + t_c + t_w + t_u + t_k),  t_k = k w_io
 
-t_a is the time of the loader alone per batch, and t_i the part of its work in the training thread. The paper has
-max(t_io + t_h2d, t_f + t_b + t_c), because there the loader thread also copies the batch to the device. Here the
-training thread copies the batch, so t_h2d is in the second argument. Both equations assume a buffer of at least one
-batch.
+t_a is the time per batch of the loader alone, and t_i the part of its work in the training thread. The last
+paragraph explains t_k. The paper has T = max(t_io + t_h2d, t_f + t_b + t_c), because there the loader thread also
+copies the batch to the device. Here the training thread copies the batch, so t_h2d is in the second argument. Both
+equations assume that at least one batch is prefetched.
 
 overlapped: all-reduces also run during the backward pass ("wait-free back-propagation"). All-reduces n = 1 ... N are
 ordered by r_n, the time from the start of the forward pass until their gradients are complete. They run one at a
@@ -56,18 +57,18 @@ def step_time(costs: StepCosts, mode: StepMode) -> float:
     """Return the mean duration of a step in seconds, by the equations of the module."""
     if mode is StepMode.SERIAL:
         # Nothing runs concurrently, so no time is lost to other threads (t_k).
-        return costs.io_s + _passes_s(costs) + costs.reduce_s
+        return costs.io_s + _always_s(costs) + costs.reduce_s
     return max(costs.ahead_s, training_side_s(costs, mode))
 
 
 def training_side_s(costs: StepCosts, mode: StepMode) -> float:
-    """Return the duration of a step in seconds if batches are always ready: the second argument of the maximum.
+    """Return the duration of a step in seconds if batches are always ready.
 
-    `mode` must not be SERIAL.
+    This is the second argument of the maximum in the equations of the module, so `mode` must not be SERIAL.
     """
     assert mode is not StepMode.SERIAL
     reduce_s = costs.reduce_s if mode is StepMode.PREFETCHED else exposed_reduce_s(costs)
-    return costs.caller_s + _passes_s(costs) + reduce_s + contention_s(costs, mode)
+    return costs.caller_s + _always_s(costs) + reduce_s + contention_s(costs, mode)
 
 
 def contention_s(costs: StepCosts, mode: StepMode) -> float:
@@ -79,19 +80,20 @@ def contention_s(costs: StepCosts, mode: StepMode) -> float:
             beside_s = costs.io_beside_s
         case StepMode.OVERLAPPED:
             reduce_s = costs.reduce_s
-            hidden = 1 - exposed_reduce_s(costs) / reduce_s if reduce_s else 0.0
-            beside_s = costs.io_beside_s + costs.reduce_beside_s * hidden
+            # The share of the all-reduces that runs during the backward pass. Only this share slows the pass down.
+            hidden_share = 1 - exposed_reduce_s(costs) / reduce_s if reduce_s else 0.0
+            beside_s = costs.io_beside_s + costs.reduce_beside_s * hidden_share
     return costs.contention * beside_s
 
 
 def exposed_reduce_s(costs: StepCosts) -> float:
     """Return t_c^no: the seconds of all-reduces after the end of the backward pass."""
-    # At most reduce_s: the difference can exceed it by a few ulp, because its sum has another order.
+    # Limited to reduce_s: the difference can exceed reduce_s by a rounding error, because it adds in another order.
     return min(costs.reduce_s, max(0.0, last_reduced_s(costs.messages) - costs.compute_s))
 
 
 def last_reduced_s(messages: Iterable[Message]) -> float:
-    """Return e_N: seconds from the start of the forward pass to the end of the last all-reduce."""
+    """Return e_N: the seconds from the start of the forward pass to the end of the last all-reduce; 0 for none."""
     end_s = 0.0
     # One all-reduce runs at a time, in the order in which the gradients become ready.
     for message in sorted(messages, key=lambda message: message.ready_s):
@@ -99,7 +101,7 @@ def last_reduced_s(messages: Iterable[Message]) -> float:
     return end_s
 
 
-def _passes_s(costs: StepCosts) -> float:
+def _always_s(costs: StepCosts) -> float:
     """Return t_h2d + t_n + t_f + t_b + t_l + t_w + t_u, which the training thread needs in every arrangement."""
-    passes_s = costs.transfer_s + costs.targets_s + costs.compute_s
-    return passes_s + costs.launch_s + costs.skew_s + costs.update_s
+    until_backward_s = costs.transfer_s + costs.targets_s + costs.compute_s
+    return until_backward_s + costs.launch_s + costs.skew_s + costs.update_s
