@@ -1,6 +1,6 @@
-"""The cache of a node, as programs and the command line open it: fetch, stage, pin, scrub and configure.
+"""`Cache`, the class by which programs and the command line use a node's cache: fetch, stage, pin, scrub, configure.
 
-`job` defines the operations of one job; `catalogue` decides which objects are resident.
+`CacheJob` has the operations of one job: acquire, prefetch, release. `Cache` adds those that concern the whole cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from datasvc.shards.versions.dataset import Split
 class Cache(CacheJob):
     """The cache of this node in `folder`; any number of processes may open it at the same time.
 
-    A process that has the cache open is a job of it, and the `Cache` is the handle of this job, see `CacheJob`;
-    `new_job` starts further jobs, one per access order. An object that this process has acquired is not evicted until
-    it is released, or until the process exits.
+    Each process that has the cache open is a job of the cache. A `Cache` object is the handle of this job, see
+    `CacheJob`; `new_job` starts further jobs, one per access order. An object that this process has acquired is not
+    evicted until it is released, or until the process exits.
 
     Args:
         folder: folder on a local disk, used by the cache alone.
@@ -71,7 +71,8 @@ class Cache(CacheJob):
             )
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
-        """Return the bytes available for `digests`: the budget minus the pinned objects that are not among them."""
+        """Return the bytes available for `digests`: `budget_bytes` minus the disk space of other pinned objects."""
+        # By digest, because an object that several pins name occupies its space once.
         pinned = {
             digest: size
             for pin in read_pins(self._open().files.pins).values()
@@ -89,11 +90,12 @@ class Cache(CacheJob):
 
     def shards(self, repository: Repository) -> CachedShards:
         """Return a `ShardStore` of `repository` that reads through this cache; it can be used after `Cache.close`."""
-        self._open()
+        self._open()  # raises ConfigError if this cache is closed
+        # A handle of its own, which stays open after this one is closed.
         return CachedShards(CacheJob(self.folder, self.tenant, self.peers), repository)
 
     def new_job(self, note: str = "") -> CacheJob:
-        """Start a job for one access order. The job has its own clock (see `next_use`), and ends with this process.
+        """Start a job for one access order. It has a clock of its own (see `next_use`), and ends with this process.
 
         Args:
             note: description of the job, shown in the status.
@@ -114,11 +116,11 @@ class Cache(CacheJob):
             splits: splits of any data sets.
             progress: counts the bytes that are resident, by source.
             num_threads: shards to fetch at once; None: enough to use all request slots of this process.
-            stop: once this event is set, no further fetch starts.
+            stop: no fetch starts after this event is set.
 
         Raises:
-            CacheFullError: the shards exceed the budget, so nothing was fetched; or, during the fetches, objects in
-                use left too little space.
+            CacheFullError: the shards exceed the budget, and nothing was fetched; or objects in use left too little
+                space during the fetches.
             CorruptDataError, NotFoundError, UnavailableError: see `CacheJob.acquire`.
         """
         return stage_objects(
@@ -132,7 +134,8 @@ class Cache(CacheJob):
     def pin(self, name: str, splits: Sequence[Split], progress: Progress = NO_PROGRESS) -> StageReport:
         """Stage all shards of `splits`, and exclude them from eviction until `unpin(name)`, also after restarts.
 
-        Concurrent calls for the same name run one after the other. Raises the errors of `stage`.
+        An existing pin of this name is replaced; after an error it is unchanged. Concurrent calls for the same name
+        run one after the other. Raises the errors of `stage`.
         """
         opened = self._open()
         with changing_pin(opened.files.pins, name):
@@ -144,7 +147,8 @@ class Cache(CacheJob):
         old_pin = read_pins(folder).get(name)
         old_objects = {} if old_pin is None else dict(old_pin.objects)
         added = {digest: size for digest, size in objects.items() if digest not in old_objects}
-        # Written first, so that the file lists every object that the catalogue pins, and `unpin` works after a crash.
+        # The file is written before the catalogue, and lists every object that the catalogue pins. So `unpin` finds
+        # all of them after a crash.
         write_pin(folder, Pin(name, {**old_objects, **objects}))
         try:
             # Pinned before the fetch, so that no shard of the pin is evicted while the others are fetched.
@@ -157,7 +161,8 @@ class Cache(CacheJob):
             else:
                 write_pin(folder, old_pin)
             raise
-        opened.catalogue.unpin(name, {digest: size for digest, size in old_objects.items() if digest not in objects})
+        removed = {digest: size for digest, size in old_objects.items() if digest not in objects}
+        opened.catalogue.unpin(name, removed)
         write_pin(folder, Pin(name, objects))
         return staged
 
@@ -166,7 +171,7 @@ class Cache(CacheJob):
         opened = self._open()
         with changing_pin(opened.files.pins, name):
             pin = find_pin(opened.files.pins, name)
-            # The catalogue comes first, so that every object that it pins is listed in a pin's file at any time.
+            # The catalogue comes before the file, so that the file lists every object that the catalogue pins.
             opened.catalogue.unpin(name, pin.objects)
             remove_pin(opened.files.pins, name)
         return pin
@@ -180,13 +185,13 @@ class Cache(CacheJob):
         return scrub_folder(self._open(), progress)
 
     def check(self, digest: Digest) -> Finding:
-        """Read one object, and quarantine it if its bytes have changed; return "gone" if it is not resident."""
+        """Read one object; return "intact", "corrupt" (it is now in quarantine) or "gone" (it was not resident)."""
         return check_object(self._open(), digest)
 
     def status(self) -> CacheStatus:
         """Return the disk space in use, and the jobs and tenants that use it."""
         opened = self._open()
-        opened.count_hits()  # until now, the latest hits of this process are only in memory
+        opened.count_hits()  # the latest hits of this process are only in memory until this call
         return read_status(opened)
 
     def counters(self) -> Mapping[str, int]:
@@ -198,11 +203,11 @@ class Cache(CacheJob):
 
 @contextmanager
 def use_cache(cache: Cache | str | Path, *, peers: Peers | None = None) -> Iterator[Cache]:
-    """Yield a cache, or open the one in a folder for the block; only a cache that was opened here is closed.
+    """Yield `cache`. If `cache` is a folder, open the cache in it, and close that cache after the block.
 
     Args:
-        cache: a cache of this node, or the folder of one that has a budget.
-        peers: other nodes to read objects from, for a cache that is given by its folder.
+        cache: an open cache, which stays open; or the folder of a cache that has a budget.
+        peers: other nodes to read objects from; ignored if `cache` is open.
 
     Raises:
         ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, see `Cache`.

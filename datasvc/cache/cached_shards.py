@@ -1,6 +1,6 @@
-"""The shards of one repository, read through a node's cache, in any order.
+"""`CachedShards` reads the shards of one repository through a node's cache, in any order.
 
-`PrefetchingShardStore` builds on it for a known access order.
+`Cache.shards` returns one. `PrefetchingShardStore` uses one to read in a known access order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CachedShards:
         self._job = job
         self._repository = repository
         self._held: Counter[Digest] = Counter()
-        # The finalizer refers to the job, so the job stays open until its holds are released.
+        # The finalizer refers to the job, which therefore stays open until the holds are released.
         weakref.finalize(self, job.abandon, self._held)
 
     def open_shard(self, info: ObjectInfo) -> Shard:
@@ -61,7 +61,8 @@ class CachedShards:
         if reuse is not None and peers is not None and peers.num_nodes > 1:
             # A node keeps the objects that it owns longer than others, because other nodes request them from it.
             owned = np.array([peers.owns(info.digest)])
-            reuse = NextUse(reuse.now, int(bias_owned(np.array([reuse.next_use]), owned)[0]))
+            biased = bias_owned(np.array([reuse.next_use]), owned)
+            reuse = NextUse(reuse.now, int(biased[0]))
         self._job.release(info.digest, reuse)
         self._held[info.digest] -= 1
 
@@ -70,8 +71,8 @@ class CachedShards:
         return self._job.is_resident(info)
 
     def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:  # noqa: ARG002 - see `ShardStore`
-        """Return {}: without an access order, this store waits for complete shards."""
+        """Return {}: `open_shard` of this store waits until the shard is complete."""
         return {}
 
     def advance(self, epoch: int, position: int) -> None:
-        """Do nothing: this store declares no next uses."""
+        """Do nothing: this store declares a next use only in `release_shard`."""

@@ -1,7 +1,8 @@
 """The catalogue of a node's cache: an LMDB database of resident and reserved objects, with one writer at a time.
 
-The catalogue guards the budget: space is reserved here before a byte is fetched, and no reservation takes the sum of
-reserved and resident bytes over the budget. A file gets its final name inside the transaction that marks the object
+`CacheJob`, through which programs use a cache, makes its changes here. The catalogue guards the budget: space is
+reserved here before a byte is fetched, and no reservation takes the sum of reserved and resident bytes over the
+budget. A file gets its final name inside the transaction that marks the object
 resident, and is removed inside the transaction that deletes its record.
 
 A reservation is valid exactly as long as the lock of its incoming file is held. The lock is taken before the
@@ -49,10 +50,13 @@ class NoSpaceYet(NamedTuple):
 T = TypeVar("T")
 
 Reservation = Literal["resident", "reserved", "busy", "later"] | NoSpaceYet
+"""Result of `Catalogue.reserve`."""
 EvictOutcome = Literal["free", "held", "superseded"]
+"""Result of `Catalogue.invalidate`."""
 
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
-# A minimum, because the disk may lack only a few bytes: every call of `shrink` must free some space, or raise.
+# `shrink` lowers the limit at least so far below the bytes in use. The disk may lack only a few bytes, but each call
+# must free some space or raise: otherwise a fetch would call it forever.
 _MIN_SHRINK_BYTES: Final = 64 << 10
 
 
@@ -69,7 +73,7 @@ class Catalogue:
         # Without fsync: `recovery` rebuilds the catalogue after a crash of the machine.
         self.env = lmdb.open(
             str(files.catalogue),
-            max_dbs=8,
+            max_dbs=8,  # not less than the number of tables in `Tables`
             map_size=_MAP_BYTES,
             sync=False,
             metasync=False,
@@ -86,7 +90,7 @@ class Catalogue:
         self.env.close()
 
     def check(self) -> str:
-        """Read the first and last row of every table; return the boot id for which the catalogue was built.
+        """Read the first and last row of every table; return the id of the boot in which the catalogue was built.
 
         Raises lmdb.Error or ValueError if a row is damaged: `recovery` then rebuilds the catalogue.
         """
@@ -96,39 +100,41 @@ class Catalogue:
             return tables.boot
 
     def read(self, get: Callable[[CatalogueTables], T]) -> T:
-        """Return the result of `get`, which reads the tables at one moment; `get` must not return an open cursor."""
+        """Return the result of `get`, which sees one state of all tables; `get` must not return an open cursor."""
         with self._map_errors(), self.env.begin() as txn:
             return get(CatalogueTables(self._tables, txn))
 
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
 
-        An unchanged configuration evicts nothing. A limit that a full disk had lowered is set to the budget again.
+        An unchanged configuration evicts nothing. In both cases, a limit that a full disk has lowered is set to the
+        budget again.
 
         Args:
             change: returns the new configuration, given the current one.
 
         Raises:
             ConfigError: raised by `change`.
-            OSError: the configuration cannot be written.
+            UnavailableError: the configuration cannot be written.
         """
         with self._writing() as (tables, space):
             configuration = change(tables.configuration)
-            is_new = configuration != tables.configuration
-            self._store_configuration(tables, configuration, is_new=is_new)
+            is_changed = configuration != tables.configuration
+            self._store_configuration(tables, configuration, is_changed=is_changed)
             # If no budget was ever set, there is no limit to enforce, and the resident objects stay.
-            if is_new and configuration.budget_bytes:
+            if is_changed and configuration.budget_bytes:
                 space.enforce_quotas()
 
     def rebuild(self, configuration: Configuration, scanned: Iterable[ScannedFile], boot: str) -> None:
         """Fill a new catalogue from the files of the folder; evict only what is above the budget."""
         with self._writing() as (tables, space):
             tables.boot = boot
-            tables.register(NO_JOB, "")
+            tables.register(NO_JOB, "")  # the job of all objects that the scan found: their next uses are unknown
             for file in scanned:
                 record = ObjectRecord(UNVERIFIED, file.size_bytes, tables.next_use(NO_JOB, None), NO_JOB, file.tenant)
                 tables.put(file.digest, None, record)
-            self._store_configuration(tables, configuration, is_new=False)
+            # Not changed: the caller has read it from the folder.
+            self._store_configuration(tables, configuration, is_changed=False)
             if configuration.budget_bytes:
                 space.enforce_budget()
 
@@ -140,15 +146,16 @@ class Catalogue:
     def retire(self, job_id: str) -> None:
         """Mark an access order as ended although its process runs: its objects are evicted first. Irreversible."""
         with self._writing() as (tables, _):
+            # `SpaceAllocator.sweep` may have unregistered a job that has ended before.
             if tables.job(job_id) is not None:
                 tables.retire(job_id)
 
     def is_ready(self, info: ObjectInfo) -> bool:
-        """Return whether an object, on which the caller has a hold, is resident and verified.
+        """Return whether an object is resident and verified. Without a hold of the caller, it may be evicted at once.
 
         A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
-        # Not by `read`: its context managers would slow down every cache hit.
+        # `read` is not used: its context managers would slow down every cache hit.
         try:
             with self.env.begin() as txn:
                 state = CatalogueTables(self._tables, txn).state(info.digest)
@@ -162,27 +169,27 @@ class Catalogue:
         """Reserve the space to fetch an object, unless it is resident.
 
         Args:
-            info: the object; the caller has a hold on it unless it prefetches.
+            info: the object; the caller has a hold on it, except for a prefetch.
             job_id: job of the caller.
             tenant: tenant whose quota is charged.
-            prefetch: next use of an object to prefetch; None: the object is needed now. See `CacheJob.prefetch`.
-            evict: see `CacheJob.prefetch`.
+            prefetch: next use of an object to prefetch; None: the object is needed now.
+            evict: whether a prefetch may evict objects that a running job may need again.
 
         Returns:
             "resident": the file exists and was verified. "reserved": the caller has locked the incoming file and must
             fill it, then call `complete` or `drop`. "busy": another process or thread has that lock, or waits for it;
-            call again when the lock is free. "later": a prefetch gets no space now. NoSpaceYet: there is no space
-            until another object has arrived; call again then.
+            call again when the lock is free. "later": there is no space for a prefetch now. NoSpaceYet: there is no
+            space until another object has arrived; call again then.
 
         Raises:
             CacheFullError: evicting every unused object would not free enough space, or a single inode, and no fetch
                 in progress will add an evictable object.
-            CorruptDataError: the object has another size.
+            CorruptDataError: the object is resident and verified, with another size than `info` has.
             UnavailableError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
             record = tables.get(info.digest)
-            # If no process has the lock, the reserving process has ended, and this call takes over its reservation.
+            # If no process has the lock, the reserving process has ended. This call then takes over its reservation.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return "busy"
             if record is not None and record.size_bytes != info.size_bytes:
@@ -198,8 +205,8 @@ class Catalogue:
                 # For an object needed now, any unused object may be evicted; a prefetch keeps those needed sooner.
                 if prefetch is not None:
                     min_distance_bytes = prefetch.next_use - prefetch.now
-                # Without `evict`, a prefetch keeps every object that a running job may need again.
-                min_distance_bytes = min_distance_bytes if evict else max(min_distance_bytes, SPARE_NEEDED)
+                if not evict:
+                    min_distance_bytes = max(min_distance_bytes, SPARE_NEEDED)
                 refused = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
                 if refused and prefetch is not None:
                     return "later"
@@ -210,9 +217,11 @@ class Catalogue:
                 if is_locked is False:
                     return "busy"
                 if is_locked:
-                    # A record that exists is charged already: this is a takeover, or the file must be verified. It is
-                    # read again, because a prefetch has no hold, so the object may have been evicted for an inode.
-                    record = record and tables.get(info.digest)
+                    # A prefetch has no hold, so `_lock_incoming` may have evicted this object itself for its inode.
+                    if record is not None:
+                        record = tables.get(info.digest)
+                    # An existing record stays charged to its tenant: its reservation is taken over, or its file is
+                    # verified again.
                     payer = tenant if record is None else record.tenant
                     tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                     return "reserved"
@@ -223,7 +232,7 @@ class Catalogue:
                     return NoSpaceYet(awaited)
             tables.count({"refused": 1})
             refusal = space.refusal(tenant, info) if refused else self._no_inodes()
-        # Raised after the transaction, so that the removal of leftovers and the counter are committed.
+        # Raised after the transaction, which commits the removal of leftovers and the counter.
         raise refusal
 
     def complete(
@@ -242,7 +251,7 @@ class Catalogue:
             job_id: job of the caller.
             publish: whether to rename the incoming file to its final name; False: the file is there already.
             reuse: next use of the object; None: unknown.
-            counts: counters to add to.
+            counts: numbers to add to counters, by name.
         """
         with self._writing() as (tables, _):
             record = tables.get(digest)
@@ -268,13 +277,16 @@ class Catalogue:
     def release(
         self, digest: Digest, job_id: str, reuse: NextUse | None, counts: Mapping[str, int] | None = None
     ) -> None:
-        """Record the next use of an object whose hold the caller is about to release, see `SpaceAllocator.claim`."""
+        """Record the next use of an object whose hold the caller is about to release.
+
+        If another running job needs the object as soon or sooner, its record stays, see `SpaceAllocator.claim`.
+        """
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is not None and record.state == RESIDENT:
                 next_use = tables.next_use(job_id, reuse)
                 space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
-            tables.count(counts)  # the hits since the last release, which need no transaction of their own
+            tables.count(counts)  # the hits since the last release: counted here to save a transaction
 
     def expect(self, next_uses: Mapping[Digest, int], job_id: str, now: int, *, passed_only: bool = False) -> None:
         """Record the next uses of objects whose files exist already; see `CacheJob.expect` for the arguments."""
@@ -284,17 +296,18 @@ class Catalogue:
                 record = tables.get(digest)
                 if record is None or record.state == RESERVED:
                     continue
-                if not (passed_only and record.job_id == job_id and record.next_use >= now):
+                is_ahead = record.job_id == job_id and record.next_use >= now
+                if not (passed_only and is_ahead):
                     space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
 
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
-        """Lower the limit to the bytes that fit on a full disk, and evict until the caller's object fits below it.
+        """Lower the limit to the bytes that fit on a full disk, and evict until the objects fit below the limit.
 
         If the disk has no inodes left, the limit stays, and one object is evicted for its inode.
 
         Args:
-            digest: object that the caller has reserved and could not write.
-            allocated_bytes: bytes of it that the disk accepted.
+            digest: object that the caller has reserved and could not write; it counts as in use.
+            allocated_bytes: bytes of this object that the disk accepted.
 
         Raises:
             CacheFullError: nothing is left to evict.
@@ -308,8 +321,10 @@ class Catalogue:
                 refusal = self._no_inodes()
             else:
                 missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
-                old_limit, limit = tables.limit_bytes, tables.account().total_bytes - missing
+                limit = tables.account().total_bytes - missing
+                old_limit = tables.limit_bytes
                 tables.limit_bytes = min(limit, old_limit)
+                # 0 more bytes: the reservation of the caller's object is charged already.
                 if space.make_space(record.tenant, 0):
                     return
                 # This fetch fails. The next one gets the old limit, because the disk may have space again by then.
@@ -319,10 +334,11 @@ class Catalogue:
                     "and every remaining object is in use by a running job or pinned; free space on the disk, or "
                     "lower the budget"
                 )
+        # Raised after the transaction, which commits the removal of leftovers.
         raise refusal
 
     def free_inode(self) -> None:
-        """Evict an object, because the disk has no inode left for a new file.
+        """Evict an object, because the disk has no inode left for a file that belongs to no object, such as a lease.
 
         Raises:
             CacheFullError: nothing is left to evict.
@@ -333,7 +349,7 @@ class Catalogue:
         raise self._no_inodes()
 
     def quarantine(self, digest: Digest) -> None:
-        """Quarantine and count the corrupt file of an object for which the caller has a reservation."""
+        """Quarantine the corrupt file of an object that the caller has reserved, and count it as corrupt."""
         with self._writing() as (tables, space):
             record = tables.get(digest)
             assert record is not None, digest
@@ -342,15 +358,17 @@ class Catalogue:
             space.quarantine_or_remove(digest, record.tenant)
 
     def invalidate(self, digest: Digest, inode: int) -> EvictOutcome:
-        """Quarantine and count a resident object whose bytes are wrong; its file is kept until the space is needed.
+        """Quarantine a resident object whose bytes are wrong, and count it as corrupt.
+
+        Its file is kept until the space is needed.
 
         Args:
             digest: the object; the caller has released its own hold.
             inode: inode of the file that the caller read and still has open, so that the number is not reused.
 
         Returns:
-            "free": the object was not in use. "held": a process has a hold on it, so its space is freed only after
-            the release. "superseded": another process has invalidated or replaced that file already.
+            "free": the object was not in use. "held": a process has a hold on the object, so the space is freed only
+            after the release. "superseded": another process has already invalidated or replaced that file.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
@@ -363,7 +381,7 @@ class Catalogue:
             return "held" if held else "free"
 
     def mark_verified(self, digest: Digest) -> None:
-        """Mark an object that a scan found as verified."""
+        """Make an object resident if its state is UNVERIFIED. The caller has verified its bytes."""
         with self._writing() as (tables, _):
             record = tables.get(digest)
             if record is not None and record.state == UNVERIFIED:
@@ -382,7 +400,7 @@ class Catalogue:
                 tables.unpin(digest, name)
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Add to counters."""
+        """Add numbers to counters, by name."""
         with self._writing() as (tables, _):
             tables.count(counts)
 
@@ -399,7 +417,11 @@ class Catalogue:
     def _lock_incoming(
         self, digest: Digest, tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int
     ) -> bool | None:
-        """Lock the incoming file, and evict while the disk has no inode for it; None: nothing is left to evict."""
+        """Lock the incoming file, and evict while the disk has no inode for it.
+
+        Returns:
+            Whether this call has locked the file; None: the disk has no inode for it, and nothing is left to evict.
+        """
         while True:
             try:
                 return self._files.lock_incoming(digest)
@@ -415,9 +437,11 @@ class Catalogue:
             "object is in use by a running job or pinned; remove files from the disk"
         )
 
-    def _store_configuration(self, tables: CatalogueTables, configuration: Configuration, *, is_new: bool) -> None:
-        if is_new or not configuration.is_written(self._files.folder):
-            # The durable copy, from which a rebuild takes the configuration.
+    def _store_configuration(
+        self, tables: CatalogueTables, configuration: Configuration, *, is_changed: bool
+    ) -> None:
+        if is_changed or not configuration.is_written(self._files.folder):
+            # A rebuild of the catalogue takes the configuration from this durable copy.
             configuration.write(self._files.folder)
         tables.configuration = configuration
         tables.limit_bytes = configuration.budget_bytes
@@ -425,9 +449,9 @@ class Catalogue:
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
-        # `_write_lock` is kept until the victims are unlocked: all threads of a process share one lock descriptor, so
-        # the locks of objects do not exclude another thread of this process.
-        # The contexts close in reverse order, so that the victims are unlocked after the commit.
+        # The contexts close in reverse order: commit, unlock the victims, release `_write_lock`. `_write_lock` is the
+        # last, because all threads of a process lock victims through the same descriptors: these locks do not exclude
+        # another thread of this process.
         with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
             tables = CatalogueTables(self._tables, txn)
             space = SpaceAllocator(tables, self._files, self._locks, self.env.reader_check)
@@ -441,7 +465,7 @@ class Catalogue:
         except lmdb.Error as error:
             raise describe_failure(self._files.catalogue, error) from error
         except OSError as error:
-            # A transaction also checks, creates and removes files; after such an error it is aborted.
+            # A transaction also checks, creates and removes files. An error of these has aborted it.
             raise UnavailableError(
                 f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
             ) from error
@@ -450,9 +474,10 @@ class Catalogue:
 def _evict_for_inode(
     tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int = SPARE_NOTHING
 ) -> bool:
-    """Remove leftovers of ended processes or evict an object; return whether that was possible."""
+    """Remove leftovers of ended processes, or else evict an object; return whether one of them was possible."""
     old_limit = tables.limit_bytes
-    # One byte above the limit: one object is evicted. The limit stays, because the disk has space for larger objects.
+    # The bytes in use exceed this limit by one, so one object is evicted. The old limit is restored afterwards: the
+    # disk lacks only inodes, not space.
     tables.limit_bytes = tables.account().total_bytes - 1
     try:
         return space.make_space(tenant, 0, min_distance_bytes)

@@ -23,13 +23,14 @@ from datasvc.sizes import parse_size
 
 CACHE_FORMAT: Final = 2
 _NAME: Final = "cache.json"
-_ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash as octal numbers
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash in a mount point
 # On these, locks are per machine, lost after a reconnect, or missing. Also, a cache on a network saves no transfer.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}
     | {"nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs"}
 )
-# Programs that mount remote storage, also on this machine, by libfuse's subtype or the name that they mount as.
+# FUSE programs that mount remote storage: the subtype in "fuse.SUBTYPE", or the source of the mount, see
+# `file_system_of`.
 _REMOTE_FUSE: Final = frozenset(
     {"alluxio-fuse", "blobfuse", "blobfuse2", "ceph", "ceph-fuse", "cosfs", "cubefs", "curlftpfs", "curvefs"}
     | {"cvmfs2", "davfs", "davfs2", "dfuse", "fuse_dfs", "gcsfuse", "geesefs", "glusterfs", "goofys", "gvfsd-fuse"}
@@ -45,6 +46,9 @@ class Configuration:
     Attributes:
         budget_bytes: budget of the cache; 0: none was ever set.
         quotas: quotas by tenant.
+
+    Raises:
+        ConfigError: the guarantees of all tenants together exceed the budget.
     """
 
     budget_bytes: int = 0
@@ -69,7 +73,7 @@ class Configuration:
         """Return the configuration that `encode` wrote; `name` is used in messages.
 
         Raises:
-            ConfigError: `content` has a later format.
+            ConfigError: `content` has a later format, or its quotas are not valid.
             CorruptDataError: `content` cannot be parsed.
         """
         try:
@@ -78,7 +82,7 @@ class Configuration:
             quotas = {tenant: Quota(**quota) for tenant, quota in fields["tenants"].items()}
             return cls(int(fields["budget_bytes"]), quotas)
         except ConfigError:
-            raise
+            raise  # a subclass of ValueError, but not a sign of damage
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise CorruptDataError(
                 f"{name} is damaged: {error!r}; remove it and set the budget again, the cached objects are kept"
@@ -107,15 +111,15 @@ def parse_budget(text: str, folder: Path) -> int:
     """Return the bytes of a budget for a cache at `folder`: a size ("50GB"), or a share of its disk ("10%").
 
     Raises:
-        ConfigError: `text` is not a size, not above zero, or more than the size of the disk.
+        ConfigError: `text` is neither a size nor a share, is not above zero, or is more than any disk has.
     """
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
     if percent:
         if float(percent[1]) > 100:
             raise ConfigError(f"a cache budget of {text!r} is more than the disk has; expected at most 100%")
         # The cache folder may not exist yet; its nearest existing parent is on the same disk.
-        existing = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
-        budget = int(shutil.disk_usage(existing).total * float(percent[1]) / 100)
+        existing_folder = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+        budget = int(shutil.disk_usage(existing_folder).total * float(percent[1]) / 100)
     else:
         try:
             budget = parse_size(text)
@@ -154,8 +158,9 @@ def check_folder(folder: Path) -> None:
             f"the cache {folder} belongs to user {folder_user}, and this process runs as user {os.geteuid()}: users "
             "cannot share a cache folder; use another folder, or run `datasvc serve` as one user for all"
         )
-    # A cache evicts the files below objects/, so these must be its own. objects/ is looked up first: a process that
-    # creates a cache makes catalogue/ before objects/, so a new cache never looks like another folder.
+    # A cache evicts the files below objects/, so these must be its own. Look up objects/ before catalogue/: another
+    # process may be creating this cache now, and it creates them in the opposite order. So if objects/ of a cache is
+    # found, catalogue/ is found too.
     has_objects = (folder / "objects").exists()
     is_cache = Configuration.is_written(folder) or (folder / "catalogue").exists()
     if (folder / MARKER).exists() or (has_objects and not is_cache):
@@ -168,7 +173,8 @@ def check_folder(folder: Path) -> None:
 def file_system_of(folder: Path, mounts: str) -> str:
     """Return the type of the file system of `folder`; `mounts` is the content of /proc/self/mountinfo.
 
-    The type "fuse" without a subtype gets the name that its program gives as the source of the mount.
+    A FUSE mount has the type "fuse.SUBTYPE". If it has no subtype, the result is "fuse." and the source of the mount
+    up to a colon, which is the name of the program for some programs.
     """
     longest, kind = -1, ""
     path = str(folder.resolve())

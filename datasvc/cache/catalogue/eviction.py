@@ -1,14 +1,16 @@
 """Eviction policy: a pure function of the next uses that jobs have declared.
 
+The cache (`space`) and its simulation (`datasvc.cache.forecast`) use the same policy.
+
 Of all resident objects that are not in use, the one with the furthest next use is evicted first: Belady's rule
 (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which a known access order
 makes possible. A next use is the time when a job needs the object again, on the job's clock of bytes served. Next
 uses of different jobs are compared by distance: the bytes that a job still reads before it needs the object.
 
 An unknown next use counts as further than every known one. Of the objects with an unknown next use, the one released
-last is evicted first. Where every shard is used once per epoch, this keeps as much of the data as fits; evicting the
-one released first would drop each shard just before its next use. Objects of ended jobs are evicted before those of
-running jobs, those of the oldest job first.
+last is evicted first. If every shard is used once per epoch, this keeps as much of the data as fits; if the one
+released first were evicted, each shard would be dropped just before its next use. Objects of ended jobs are evicted
+before those of running jobs, those of the oldest job first.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class EvictionCandidate:
     Attributes:
         freed_bytes: disk space that its eviction frees.
         tenant: tenant that is charged for it.
-        distance_bytes: bytes that its job still reads before it needs the object again.
+        distance_bytes: bytes that its job still reads before it needs the object again, see `distance_bytes`.
     """
 
     digest: Digest
@@ -53,21 +55,23 @@ def choose_victims(
 ) -> list[EvictionCandidate]:
     """Return the objects to evict so that `tenant` may use `size_bytes` more.
 
-    If this is impossible, return all objects that may be evicted; `account` then shows the missing bytes.
+    If this is impossible, return all objects that may be evicted; `account.missing` is then above 0.
 
     Args:
         candidates: objects in the order of eviction; iterated no further than needed.
-        account: space in use; the victims are subtracted from it.
+        account: space in use; this function subtracts the victims from it.
         tenant: tenant that needs the space.
         size_bytes: space that it needs.
-        min_distance_bytes: evict only objects at a larger distance, so that a prefetch keeps those needed sooner.
+        min_distance_bytes: evict only objects at a larger distance, so that a prefetch keeps those needed sooner;
+            -NEVER is below every distance.
         take: locks a victim, and returns whether this succeeded; called only for objects whose eviction helps.
     """
     victims: list[EvictionCandidate] = []
     remaining = iter(candidates)
     while account.missing(tenant, size_bytes) > 0:
         candidate = next(remaining, None)
-        # The candidates of running jobs come by descending distance, so no later one may be evicted either.
+        # The candidates of ended jobs come first, and count as further than those of running jobs, which come by
+        # descending distance. So no later candidate may be evicted either.
         if candidate is None or candidate.distance_bytes <= min_distance_bytes:
             break
         if account.helps(candidate.tenant, tenant, candidate.freed_bytes, size_bytes) and take(candidate):
@@ -80,10 +84,10 @@ def distance_bytes(next_use: int, clock: int | None) -> int:
     """Return the bytes that a job still reads before `next_use` on its clock; `clock` is None for an ended job."""
     if clock is None:
         return next_use + NEVER  # further than every object of a running job
-    # An unknown next use contains a count of the releases of all jobs, so no job's clock is subtracted.
+    # An unknown next use is not a time on the job's clock: it contains a count of the releases of all jobs.
     return next_use if next_use >= UNKNOWN else next_use - clock
 
 
 def by_distance(queues: Iterable[Iterator[EvictionCandidate]]) -> Iterator[EvictionCandidate]:
-    """Merge the candidates of running jobs, the furthest first; each queue must be in this order."""
+    """Merge the candidates of running jobs, the furthest first. Each queue, one per job, must be in this order."""
     yield from heapq.merge(*queues, key=lambda candidate: -candidate.distance_bytes)

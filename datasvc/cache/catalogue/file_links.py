@@ -41,6 +41,7 @@ class FileLink:
         Also None if the recorded digest is damaged: the object then counts as corrupt, and is fetched again.
         """
         path = self._folder / _CONTENT
+        # An earlier version could create a symbolic link of this name, for a staged file called ".content".
         with suppress(FileNotFoundError, UnicodeDecodeError, CorruptDataError):
             return None if path.is_symlink() else parse_digest(path.read_text(encoding="ascii"))
         return None

@@ -62,20 +62,22 @@ class Files:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._root = str(folder)  # a string: thousands of paths are built per second, and `Path` is slower
+        self._root = str(folder)  # a string: thousands of paths are built per second, and a `Path` takes longer
         self.leases = folder / "leases"
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # Locked files by object and thread. A `FileIO` closes itself if an interrupt comes before it is stored here.
+        # Locked incoming files by object and thread id. Not descriptors: a `FileIO` that an interrupt keeps from being
+        # stored here is deleted, and closes its file.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
             folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             check_folder(folder)
-            # catalogue/ comes before objects/: so `check_folder` can distinguish a new cache from another folder.
+            # catalogue/ comes before objects/, so that `check_folder` can tell a new cache from another folder.
             for name in ("leases", "catalogue", "quarantine", "pins"):
                 make_private(folder / name)
-            # Users who may enter the cache's folder may read resident objects: no process locks these.
+            # Not private: no process locks resident objects, so other users may read them if the cache's folder is
+            # open to them.
             (folder / "objects").mkdir(exist_ok=True)
             make_private(folder / "incoming")
         except OSError as error:
@@ -92,7 +94,7 @@ class Files:
         return f"{self._root}/objects/{digest[:2]}/{parse_digest(digest)}"
 
     def has_inodes(self) -> bool:
-        """Return whether the disk can store another file, by the count of its inodes; True if it has no count."""
+        """Return whether the disk has an inode for another file; True if its file system does not count inodes."""
         disk = os.statvfs(self._root)
         return not disk.f_files or disk.f_favail > 0
 
@@ -118,16 +120,17 @@ class Files:
     def lock_incoming(self, digest: Digest) -> bool:
         """Lock the incoming file of an object until `unlock`; bytes that an ended process has written are kept.
 
-        Call it only inside a write transaction of the catalogue, so that an object has one incoming file. It does not
-        wait: it also returns False while another thread briefly takes the lock in `wait_for_incoming`.
+        Return False if another thread or process has the lock, perhaps a caller of `wait_for_incoming`. Call this
+        method only inside a write transaction of the catalogue, so that an object has one incoming file.
         Raises OSError.
         """
-        # Created before the fetch, so that a disk without inodes is found here, where objects can be evicted.
+        # The target folder is created before the fetch, because here the caller can evict objects if the disk has no
+        # inodes; `publish` could not.
         with suppress(FileExistsError):
             os.mkdir(f"{self._root}/objects/{digest[:2]}")
         file = FileIO(self._incoming(digest), "r+", opener=_open_or_create)
         try:
-            # Never waits: the caller has the write transaction, which blocks all other processes.
+            # Without waiting: the write transaction of the caller blocks the transactions of all other processes.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
@@ -142,7 +145,8 @@ class Files:
     def wait_for_incoming(self, digest: Digest) -> None:
         """Wait until the fetch of an object has ended: the kernel then releases its lock, also after a crash.
 
-        If the object is not being fetched, wait until other callers of this method have unlocked it.
+        If the object is not being fetched, wait until other callers of this method have unlocked it: `lock_incoming`
+        fails while they have the lock.
         """
         try:
             descriptor = os.open(self._incoming(digest), os.O_RDONLY)
@@ -150,9 +154,10 @@ class Files:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # The shared lock was free, so no fetch is in progress. Wait for the other callers of this method.
+            # The shared lock was free, so no fetch is in progress. The exclusive lock waits for the other callers.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
+            # A fetch has the exclusive lock. A shared lock lets all waiting callers continue together.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         finally:
             unlock_and_close(descriptor)
@@ -181,7 +186,7 @@ class Files:
         _unlink(self._incoming(digest) + PARTS_SUFFIX)
 
     def unlock(self, digest: Digest) -> None:
-        """Release this thread's lock; threads and processes that wait for the object continue."""
+        """Release this thread's lock of the incoming file; threads and processes that wait for it continue."""
         file = self._locked.pop((digest, threading.get_ident()))
         fcntl.flock(file, fcntl.LOCK_UN)  # closing does not unlock while a forked child has a copy
         file.close()
@@ -214,6 +219,7 @@ class Files:
 
 
 def _open_or_create(path: str, flags: int) -> int:
+    # Readable by other users: the file becomes the resident object. Until then, the private folder protects it.
     return os.open(path, flags | os.O_CREAT, 0o644)
 
 

@@ -1,4 +1,4 @@
-"""Leases: files that running processes keep locked, so that others can tell whether a process still runs.
+"""Leases: each process that has a cache open keeps a file locked, so that others can tell whether it still runs.
 
 The kernel releases the lock when the process exits, also by a crash, so no timeout and no clock is needed. `flock`
 belongs to the open file: other threads of the same process see the lock too, and it is not lost when another
@@ -46,16 +46,16 @@ class Lease:
         self.id = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._path = folder / self.id
         # The file is locked before it is renamed, so that no process sees an unlocked lease of a running process.
-        unnamed = folder / f"{TEMPORARY_PREFIX}{self.id}"
+        temporary = folder / f"{TEMPORARY_PREFIX}{self.id}"
         self._descriptor = -1
         try:
-            self._descriptor = os.open(unnamed, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self._descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            unnamed.rename(self._path)
+            temporary.rename(self._path)
         except OSError as error:
             if self._descriptor >= 0:
                 os.close(self._descriptor)
-                unnamed.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise ConfigError(
                 f"cannot lock a file in {folder}: {error}; put the cache on a local disk that supports file locks"
             ) from error
@@ -69,14 +69,14 @@ class Lease:
     def close(self) -> None:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
-            # If the file cannot be removed, it is at least unlocked: the next process that checks it removes it.
+            # A file that cannot be removed is at least unlocked below: the next process that checks it removes it.
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             self.abandon()
 
 
 def name_order(lease_id: str, number: int) -> str:
-    """Return the job id of one access order of a process; it is valid at most as long as the lease."""
+    """Return the job id of one access order of a process. The job lives at most as long as the lease."""
     return f"{lease_id}.{number}"
 
 
@@ -124,6 +124,9 @@ def is_held(folder: Path, lease_id: str) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the lease files of ended processes, half-created ones too. Call it while no lease can be created."""
+    """Remove the lease files of ended processes, temporary ones too.
+
+    Call it only while no other process can create a lease, because a new lease is not locked at first.
+    """
     for path in folder.iterdir():
         is_held(folder, path.name)

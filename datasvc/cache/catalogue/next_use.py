@@ -1,5 +1,6 @@
-"""Next uses of each shard by one job, over several epochs: the input of the eviction policy. Pure.
+"""Plans when one job uses each shard, over several epochs: its next uses are the input of the eviction policy. Pure.
 
+The stager and the forecast use it for known access orders.
 Times are on the job's clock: the bytes that its access order has served since epoch 0, which is the number of
 positions times the mean size of a sample. So the next uses of all jobs of a cache have the same unit, whatever the
 data and the speed of each job. A lane is a span of the data set; an order reads its lanes in parallel.
@@ -18,7 +19,8 @@ from datasvc.cache.catalogue.eviction import UNKNOWN
 from datasvc.keyed_random import Integers
 from datasvc.order import NEVER, AccessOrder, OrderConfig
 
-# Added to the next uses of shards that a node does not own: larger than every clock, and smaller than UNKNOWN.
+# Added to the next uses of shards that a node does not own. It is larger than every time on a clock, so that these
+# next uses are further than those of owned shards, and smaller than UNKNOWN, so that they stay known.
 _NOT_OWNED: Final = UNKNOWN >> 1
 
 
@@ -53,7 +55,7 @@ class Uses:
 
 
 def bytes_per_position(samples_per_shard: Integers, bytes_per_shard: Integers) -> int:
-    """Return by how much each position advances the clock: the mean size of a sample, at least 1."""
+    """Return the bytes by which each position advances the clock: the mean size of a sample, at least 1."""
     return max(1, int(bytes_per_shard.sum()) // max(1, int(samples_per_shard.sum())))
 
 
@@ -72,7 +74,7 @@ def plan_uses(
         samples_per_shard: `int64[num_shards]`, see `AccessOrder`.
         bytes_per_shard: `int64[num_shards]`.
         config: parameters of the order.
-        epochs: epochs to plan, ascending.
+        epochs: epochs to plan, ascending; at least one.
         chosen: `bool[num_shards]`, shards to plan; None: all.
         step_bytes: bytes by which each position advances the clock; None: the mean size of a sample.
     """
@@ -80,8 +82,10 @@ def plan_uses(
     parts = []
     for epoch in epochs:
         columns = _uses_of_epoch(AccessOrder(samples_per_shard, config, epoch), step)
-        is_chosen = slice(None) if chosen is None else chosen[columns[0]]
-        parts.append([column[is_chosen] for column in columns])
+        if chosen is not None:
+            shards = columns[0]
+            columns = tuple(column[chosen[shards]] for column in columns)
+        parts.append(columns)
     return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -91,11 +95,13 @@ def next_uses(uses: Uses) -> Integers:
     Returns:
         `int64[n]`, next use in bytes; NEVER if there is none until the end of the next epoch.
     """
-    # Each time is replaced by its index among the sorted times, so that shard and time fit into one integer.
+    # Shard and time are joined into one integer that sorts by shard, then by time. Each time is replaced by its index
+    # among the sorted times, so that both fit.
     times = np.unique(np.concatenate([uses.first, uses.stop]))
     base = uses.shards * (len(times) + 1)
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
-    # `following` is, for each use, the first use of the same shard that begins at or after its end.
+    # `following` is, for each use, the next use in this order that begins at or after its end. It is a use of another
+    # shard, or the last use, if the shard is not used again.
     by_shard = np.argsort(begins, kind="stable")
     insert_at = np.searchsorted(begins[by_shard], ends)
     following = by_shard[np.minimum(insert_at, len(uses) - 1)]
@@ -121,12 +127,13 @@ def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
         next use; UNKNOWN for owned shards that only peers may request; NEVER for shards that no node will request
         from this node.
     """
-    by_peers = np.where(owned, UNKNOWN, NEVER)
-    by_this_node = np.where(owned, times, times + _NOT_OWNED)
-    return np.where(times < UNKNOWN, by_this_node, by_peers)
+    if_needed = np.where(owned, times, times + _NOT_OWNED)
+    if_not_needed = np.where(owned, UNKNOWN, NEVER)
+    return np.where(times < UNKNOWN, if_needed, if_not_needed)
 
 
 def _uses_of_epoch(order: AccessOrder, step: int) -> tuple[Integers, ...]:
+    """Return the columns of `Uses`, in the order of its attributes."""
     windows = order.windows
     served_samples = order.epoch * order.num_samples
     return (

@@ -1,10 +1,10 @@
 """Object locks: each process locks the objects that it uses; the kernel releases the locks when the process exits.
 
 Each object has a lock of one byte, at an offset computed from its digest, in one of 64 files. A process that uses an
-object has a hold on it (a shared lock), which writes nothing, and needs no clean-up and no timeout. An eviction takes
-the lock exclusively, which fails while any process has a hold. The locks belong to the open file description
-(`F_OFD_SETLK`): two descriptors of one process exclude each other as two processes do. Evictions use separate
-descriptors, so that they never evict an object that their own process uses.
+object has a hold on it: a shared lock. A hold writes nothing to disk, and needs no clean-up and no timeout. An
+eviction takes the lock exclusively, which fails while any process has a hold. The locks belong to the open file
+description (`F_OFD_SETLK`): a file that is opened twice in one process has locks that exclude each other as those of
+two processes do. Evictions open the files again, so that a process never evicts an object on which it has a hold.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datasvc.cache.catalogue.private import make_private, open_lock_file
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Digest
 
-# The kernel searches the locks of a file linearly; the locks are spread over several files to keep each list short.
+# The kernel searches the locks of a file linearly. Several files keep each list of locks short.
 _NUM_FILES: Final = 64
 _FLOCK: Final = struct.Struct("@hhqqi4x")  # fcntl.h: type, whence, start, len, pid
 _GETLK, _SETLK, _SETLKW = 36, 37, 38  # fcntl.h: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
@@ -48,19 +48,20 @@ class ObjectLocks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._hold_files: dict[int, int] = {}  # descriptors by number of the lock file
-        self._exclusive_files: dict[int, int] = {}
-        self._counts: Counter[Digest] = Counter()
-        self._abandoned: deque[Digest] = deque()
-        self._lock = threading.Lock()
-        self._opening = threading.Lock()
+        self._hold_files: dict[int, int] = {}  # descriptors for holds, by number of the lock file
+        self._exclusive_files: dict[int, int] = {}  # descriptors for exclusive locks, likewise
+        self._counts: Counter[Digest] = Counter()  # holds of this process
+        self._abandoned: deque[Digest] = deque()  # holds to release as soon as `_lock` is free
+        self._lock = threading.Lock()  # guards `_counts` and the holds
+        self._opening = threading.Lock()  # guards the opening of lock files
         try:
             make_private(folder)
-            # If these locks are not supported, this call fails here, at the start.
+            # This unlocks a byte that is not locked, only to fail at once if these locks are not supported.
             fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
-            # All files are created now, because a disk may have no inodes left later.
-            for number in {f"{number:02x}" for number in range(_NUM_FILES)}.difference(os.listdir(folder)):
-                os.close(open_lock_file(folder / number))
+            # All files are created now, because the disk may have no inodes left later.
+            names = {f"{number:02x}" for number in range(_NUM_FILES)}
+            for name in names.difference(os.listdir(folder)):
+                os.close(open_lock_file(folder / name))
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot lock files in {folder}: {error}{_advice(error)}") from error
@@ -85,7 +86,7 @@ class ObjectLocks:
         self._release_abandoned()
 
     def abandon(self, digests: Iterable[Digest]) -> None:
-        """Remove holds from a finalizer. Never blocks: a finalizer may interrupt any call of its thread."""
+        """Remove one hold per digest. Never blocks, because a finalizer calls it, in the midst of any other call."""
         self._abandoned.extend(digests)
         self._release_abandoned()
 
@@ -112,20 +113,20 @@ class ObjectLocks:
 
     def is_held(self, digest: Digest) -> bool:
         """Return whether any process has a hold on an object."""
-        # The descriptor for exclusive locks: the holds of this process are on another one, so they count too.
+        # Not a descriptor of `_hold_files`: the locks that were taken through it would not be reported.
         descriptor, offset = self._locate(self._exclusive_files, digest)
         answer = fcntl.fcntl(descriptor, _GETLK, _flock(fcntl.F_WRLCK, offset))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Remove every hold; later calls of `release` do nothing."""
-        # With the lock, because another thread may be using a descriptor to release a hold.
+        # Another thread may be using a descriptor to release a hold.
         with self._lock:
             self.close_after_fork()
 
     def close_after_fork(self) -> None:
         """Close inherited descriptors in a forked child; the parent's locks stay."""
-        # `_lock` is not taken: another thread of the parent may have had it at the fork.
+        # Without `_lock`: if another thread of the parent had it at the fork, it is never released in the child.
         for descriptor in [*self._hold_files.values(), *self._exclusive_files.values()]:
             os.close(descriptor)
         self._hold_files.clear()
@@ -148,7 +149,8 @@ class ObjectLocks:
             self._set(self._hold_files, _SETLK, fcntl.F_UNLCK, digest)
 
     def _release_abandoned(self) -> None:
-        # This never waits for the lock, which this thread may have: its owner repeats this check after the unlock.
+        # Never wait for `_lock`: a finalizer may run while its own thread has it. The thread that has it repeats this
+        # check after the unlock.
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._abandoned:
@@ -162,14 +164,15 @@ class ObjectLocks:
 
     def _locate(self, descriptors: dict[int, int], digest: Digest) -> tuple[int, int]:
         number = int(digest[:2], 16) % _NUM_FILES
-        # 66 bits of the digest choose file and offset, so a collision of two objects is improbable. In a collision,
-        # releasing one object would unlock the other too, because holds are counted per digest.
+        # 66 bits of the digest choose file and offset, so two objects hardly ever share a byte. If they do, releasing
+        # one object unlocks the other too, because holds are counted per digest.
         return self._descriptor(descriptors, number), int(digest[2:17], 16)
 
     def _descriptor(self, descriptors: dict[int, int], number: int) -> int:
         descriptor = descriptors.get(number)
         if descriptor is None:
             with self._opening:
+                # Another thread may have opened the file meanwhile.
                 descriptor = descriptors.get(number)
                 if descriptor is None:
                     descriptor = descriptors[number] = open_lock_file(self._folder / f"{number:02x}")

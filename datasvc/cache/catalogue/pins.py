@@ -38,8 +38,8 @@ class Pin:
 
 
 def changing_pin(folder: Path, name: str) -> AbstractContextManager[None]:
-    """Lock a pin's name for changes inside the block; wait for other changes of this pin. Raises OSError."""
-    # 60 bits of the name's digest choose the byte. Two names with the same byte would only wait for each other.
+    """Lock a pin for changes inside the block, after waiting for other changes of this pin. Raises OSError."""
+    # 60 bits of the name's digest choose the byte to lock. Two names that share a byte only wait for each other.
     return locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16))
 
 
@@ -54,12 +54,11 @@ def read_pins(folder: Path) -> dict[str, Pin]:
     for path in sorted(folder.glob("*.json")):
         try:
             content = json.loads(path.read_bytes())
-            pin = Pin(
-                str(content["name"]), {parse_digest(digest): int(size) for digest, size in content["objects"].items()}
-            )
+            name = str(content["name"])
+            objects = {parse_digest(digest): int(size) for digest, size in content["objects"].items()}
         except (KeyError, TypeError, ValueError, AttributeError, CorruptDataError) as error:
             raise CorruptDataError(f"the pin {path} is damaged: {error!r}; remove the file and pin again") from error
-        pins[pin.name] = pin
+        pins[name] = Pin(name, objects)
     return pins
 
 

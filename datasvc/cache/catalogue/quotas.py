@@ -1,8 +1,9 @@
 """Quotas of tenants on one cache, and the account of the bytes that each tenant uses. Pure.
 
+The eviction policy asks the account how many bytes are missing, and which evictions are allowed.
 The guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
 maximum. Invariant: no reservation takes the quarantined bytes plus the sum over tenants of max(used, guaranteed)
-above the budget. While a full disk limits the cache, only used bytes count, so unused guarantees reserve nothing.
+above the budget. If the disk was full below the budget, only used bytes count, so unused guarantees reserve nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def check_quotas(quotas: Mapping[str, Quota], budget_bytes: int) -> None:
 
 @dataclass
 class Account:
-    """Disk space that each tenant uses, and the limits on it. `evict` changes only this object, not the catalogue.
+    """Disk space that each tenant uses, and the limits on it: a copy of the catalogue's sums to plan evictions with.
 
     Attributes:
         budget_bytes: budget of the cache, or a lower limit that was set when the disk was full.
@@ -83,11 +84,11 @@ class Account:
     def available(self, tenant: str) -> int:
         """Return the most bytes a tenant may use: the budget minus others' guarantees, up to the tenant's maximum.
 
-        Quarantined bytes are not subtracted.
+        Quarantined bytes are not subtracted, because the quarantine is emptied before any eviction.
         """
         others = {name: quota.guaranteed_bytes for name, quota in self.quotas.items() if name != tenant}
         if self.is_limited_by_disk:
-            # Bytes that others use within their guarantees cannot be evicted; unused guarantees are not reserved.
+            # Other tenants keep the bytes that they use within their guarantees; unused guarantees are not reserved.
             others = {name: min(self.used(name), guaranteed) for name, guaranteed in others.items()}
         unreserved_bytes = self.budget_bytes - sum(others.values())
         maximum = self.quota(tenant).maximum_bytes
@@ -110,7 +111,7 @@ class Account:
         """Return whether evicting `freed_bytes` of the tenant `victim` is allowed, and makes space for `tenant`.
 
         Args:
-            victim: tenant whose object would be evicted.
+            victim: tenant that is charged for the object to evict.
             tenant: tenant that needs the space.
             freed_bytes: bytes that the eviction frees.
             size_bytes: bytes that `tenant` needs.
@@ -120,10 +121,11 @@ class Account:
             return self.is_limited_by_disk or self.used(tenant) + size_bytes > self.quota(tenant).guaranteed_bytes
         if self.above_maximum(tenant, size_bytes) > 0:
             return False  # `tenant` would exceed its own maximum: only evicting its own objects helps
+        # An eviction for another tenant must not take a tenant below its guarantee.
         return self.used(victim) - freed_bytes >= self.quota(victim).guaranteed_bytes
 
     def evict(self, tenant: str, freed_bytes: int) -> None:
-        """Subtract `freed_bytes` from the bytes that a tenant uses."""
+        """Subtract `freed_bytes` from the bytes that a tenant uses, in this account only."""
         self.used_bytes[tenant] = self.used(tenant) - freed_bytes
 
     def quota(self, tenant: str) -> Quota:

@@ -15,10 +15,10 @@ RESIDENT: Final = 1
 UNVERIFIED: Final = 2
 """State of an object that a scan found: it is verified before its first use."""
 
-_HEAD: Final = struct.Struct("<BQQ")
-_NEXT_USE: Final = struct.Struct(">Q")
+_HEAD: Final = struct.Struct("<BQQ")  # state, size, next use
+_NEXT_USE: Final = struct.Struct(">Q")  # big-endian: LMDB sorts keys by their bytes
 _USED_BYTES: Final = struct.Struct("<Q")
-_BLOCK: Final = 4096
+_BLOCK: Final = 4096  # bytes; the block size of most local file systems
 Size = TypeVar("Size", int, Integers)
 
 
@@ -30,8 +30,9 @@ class ObjectRecord(NamedTuple):
         size_bytes: size of the content.
         next_use: next use on the clock of the job, in bytes; values >= `eviction.UNKNOWN` mean unknown
             or NEVER; 0 while RESERVED.
-        job_id: job that fetches the object, or that last declared a next use of it.
-        tenant: tenant whose quota is charged: the one that fetched the object, or that a scan found.
+        job_id: job that fetches the object, or whose next use is recorded.
+        tenant: tenant whose quota is charged: the one that fetched the object, or the one that a scan read from its
+            file.
     """
 
     state: int
@@ -71,7 +72,7 @@ def _parse_head(content: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def footprint(size_bytes: Size) -> Size:
-    """Return the disk space of files of the given size in bytes, an int or `int64[n]`: whole blocks of 4 KiB."""
+    """Return the disk space of a file of `size_bytes`, in whole blocks of 4 KiB. For `int64[n]`: of each file."""
     return -(-size_bytes // _BLOCK) * _BLOCK
 
 
@@ -87,7 +88,7 @@ def parse_eviction_key(key: bytes) -> tuple[str, int, Digest]:
 
 
 def eviction_value(record: ObjectRecord) -> bytes:
-    """Return the fields of a record that eviction needs: with them, choosing a victim reads no other table."""
+    """Return the value of an eviction key: what the choice of victims needs, so that it reads no other table."""
     return _USED_BYTES.pack(record.used_bytes) + record.tenant.encode()
 
 

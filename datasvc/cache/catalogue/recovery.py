@@ -1,8 +1,9 @@
-"""Open a node's catalogue, or rebuild it from the files if it is damaged or from an earlier boot.
+"""Opens a node's catalogue, and rebuilds it from the files if it is damaged or from an earlier boot.
 
 The catalogue is written without fsync, so it is valid for one boot of the machine only. After a reboot, or if it is
 damaged, a scan of the folder fills a new one: budget and quotas come from `cache.json`, pins from their files, and
-each object is verified before its next use. No other process may have the cache open during a rebuild.
+each object is verified before its next use. No other process may have the cache open during a rebuild. `CacheFolder`
+calls `open_catalogue` once per process.
 """
 
 from __future__ import annotations
@@ -33,9 +34,11 @@ from datasvc.errors import CorruptDataError, UnavailableError
 _PAGE: Final = 4096
 _LAST_PAGE: Final = struct.Struct("<Q")
 _LAST_PAGE_OFFSET: Final = 136
-_MAX_UNWRITTEN: Final = 2  # ratio of expected to actual size above which a file counts as truncated
+# Ratio of expected to actual size above which a file counts as truncated. An intact file may also be shorter than
+# expected, see `_is_truncated`.
+_MAX_UNWRITTEN: Final = 2
 _BOOT: Final = "boot"  # a file beside the database
-# More than a rebuild of some million objects takes, during which other processes wait.
+# A rebuild of some million objects takes less time. Other processes wait for the lock during a rebuild.
 _MAX_WAIT_S: Final = 300.0
 _RETRY_S: Final = 0.02
 
@@ -46,7 +49,7 @@ def boot_id() -> str:
 
 
 class OpenLock:
-    """The lock of an open cache: shared by every process that uses it, exclusive for a rebuild.
+    """The lock of an open cache: every process that uses the cache has it shared; a rebuild needs it exclusively.
 
     Args:
         folder: folder of the cache.
@@ -65,7 +68,7 @@ class OpenLock:
         return True
 
     def share(self) -> None:
-        """Lock shared: this process has the cache open until `close`. Raises UnavailableError."""
+        """Take the shared lock until `close`; it replaces the exclusive one. Raises UnavailableError."""
         _lock_in_time(self._descriptor, fcntl.LOCK_SH, self._path)
 
     def close(self) -> None:
@@ -96,8 +99,9 @@ def open_catalogue(files: Files, locks: ObjectLocks) -> tuple[Catalogue, OpenLoc
 def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: Configuration) -> Catalogue:
     is_exclusive = open_lock.try_exclusive()
     if is_exclusive:
+        # No other process has the cache open, and `_opening` keeps others out: no lease is being created now.
         sweep(files.leases)
-        # Checked before LMDB opens the file: LMDB can crash the process on a file that a power cut has damaged.
+        # Check before LMDB opens the file: LMDB can crash the process on a file that a power cut has damaged.
         if not _is_of_this_boot(files.catalogue) or _is_truncated(files.catalogue):
             return _rebuild(files, locks, configuration)
     try:
@@ -127,7 +131,7 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
 
 
 def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> Catalogue:
-    # The folders themselves stay, because another process recognises the cache by them, and then waits.
+    # The folders themselves stay: another process that opens the cache now recognises it by them, and then waits.
     for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():
             path.unlink()
@@ -135,7 +139,7 @@ def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> 
     for name, pin in read_pins(files.pins).items():
         catalogue.pin(name, pin.objects)
     catalogue.rebuild(configuration, files.scan(), boot_id())
-    # Written last: without this file, the next process rebuilds a catalogue that was filled only in part.
+    # Written last: if the rebuild is interrupted, this file is missing, and the next process rebuilds again.
     durable.write_file(files.catalogue / _BOOT, boot_id().encode(), synced=False)
     return catalogue
 
@@ -150,7 +154,8 @@ def _is_of_this_boot(folder: Path) -> bool:
 def _is_truncated(folder: Path) -> bool:
     """Return whether the database's file has lost its end: LMDB maps the file, and would crash with a bus error.
 
-    An intact file may lack pages at its end that LMDB never wrote; they are added as zeros.
+    An intact file may be a little shorter than expected, because LMDB has never written some pages at its end. It is
+    then extended with zeros.
     """
     path = folder / "data.mdb"
     if not path.exists():
@@ -188,7 +193,7 @@ def _lock_in_time(descriptor: int, kind: int, path: Path) -> None:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            # Asked again and again, because flock has no time limit.
+            # Try again after a pause, because a waiting flock has no time limit.
             if time.monotonic() >= deadline:
                 raise UnavailableError(
                     f"another process has locked {path} for more than {_MAX_WAIT_S:g} s, so this cache cannot be "

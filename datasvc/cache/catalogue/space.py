@@ -1,7 +1,7 @@
 """Makes space for new objects: evicts, quarantines and cleans up inside one write transaction of the catalogue.
 
-`eviction` chooses the victims. This module takes the exclusive lock of each one, so that no object in use is evicted,
-and removes its file and its record together.
+`eviction` chooses the victims, the objects to evict. This module takes the exclusive lock of each victim, so that no
+object in use is evicted, and removes its file and its record together.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ _MAPPED: Final = ".mapped"  # name suffix of a quarantined file on which a job h
 
 
 class SpaceAllocator:
-    """The disk space of one cache, inside one write transaction.
+    """The disk space of one cache, inside one write transaction; `Catalogue` creates one per transaction.
 
-    `forget_readers` releases the database pages of reader processes that have ended.
+    Args:
+        tables: the tables, in this transaction.
+        files: files of the cache.
+        locks: locks of this process on the objects of the cache.
+        forget_readers: releases the database pages of reader processes that have ended.
     """
 
     def __init__(
@@ -47,14 +51,14 @@ class SpaceAllocator:
         self._files = files
         self._locks = locks
         self._forget_readers = forget_readers
-        self._locked: list[Digest] = []
-        self._is_running: dict[str, bool] = {}  # by lease
+        self._locked: list[Digest] = []  # locked exclusively in this transaction
+        self._is_running: dict[str, bool] = {}  # by lease: whether its process runs
 
     def make_space(self, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING) -> bool:
         """Free space until a tenant may use `size_bytes` more; return False if that is impossible.
 
-        Leftovers of ended processes are removed in either case, see `sweep`; this alone may free enough. Objects are
-        evicted only if the result is True.
+        If space is missing, leftovers of ended processes are removed first, see `sweep`; this alone may free enough.
+        Objects are evicted only if the result is True.
 
         Args:
             tenant: tenant that needs the space.
@@ -63,7 +67,6 @@ class SpaceAllocator:
         """
         if self._tables.account().missing(tenant, size_bytes) <= 0:
             return True
-        # Leftovers of ended processes are removed before any object that a job may use.
         self.sweep()
         account = self._tables.account()
         victims = self._choose_victims(account, tenant, size_bytes, min_distance_bytes)
@@ -77,14 +80,16 @@ class SpaceAllocator:
         """Evict unused objects where the budget, or the limit of a tenant, is exceeded."""
         self.sweep()
         for tenant in self._tables.account().used_bytes:
+            # Bytes that a tenant uses above its maximum, or that exceed the budget, are missing for 0 more bytes.
             self._evict(self._choose_victims(self._tables.account(), tenant, 0))
 
     def enforce_budget(self) -> None:
         """Evict unused objects above the budget, those within guarantees last; unused guarantees reserve nothing."""
-        # Maximums are enforced from the next reservation on, because a scan may not know the tenants of objects.
+        # Maximums are enforced only from the next reservation on, because a scan may not find the tenants of objects.
         guarantees = {
             name: replace(quota, maximum_bytes=None) for name, quota in self._tables.account().quotas.items()
         }
+        # First the objects above each guarantee, then, for each tenant, its objects within the guarantee.
         for tenant in (_NO_TENANT, *self._tables.account().used_bytes):
             account = replace(self._tables.account(), quotas=guarantees, is_limited_by_disk=True)
             self._evict(self._choose_victims(account, tenant, 0))
@@ -100,7 +105,7 @@ class SpaceAllocator:
         return self._is_running[lease_id]
 
     def find_incoming(self, tenant: str, size_bytes: int) -> Digest | None:
-        """Return an object in transfer that may be evicted for `tenant` once it has arrived; None if none may."""
+        """Return an object that is being fetched, and that may be evicted for `tenant` afterwards; None if none may."""
         account = self._tables.account()
         if size_bytes > account.available(tenant):
             return None  # no eviction can make this fit
@@ -114,7 +119,7 @@ class SpaceAllocator:
         return None
 
     def refusal(self, tenant: str, info: ObjectInfo) -> CacheFullError:
-        """Return the error for a tenant whose object does not fit."""
+        """Return the error for the object `info`, which does not fit for `tenant`."""
         account, budget = self._tables.account(), self._tables.configuration.budget_bytes
         disk_limit = (
             f", lowered to {account.budget_bytes} because the disk was full (set the budget again once it is not)"
@@ -151,34 +156,38 @@ class SpaceAllocator:
             if not self.is_alive(job):
                 self._tables.unregister(job.job_id)
 
-    def claim(self, digest: Digest, claim: ObjectRecord) -> None:
-        """Write the record `claim`, unless another running job needs the object at the same distance or sooner.
+    def claim(self, digest: Digest, new_record: ObjectRecord) -> None:
+        """Replace an object's record, unless another running job needs the object at the same distance or sooner.
 
-        A record of the same job is always replaced, and so is one of its process, which was made without the order.
+        A record of the same job is always replaced. So is one of the job's process, which has no access order.
         """
-        record, claimant = self._tables.get(digest), self._tables.job(claim.job_id)
+        record, claimant = self._tables.get(digest), self._tables.job(new_record.job_id)
         assert record is not None
-        is_own = record.job_id in {claim.job_id, lease_of(claim.job_id)}
+        is_own = record.job_id in {new_record.job_id, lease_of(new_record.job_id)}
         other = None if is_own else self._tables.job(record.job_id)
         if other is not None:
-            claimed_bytes = distance_bytes(claim.next_use, None if claimant is None else claimant.clock_bytes)
-            if distance_bytes(record.next_use, other.clock_bytes) <= claimed_bytes and self.is_alive(other):
+            new_bytes = distance_bytes(new_record.next_use, None if claimant is None else claimant.clock_bytes)
+            old_bytes = distance_bytes(record.next_use, other.clock_bytes)
+            # The distances are compared first, because `is_alive` may open a file.
+            if old_bytes <= new_bytes and self.is_alive(other):
                 return
-        self._tables.put(digest, record, claim)
+        self._tables.put(digest, record, new_record)
 
     def remove_wrong_size(self, info: ObjectInfo, record: ObjectRecord) -> None:
-        """Remove an unverified object that has another size than `info`.
+        """Remove an object that is not verified, and whose record has another size than `info`.
 
         Raises:
             CorruptDataError: the object is verified, so the size in `info` is wrong.
         """
         if record.state == RESIDENT:
-            # The digest of the resident file was verified, so the requested size is wrong. The file may be mapped.
+            # The object stays: its digest was verified, and jobs may have mapped its file.
             raise CorruptDataError(
                 f"object {info.digest[:12]}... has {record.size_bytes} bytes, but {info.size_bytes} were requested: "
                 "the shard table or index that names this size is wrong; verify the repository"
             )
-        self._tables.count({"corrupt": 1 if record.state == UNVERIFIED else 0})
+        # A reserved object has no complete file that could be corrupt.
+        if record.state == UNVERIFIED:
+            self._tables.count({"corrupt": 1})
         self.forget(info.digest, record)
         self._files.remove_incoming(info.digest)
 
@@ -190,7 +199,7 @@ class SpaceAllocator:
 
     def try_lock_exclusive(self, digest: Digest) -> bool:
         """Lock an object until `unlock_all`, so that no process can use it; return False if a process uses it now."""
-        # Does not wait: an object in use may stay in use until its job ends.
+        # Without waiting: an object may be in use until a job ends.
         if not self._locks.try_lock_exclusive(digest):
             return False
         self._locked.append(digest)
@@ -202,11 +211,17 @@ class SpaceAllocator:
             self._locks.unlock(digest)
 
     def quarantine(self, digest: Digest, *, held: bool) -> None:
-        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job holds it."""
+        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job has a hold on it.
+
+        Args:
+            digest: the object.
+            held: whether a job has a hold on the object.
+        """
         path = self._files.object_path(digest)
         quarantined = self._files.quarantine / f"{digest}{_MAPPED if held else ''}"
         file_bytes = _footprint_of(path)
         if file_bytes:
+            # An earlier file of this object in the quarantine is replaced.
             self._tables.quarantined_bytes += file_bytes - _footprint_of(quarantined)
             path.replace(quarantined)
 
@@ -219,9 +234,10 @@ class SpaceAllocator:
             self.quarantine(digest, held=False)
 
     def count_quarantine(self, tenant: str) -> None:
-        """Measure the quarantine again, and empty it if `tenant` is above its limit.
+        """Measure the quarantine again, and empty it if `tenant` is above its maximum or the budget is exceeded.
 
-        A process that is killed between moving a file and its commit leaves a file that is not counted.
+        If a process is killed after it has moved a file to the quarantine, and before its commit, the file is there but
+        not counted.
         """
         self._tables.quarantined_bytes = sum(map(_footprint_of, self._files.quarantine.iterdir()))
         if self._tables.account().missing(tenant, 0) > 0:
@@ -230,7 +246,7 @@ class SpaceAllocator:
     def _choose_victims(
         self, account: Account, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING
     ) -> Mapping[Digest, int]:
-        """Return the objects to evict, bytes by digest, each locked exclusively."""
+        """Return the objects to evict, bytes by digest; lock each exclusively, and subtract it from `account`."""
         victims = choose_victims(
             self._candidates(),
             account,
@@ -242,10 +258,10 @@ class SpaceAllocator:
         return {victim.digest: victim.freed_bytes for victim in victims}
 
     def _candidates(self) -> Iterator[EvictionCandidate]:
-        """Yield the objects that may be evicted if they are not in use, the best victim first."""
+        """Yield the objects that may be evicted if they are not in use, in the order of eviction."""
         running = []
         for job in self._tables.jobs():
-            # In the order of registration: the objects of the oldest ended job are evicted first.
+            # `jobs` returns the oldest job first, so the objects of the oldest ended job are evicted first.
             if self.is_alive(job):
                 running.append(self._queue(job.job_id, job.clock_bytes))
             else:
@@ -277,6 +293,7 @@ class SpaceAllocator:
 
 
 def _footprint_of(path: Path) -> int:
+    """Return the disk space of a file; 0 if it does not exist."""
     try:
         return footprint(path.lstat().st_size)
     except FileNotFoundError:

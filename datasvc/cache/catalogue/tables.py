@@ -1,11 +1,16 @@
 """The tables of the catalogue inside one transaction: every change keeps the indexes and sums consistent.
 
+`Catalogue` and `SpaceAllocator` read and write the catalogue only through `CatalogueTables`. An arrow separates key and
+value; the keys of `reserved` and `pins` have no value.
+
 objects     digest -> `ObjectRecord`
-order       job, next use, digest -> bytes freed, tenant: objects that may be evicted, sorted by next use
-reserved    digest: objects that are being fetched
-owners      id of a job, see `lease` -> sequence number, clock, note
+order       job, next use, digest -> disk space, tenant: index of the objects that may be evicted, sorted by next use
+reserved    digest: index of the objects that are being fetched
+owners      job, see `lease` -> sequence number, clock, note
 pins        digest, name of the pin
-meta        values by name: "u:TENANT" bytes that a tenant uses, "n:NAME" a counter, and settings such as "limit"
+meta        name -> value: "u:TENANT" bytes that a tenant uses, "n:NAME" a counter, and settings such as "limit"
+
+The id of a job ends with a zero byte in keys, so that no id is a prefix of another one.
 """
 
 from __future__ import annotations
@@ -35,9 +40,10 @@ from datasvc.order import NextUse
 from datasvc.repository import Digest
 
 _TABLES: Final = (b"objects", b"order", b"reserved", b"owners", b"pins", b"meta")
+# Names in `meta`. "lost" is the name that earlier versions gave to the quarantined bytes.
 _CONFIGURATION, _LIMIT, _QUARANTINED, _SEQUENCE, _BOOT = b"configuration", b"limit", b"lost", b"sequence", b"boot"
-_JOB: Final = struct.Struct("<QQ")
-_LAST: Final = b"\xff" * 40
+_JOB: Final = struct.Struct("<QQ")  # sequence number, clock; the note follows
+_LAST: Final = b"\xff" * 40  # not less than any next use (8 bytes) and digest (32 bytes) in a key of `order`
 _ENDED: Final = (1 << 64) - 1  # the clock of an access order that has ended
 
 
@@ -62,11 +68,12 @@ class Tables:
 
     def __init__(self, env: lmdb.Environment) -> None:
         self.objects, self.order, self.reserved, self.jobs, self.pins, self.meta = map(env.open_db, _TABLES)
-        self.configurations: dict[bytes, Configuration] = {}  # the last one parsed, by its encoded bytes
+        # Only the last configuration that was parsed, by its encoded bytes: parsing is slow, and changes are rare.
+        self.configurations: dict[bytes, Configuration] = {}
 
 
 class CatalogueTables:
-    """The rows of the catalogue inside one LMDB transaction; reads need no write transaction."""
+    """The rows of the catalogue inside one LMDB transaction `txn`; methods that only read need no write transaction."""
 
     def __init__(self, tables: Tables, txn: Any) -> None:
         self._tables = tables
@@ -134,23 +141,23 @@ class CatalogueTables:
         """Yield next use, digest, bytes and tenant of each evictable object of a job, the furthest next use first."""
         prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
-        # `_LAST` sorts after every key of the job, so the row before it has the furthest next use.
+        # `_LAST` sorts after every key of the job, so the row before that place has the furthest next use.
         has_row = cursor.prev() if cursor.set_range(prefix + _LAST) else cursor.last()
         while has_row and bytes(cursor.key()).startswith(prefix):
             _, next_use, digest = parse_eviction_key(bytes(cursor.key()))
             yield next_use, digest, *parse_eviction_value(bytes(cursor.value()))
             has_row = cursor.prev()
 
-    # Jobs: those that have the cache open, and those that have ended but whose objects are still listed.
+    # Jobs: those that have the cache open, and ended ones of which `order` still lists objects.
 
     def register(self, job_id: str, note: str) -> None:
-        """Add a job."""
+        """Add a job; its clock starts at 0."""
         value = _JOB.pack(self.next_sequence(), 0) + note.encode()
         self._txn.put(job_id.encode() + b"\0", value, db=self._tables.jobs)
 
     def _ensure_registered(self, job_id: str) -> None:
-        # Eviction visits registered jobs only. A job can be unregistered while all its objects are pinned, and one of
-        # these may be listed again later.
+        # Eviction finds objects only through registered jobs. A job can be unregistered while all its objects are pinned
+        # and so not listed in `order`. Such an object may be listed again later.
         if self._txn.get(job_id.encode() + b"\0", db=self._tables.jobs) is None:
             self.register(job_id, "")
             if is_order(job_id):
@@ -172,7 +179,7 @@ class CatalogueTables:
 
     def unregister(self, job_id: str) -> None:
         """Delete a job unless the index `order` still lists objects of it."""
-        # Eviction finds listed objects through their job, so the job stays until none of its objects is listed.
+        # Eviction finds objects only through registered jobs.
         prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
         if not (cursor.set_range(prefix) and bytes(cursor.key()).startswith(prefix)):
@@ -186,7 +193,7 @@ class CatalogueTables:
         return reuse.next_use
 
     def set_clock(self, job_id: str, now: int) -> None:
-        """Set a job's clock, unless the job has ended. After a job restores an earlier state, `now` is lower."""
+        """Set a job's clock, unless the job has ended. `now` is lower than before if the job restored a checkpoint."""
         self._ensure_registered(job_id)
         self._set_clock(job_id, now)
 
@@ -212,7 +219,7 @@ class CatalogueTables:
         self._txn.delete(_pin_key(digest, name), db=self._tables.pins)
         record = self.get(digest)
         if record is not None:
-            self.put(digest, record, record)
+            self.put(digest, record, record)  # lists the object in `order` again, unless it has another pin
 
     def is_pinned(self, digest: Digest) -> bool:
         """Return whether an object has a pin."""
@@ -262,7 +269,7 @@ class CatalogueTables:
 
     @property
     def boot(self) -> str:
-        """Boot id of the machine for which the catalogue was built; "" for a new catalogue."""
+        """Id of the boot of the machine in which the catalogue was built; "" for a new catalogue."""
         return bytes(self._txn.get(_BOOT, default=b"", db=self._tables.meta)).decode()
 
     @boot.setter
@@ -280,7 +287,7 @@ class CatalogueTables:
         return self._numbers(b"n:")
 
     def count(self, counts: Mapping[str, int] | None) -> None:
-        """Add to counters."""
+        """Add numbers to counters, by name."""
         for name, number in (counts or {}).items():
             if number:
                 self._add(b"n:" + name.encode(), number)
@@ -290,6 +297,7 @@ class CatalogueTables:
         return self._add(_SEQUENCE, 1)
 
     def _charge(self, tenant: str, used_bytes: int, old: ObjectRecord | None) -> None:
+        """Charge `used_bytes` to a tenant, in place of the bytes of the record `old`."""
         if old is not None and old.tenant == tenant:
             used_bytes -= old.used_bytes
         elif old is not None:
@@ -298,6 +306,7 @@ class CatalogueTables:
             self._add(b"u:" + tenant.encode(), used_bytes)
 
     def _numbers(self, prefix: bytes) -> dict[str, int]:
+        """Return the numbers in `meta` whose names start with a prefix, by the rest of the name."""
         numbers = {}
         cursor = self._txn.cursor(db=self._tables.meta)
         if cursor.set_range(prefix):
@@ -325,7 +334,7 @@ def _parse_job(job_id: str, value: bytes) -> JobRow:
 
 
 def _pin_key(digest: Digest, name: str) -> bytes:
-    # LMDB keys have at most 511 bytes; the full name is in the pin's file.
+    # Cut, because LMDB keys have at most 511 bytes. The pin's file has the full name.
     return bytes.fromhex(digest) + name.encode()[:400]
 
 
@@ -342,7 +351,8 @@ def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
             f"write ({error}): check the disk (`dmesg`), and start this process again; no cached object is lost"
         )
     if isinstance(error, lmdb.LockError):
-        # LMDB locks a byte per process id: https://github.com/LMDB/lmdb, mdb.c, mdb_reader_pid.
+        # LMDB has a lock per process id, which this process found taken, see mdb_reader_pid in mdb.c of
+        # https://github.com/LMDB/lmdb.
         return UnavailableError(
             f"the cache catalogue {path} is in use by a process of the same process id as this one ({os.getpid()}): "
             "the two run in containers with separate process ids. Share the process ids of the node (Kubernetes: "
