@@ -17,9 +17,12 @@ import pyarrow as pa
 _FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3
 _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 1, 2, 3
 _BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
+_MAX_FIELDS: Final = 4  # the numbers above are smaller
 _SCHEMA_TYPE, _BATCH_TYPE = 1, 3
 _BLOCK: Final = struct.Struct("<qi4xq")  # offset, length of the metadata, length of the body
 _PAIR: Final = struct.Struct("<qq")  # of a field: length and number of nulls; of a buffer: offset and length
+_UINT16: Final = struct.Struct("<H")
+_INT32: Final = struct.Struct("<i")
 _UINT32: Final = struct.Struct("<I")
 _INT64: Final = struct.Struct("<q")
 _MAGIC_BYTES: Final = 8  # "ARROW1" and its padding
@@ -49,10 +52,10 @@ def parse_footer(footer: bytes, footer_offset: int) -> list[Block]:
         ValueError: the footer lists dictionaries, or batches that are outside of the file or overlap.
     """
     try:
-        root = _table_at(footer, 0)
-        if len(_vector(footer, root, _FOOTER_DICTIONARIES, _BLOCK)):
+        root = _table(footer, 0)
+        if _vector(footer, root[_FOOTER_DICTIONARIES], _BLOCK):
             raise ValueError("it has dictionaries, which datasvc never writes")
-        blocks = [Block(*block) for block in _vector(footer, root, _FOOTER_BATCHES, _BLOCK)]
+        blocks = [Block(*block) for block in _vector(footer, root[_FOOTER_BATCHES], _BLOCK)]
     except (struct.error, IndexError) as error:
         raise ValueError(f"its footer is not a valid flatbuffer: {error}") from error
     position = _MAGIC_BYTES
@@ -91,22 +94,22 @@ def checked_messages(stream: pa.Buffer) -> Iterator[pa.Message]:
 def _check_header(message: bytes, body_bytes: int) -> bool:
     """Check a message; return whether it is a record batch, otherwise it is a schema. Raise ValueError."""
     try:
-        root = _table_at(message, 0)
-        kind, header = _field(message, root, _MESSAGE_TYPE), _field(message, root, _MESSAGE_HEADER)
-        if kind is None or header is None or message[kind] not in {_SCHEMA_TYPE, _BATCH_TYPE}:
+        root = _table(message, 0)
+        kind, header, length = root[_MESSAGE_TYPE], root[_MESSAGE_HEADER], root[_MESSAGE_BODY_LENGTH]
+        if not kind or not header or message[kind] not in {_SCHEMA_TYPE, _BATCH_TYPE}:
             raise ValueError("it has a message that is neither a schema nor a record batch")
-        if _integer(message, root, _MESSAGE_BODY_LENGTH) != body_bytes:
-            raise ValueError(
-                f"a message has {_integer(message, root, _MESSAGE_BODY_LENGTH)} bytes; expected {body_bytes}"
-            )
+        # Flatbuffers leave out numbers that are 0.
+        stored_bytes = _INT64.unpack_from(message, length)[0] if length else 0
+        if stored_bytes != body_bytes:
+            raise ValueError(f"a message has {stored_bytes} bytes; expected {body_bytes}")
         if message[kind] != _BATCH_TYPE:
             return False
-        batch = _table_at(message, header)
-        if _field(message, batch, _BATCH_COMPRESSION) is not None:
+        batch = _table(message, header)
+        if batch[_BATCH_COMPRESSION]:
             raise ValueError("its buffers are compressed, which datasvc never writes")
-        num_rows = _integer(message, batch, _BATCH_LENGTH)
-        nodes = _vector(message, batch, _BATCH_NODES, _PAIR)
-        buffers = _vector(message, batch, _BATCH_BUFFERS, _PAIR)
+        num_rows = _INT64.unpack_from(message, batch[_BATCH_LENGTH])[0] if batch[_BATCH_LENGTH] else 0
+        nodes = _vector(message, batch[_BATCH_NODES], _PAIR)
+        buffers = _vector(message, batch[_BATCH_BUFFERS], _PAIR)
     except (struct.error, IndexError) as error:
         raise ValueError(f"a message is not a valid flatbuffer: {error}") from error
     for length, num_nulls in [(num_rows, 0), *nodes]:
@@ -123,36 +126,26 @@ def _check_header(message: bytes, body_bytes: int) -> bool:
     return True
 
 
-def _table_at(content: bytes, position: int) -> int:
-    """Return the position of the table to which the offset at `position` refers."""
-    (offset,) = _UINT32.unpack_from(content, position)
-    return position + int(offset)
+def _table(content: bytes, position: int) -> tuple[int, ...]:
+    """Return the positions of the fields of a flatbuffers table, by number; 0 for a field that is absent.
 
-
-def _field(content: bytes, table: int, number: int) -> int | None:
-    """Return the position of a field of a flatbuffers table, None if the field is absent."""
-    vtable = table - struct.unpack_from("<i", content, table)[0]
+    The offset at `position` refers to the table. Of the fields, at least the first `_MAX_FIELDS` are returned.
+    """
+    table = position + _UINT32.unpack_from(content, position)[0]
+    vtable = table - _INT32.unpack_from(content, table)[0]
     if vtable < 0:
         raise ValueError("a flatbuffers table is outside of its message")
-    (vtable_bytes,) = struct.unpack_from("<H", content, vtable)
-    if 4 + 2 * number >= vtable_bytes:
-        return None
-    (offset,) = struct.unpack_from("<H", content, vtable + 4 + 2 * number)
-    return table + offset if offset else None
+    # The vtable has two bytes for its length, two for the table's, and two per field: its offset in the table.
+    num_fields = _UINT16.unpack_from(content, vtable)[0] // 2 - 2
+    offsets = struct.unpack_from(f"<{max(num_fields, 0)}H", content, vtable + 4)
+    return tuple([table + offset if offset else 0 for offset in offsets]) + (0,) * _MAX_FIELDS
 
 
-def _integer(content: bytes, table: int, number: int) -> int:
-    """Return an int64 field of a table; flatbuffers leave out zeros."""
-    position = _field(content, table, number)
-    return 0 if position is None else int(_INT64.unpack_from(content, position)[0])
-
-
-def _vector(content: bytes, table: int, number: int, item: struct.Struct) -> list[tuple[int, ...]]:
-    """Return a field that is a vector of structs of integers; [] if it is absent."""
-    position = _field(content, table, number)
-    if position is None:
+def _vector(content: bytes, position: int, item: struct.Struct) -> list[tuple[int, ...]]:
+    """Return the vector of structs of integers in the field at `position`; [] if the field is absent (0)."""
+    if not position:
         return []
-    start = _table_at(content, position)
+    start = position + _UINT32.unpack_from(content, position)[0]
     (count,) = _UINT32.unpack_from(content, start)
     start += _UINT32.size
     if start + count * item.size > len(content):

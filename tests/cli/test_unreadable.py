@@ -90,3 +90,23 @@ def test_gc_says_what_is_younger_than_its_grace_and_how_to_remove_it(repository)
     removed = run("gc", "--grace", "0s", "--no-writers", "--yes", "--repo", repository.url).stdout
     assert removed.startswith("removed 2 objects")
     assert "of these" not in removed
+
+
+def test_a_data_set_entry_with_fields_of_a_wrong_type_hides_no_other_version(repository):
+    write_version(repository, "pets", {"train": [[{"key": "a", "text": "a"}]]})
+    write_version(repository, "tales", {"train": [[{"key": "a", "text": "a"}]]})
+    log = repository.versions("datasets", "pets")
+    content = dict(log.read(1).content)
+    for odd in ({"splits": {"train": {"table": "0" * 64, "samples": None}}}, {"splits": 7}, {"source": 7}):
+        entry = {name: value for name, value in content.items() if name not in {"format", "commit", "created"}} | odd
+        number = log.append(lambda _head, entry=entry: entry).number
+        listed = run("ls", "--repo", repository.url)
+        assert "tales" in listed.stdout
+        logged = run("log", "pets", "--repo", repository.url)
+        assert "pets@1" in logged.stdout
+        shown = run("show", "pets", "--repo", repository.url)
+        assert shown.returncode in {1, 3}
+        assert "error: " in shown.stderr
+        if "splits" in odd:
+            assert f"pets@{number} is left out" in listed.stderr
+            assert f"pets@{number} is left out" in logged.stderr

@@ -67,8 +67,8 @@ class Files:
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # Locked incoming files by object and thread id. Not descriptors: a `FileIO` that an interrupt keeps from being
-        # stored here is deleted, and closes its file.
+        # Locked incoming files by object and thread id. Not descriptors: a `FileIO` that an interrupt keeps from
+        # being stored here is deleted, and closes its file.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
             folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)

@@ -105,7 +105,7 @@ class SpaceAllocator:
         return self._is_running[lease_id]
 
     def find_incoming(self, tenant: str, size_bytes: int) -> Digest | None:
-        """Return an object that is being fetched, and that may be evicted for `tenant` afterwards; None if none may."""
+        """Return an object that is being fetched and may be evicted for `tenant` afterwards; None if none may."""
         account = self._tables.account()
         if size_bytes > account.available(tenant):
             return None  # no eviction can make this fit
@@ -211,7 +211,7 @@ class SpaceAllocator:
             self._locks.unlock(digest)
 
     def quarantine(self, digest: Digest, *, held: bool) -> None:
-        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job has a hold on it.
+        """Move a corrupt file to the quarantine, where it stays until its space is needed and no job holds it.
 
         Args:
             digest: the object.
@@ -236,8 +236,8 @@ class SpaceAllocator:
     def count_quarantine(self, tenant: str) -> None:
         """Measure the quarantine again, and empty it if `tenant` is above its maximum or the budget is exceeded.
 
-        If a process is killed after it has moved a file to the quarantine, and before its commit, the file is there but
-        not counted.
+        If a process is killed after it has moved a file to the quarantine, and before its commit, the file is there
+        but not counted.
         """
         self._tables.quarantined_bytes = sum(map(_footprint_of, self._files.quarantine.iterdir()))
         if self._tables.account().missing(tenant, 0) > 0:

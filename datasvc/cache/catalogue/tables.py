@@ -1,7 +1,7 @@
 """The tables of the catalogue inside one transaction: every change keeps the indexes and sums consistent.
 
-`Catalogue` and `SpaceAllocator` read and write the catalogue only through `CatalogueTables`. An arrow separates key and
-value; the keys of `reserved` and `pins` have no value.
+`Catalogue` and `SpaceAllocator` read and write the catalogue only through `CatalogueTables`. An arrow separates key
+and value; the keys of `reserved` and `pins` have no value.
 
 objects     digest -> `ObjectRecord`
 order       job, next use, digest -> disk space, tenant: index of the objects that may be evicted, sorted by next use
@@ -73,7 +73,7 @@ class Tables:
 
 
 class CatalogueTables:
-    """The rows of the catalogue inside one LMDB transaction `txn`; methods that only read need no write transaction."""
+    """The rows of the catalogue in one LMDB transaction `txn`; methods that only read need no write transaction."""
 
     def __init__(self, tables: Tables, txn: Any) -> None:
         self._tables = tables
@@ -156,8 +156,8 @@ class CatalogueTables:
         self._txn.put(job_id.encode() + b"\0", value, db=self._tables.jobs)
 
     def _ensure_registered(self, job_id: str) -> None:
-        # Eviction finds objects only through registered jobs. A job can be unregistered while all its objects are pinned
-        # and so not listed in `order`. Such an object may be listed again later.
+        # Eviction finds objects only through registered jobs. A job can be unregistered while all its objects are
+        # pinned and so not listed in `order`. Such an object may be listed again later.
         if self._txn.get(job_id.encode() + b"\0", db=self._tables.jobs) is None:
             self.register(job_id, "")
             if is_order(job_id):
@@ -193,7 +193,7 @@ class CatalogueTables:
         return reuse.next_use
 
     def set_clock(self, job_id: str, now: int) -> None:
-        """Set a job's clock, unless the job has ended. `now` is lower than before if the job restored a checkpoint."""
+        """Set a job's clock unless the job has ended. `now` is lower than before if the job restored a checkpoint."""
         self._ensure_registered(job_id)
         self._set_clock(job_id, now)
 

@@ -20,7 +20,7 @@ from datasvc.cli.terminal.output import (
 )
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.cli.terminal.values import json_value, text_value
-from datasvc.errors import BadSampleError
+from datasvc.errors import BadSampleError, CorruptDataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +46,11 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
         print_json(facts)
         return
     head = {name: facts[name] for name in ("version", "created", "parent", "change") if facts.get(name) is not None}
-    print_facts({**head, "message": facts["message"] or "-", "source": facts["source"]["url"]})
-    print_facts({"skipped": facts["skipped"]})
+    try:
+        head |= {"message": facts["message"] or "-", "source": facts["source"]["url"], "skipped": facts["skipped"]}
+    except (KeyError, TypeError) as error:
+        raise CorruptDataError(f"the entry of {facts['version']} is not valid: {error!r}") from error
+    print_facts(head)
     for name, split in facts["splits"].items():
         _print_split(name, split)
 

@@ -92,7 +92,7 @@ def restore(
     skeleton = None
     if not is_part:
         skeleton = decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    progress.begin(sum(record.nbytes for record in records))
+    progress.begin(sum([record.nbytes for record in records]))
     tensors = copies.load(records, progress=progress)
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))

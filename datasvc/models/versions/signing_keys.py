@@ -151,8 +151,10 @@ def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, 
     """
     if paths is None:
         configured = os.environ.get(TRUSTED_KEYS_VARIABLE)
-        paths = [part for part in (configured or "").split(os.pathsep) if part]
-        if configured is not None and not paths:
+        if configured is None:
+            return ()
+        paths = [part for part in configured.split(os.pathsep) if part]
+        if not paths:
             raise ConfigError(
                 f"{TRUSTED_KEYS_VARIABLE} names no file: set it to files of public keys, or unset it to trust all"
             )

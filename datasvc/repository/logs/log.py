@@ -84,6 +84,9 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
         is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
+    if is_later_format and not is_intact and checksum == _checksum({**content, "format": ENTRY_FORMAT}):
+        # Only the number of the format is damaged: a later datasvc could not read the entry either.
+        raise CorruptDataError(f"{location} is corrupt: its format number was changed; restore it from another copy")
     if is_later_format:
         raise ConfigError(
             f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade datasvc"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from datasvc.errors import ConflictError
+from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.format.shard_table import ShardTable
@@ -157,10 +157,12 @@ class IngestCommit:
         """Return the version that this ingest committed before an interruption, or that an identical one did."""
         newest_first = self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]
         for number in newest_first:
-            # An entry that cannot be read is passed over: an equal version twice does less harm than no ingest.
-            for entry in self._log.try_entries([number])[0]:
-                if entry.content.get("ingest") == self.metadata["ingest"]:
-                    return entry
+            entries, errors = self._log.try_entries([number])
+            if isinstance(error := errors.get(number), ConfigError):
+                raise error  # a later release wrote the entry: what it appended is not known here
+            # A corrupt entry is passed over: an equal version twice does less harm than no ingest.
+            if entries and entries[0].content.get("ingest") == self.metadata["ingest"]:
+                return entries[0]
         return None
 
 

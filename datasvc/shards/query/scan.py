@@ -115,8 +115,8 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _read_shard(self, number: int, schema: pa.Schema) -> ShardScan:
         deleted = partial(self._deletions.flags, number) if self._has_deletions[number] else None
-        num_samples = self._stored[number]
-        return _read_live(self._files, self._shards[number], deleted, schema, num_samples=num_samples, where=self._name)
+        digest, num_samples = self._shards[number], self._stored[number]
+        return _read_live(self._files, digest, deleted, schema, num_samples=num_samples, where=self._name)
 
 
 class _Scanner:

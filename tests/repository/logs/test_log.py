@@ -149,3 +149,12 @@ def test_what_came_after_an_entry_is_found_without_a_list(tmp_path, num_entries,
     monkeypatch.setattr(Storage, "list", None)
     for known in range(1, num_entries + 1):
         assert list(log.numbers_after(known)) == list(range(known + 1, num_entries + 1))
+
+
+def test_a_damaged_format_number_is_damage_and_no_later_format(tmp_path):
+    log = Log(Storage(str(tmp_path)), "log")
+    log.append(lambda _head: {"step": 1})
+    path = tmp_path / "log/00000001.json"
+    path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 9'))
+    with pytest.raises(CorruptDataError, match="its format number was changed"):
+        log.read(1)
