@@ -1,8 +1,9 @@
-"""Runs operations on a repository and a cache, and fails each of their file operations once (see disk_faults.c).
+"""Runs operations on a repository and a cache, and fails or ends them once at each of their file operations.
 
-Started with LD_PRELOAD by test_disk_faults.py. Arguments: a folder to work in, the operation, the error numbers as
-JSON, and whether every point gets every error ("all") or the errors in turn ("turns"). Each point runs in a forked
-child on a fresh copy of the files. Prints one JSON object: points, outcomes, and what is wrong.
+Started with LD_PRELOAD by test_disk_faults.py (see disk_faults.c). Arguments: a folder to work in, the operation, the
+faults as JSON (error numbers, or names in `ENDS`), and whether every point gets every fault ("all"), the faults in
+turn ("turns"), or only every third point gets one ("some"). Each point runs in a forked child on a fresh copy of the
+files. Prints one JSON object: points, outcomes, and what is wrong.
 """
 
 import ctypes
@@ -29,6 +30,14 @@ SHIM.fault_count.restype = ctypes.c_long
 FOLDER = Path(sys.argv[1]).resolve()
 SHORT_WRITE = -errno.ENOSPC  # half of a write succeeds, the next call finds a full disk
 TIMEOUT_S = 60
+# How a program ends: Ctrl-C, SIGTERM, `kill -9`, and an exception or `sys.exit` in its own signal handler.
+ENDS = {
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+    "kill": signal.SIGKILL,
+    "exception": signal.SIGUSR1,
+    "exit": signal.SIGUSR2,
+}
 SHARD_BYTES = 4000
 
 
@@ -190,20 +199,34 @@ def check_cache(at):
     assert not os.listdir(at.cache / "incoming")
 
 
+class EndedError(Exception):
+    """The program's own handler of a signal raised this."""
+
+
+def raise_in_handler(number, _frame):
+    raise EndedError if number == ENDS["exception"] else SystemExit(1)
+
+
 def run_in_child(at, operation, arm):
-    """Run the operation in a child; returns (kind, text, calls): kind is ok, refused, foreign, signal or hang."""
+    """Run the operation in a child; return (kind, text, calls); kind: ok, refused, ended, foreign, signal or hang."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
         os.close(reader)
-        kind, text = "ok", ""
+        kind, text, calls = "ok", "", 0
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (ENDS["exception"], ENDS["exit"]):
+            signal.signal(number, raise_in_handler)
         try:
             arm()
             try:
                 operation(at)
             finally:
                 calls = SHIM.fault_count()
-                SHIM.fault_arm(b"", 0, 0, 0)
+                SHIM.fault_arm(b"", 0, 0, 0, 0)
+        except (KeyboardInterrupt, EndedError, SystemExit):
+            kind = "ended"
         except DatasvcError as error:
             kind, text = "refused", f"{type(error).__name__}: {error}"
         except BaseException:  # the parent reports it
@@ -226,9 +249,15 @@ def run_in_child(at, operation, arm):
     return tuple(json.loads(answer))
 
 
+def describe(fault):
+    if fault in ENDS:
+        return fault
+    return f"{errno.errorcode[abs(fault)]}{' after half a write' if fault < 0 else ''}"
+
+
 def main():
     operation = globals()[sys.argv[2]]
-    errors, every = json.loads(sys.argv[3]), sys.argv[4] == "all"
+    faults, choice = json.loads(sys.argv[3]), sys.argv[4]
     is_cache = operation in (stage, evict)
     base = Repositories(FOLDER / "base")
     base.make()
@@ -237,17 +266,22 @@ def main():
     watched = work.cache if is_cache else work.other if operation is push else work.repo
     wrong, kinds, examples = [], {}, {}
 
-    def attempt(point, error):
+    def attempt(point, fault):
         shutil.rmtree(work.root, ignore_errors=True)
         shutil.copytree(base.root, work.root, symlinks=True)
 
         def arm():
-            SHIM.fault_arm(str(watched).encode(), point, abs(error), int(error < 0))
+            if fault in ENDS:
+                SHIM.fault_arm(str(watched).encode(), point, 0, 0, ENDS[fault])
+            else:
+                SHIM.fault_arm(str(watched).encode(), point, abs(fault), int(fault < 0), 0)
 
         kind, text, calls = run_in_child(work, operation, arm)
         kinds[kind] = kinds.get(kind, 0) + 1
-        where = f"call {point}, {errno.errorcode[abs(error)]}{' after half a write' if error < 0 else ''}"
-        if kind in ("foreign", "signal", "hang"):
+        where = f"call {point}, {describe(fault)}"
+        if kind == "signal" and fault in ("terminate", "kill") and text == f"exit status {-ENDS[fault]}":
+            kinds["ended"] = kinds.get("ended", 0) + 1
+        elif kind in ("foreign", "signal", "hang") or (kind == "ended" and fault not in ENDS):
             wrong.append(f"{where}: {kind}: {text}")
         if kind == "refused":
             examples.setdefault(text.split(":")[0], text)
@@ -264,9 +298,9 @@ def main():
         return calls
 
     calls = attempt(0, errno.EIO)
-    for point in range(1, calls + 1):
-        for error in errors if every else [errors[point % len(errors)]]:
-            attempt(point, error)
+    for point in range(1, calls + 1, 3 if choice == "some" else 1):
+        for fault in faults if choice == "all" else [faults[point % len(faults)]]:
+            attempt(point, fault)
     json.dump({"points": calls, "kinds": kinds, "examples": examples, "wrong": wrong}, sys.stdout)
 
 

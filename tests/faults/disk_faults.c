@@ -1,13 +1,15 @@
 /* Fails the n-th file operation below a folder, as a disk or kernel would. Loaded with LD_PRELOAD.
  *
- * fault_arm(folder, n, error, is_short) arms it for this process: of the calls below that concern a path or descriptor
- * below `folder`, the n-th (from 1) fails with `error`; with is_short a write takes half of its bytes first, and the next
- * one fails. fault_count() is the number of calls since then. An n of 0 only counts. */
+ * fault_arm(folder, n, error, is_short, signal) arms it for this process: of the calls below that concern a path or
+ * descriptor below `folder`, the n-th (from 1) fails with `error`; with is_short a write takes half of its bytes first,
+ * and the next one fails. With a signal other than 0 the n-th call succeeds, after the process has got this signal.
+ * fault_count() is the number of calls since then. An n of 0 only counts. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -19,11 +21,11 @@
 static char root[PATH_MAX];
 static atomic_long count;
 static long target;
-static int error_number, is_short_write;
+static int error_number, is_short_write, signal_number;
 
-void fault_arm(const char *folder, long n, int error, int is_short) {
+void fault_arm(const char *folder, long n, int error, int is_short, int signal) {
   strncpy(root, folder, sizeof root - 1);
-  target = n, error_number = error, is_short_write = is_short;
+  target = n, error_number = error, is_short_write = is_short, signal_number = signal;
   atomic_store(&count, 0);
 }
 
@@ -56,6 +58,10 @@ static int hits(int concerned) {
   if (!concerned) return 0;
   long number = atomic_fetch_add(&count, 1) + 1;
   if (!target) return 0;
+  if (signal_number) {
+    if (number == target) kill(getpid(), signal_number);
+    return 0;
+  }
   if (is_short_write && number == target) return 2;
   if (number != target + (is_short_write ? 1 : 0)) return 0;
   errno = error_number;
