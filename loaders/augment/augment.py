@@ -21,14 +21,16 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform, uniforms
 from datasvc.loaders.augment.transform import Transform
 
-# Purposes of the keys: one number per independent use of random values. Order and ingest use lower numbers.
+# Purposes of the keys (`derive_keys`): one number per independent use of random values. The access order and ingests
+# use lower numbers.
 _AUGMENTATION, _TRANSFORMS = 32, 35
-_TRIES = 10
-# Random streams of a position: four per try, the flip, the colours. The numbers must never change, because a resumed
-# run draws from them again.
+_TRIES = 10  # random windows per image, of which the first that fits into the image is taken
+# Numbers of the random streams of a position: four per try, then the flip, then the colours. They must never change,
+# because a resumed run draws the same values again.
 _AREA, _RATIO, _LEFT, _TOP, _STREAMS_PER_TRY = 0, 1, 2, 3, 4
 _FLIP = _TRIES * _STREAMS_PER_TRY
 _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 6)
+# All orders of the four colour changes; a random value of the stream `_SEQUENCE` selects one of them.
 _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
 
@@ -85,7 +87,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a batch, in pixels.
+    """Windows of a batch: the rectangles that are cut from its images, in pixels.
 
     Attributes:
         starts: `int32[batch, 2]`, top and left.
@@ -145,6 +147,7 @@ def plan_random_windows(
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
     image_w, image_h = widths.astype(np.float64), heights.astype(np.float64)
     # All tries of all samples are drawn at once, and the first that fits is taken; this avoids a loop over samples.
+    # Arrays of tries are `float64[_TRIES, batch]`.
     drawn = uniforms(key, positions, _FLIP + 1)
     tries = drawn[:_FLIP].reshape(_TRIES, _STREAMS_PER_TRY, len(positions))
     area = image_w * image_h * _between(tries[:, _AREA], *config.scale)
@@ -153,10 +156,10 @@ def plan_random_windows(
     fits = (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
     left = np.floor(tries[:, _LEFT] * (image_w - width + 1))
     top = np.floor(tries[:, _TOP] * (image_h - height + 1))
-    first = np.argmax(fits, axis=0)  # 0 where no try fits
-    chosen = np.stack([top, left, height, width])[:, first, np.arange(len(positions))]
-    window = np.where(fits.any(axis=0), chosen, _fallback(image_w, image_h, config))
-    return _windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))
+    first_fit = np.argmax(fits, axis=0)  # 0 where no try fits
+    chosen = np.stack([top, left, height, width])[:, first_fit, np.arange(len(positions))]
+    window = np.where(fits.any(axis=0), chosen, _plan_fallback_windows(image_w, image_h, config))
+    return _make_windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))
 
 
 def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentConfig) -> ColourFactors:
@@ -169,13 +172,13 @@ def plan_colours(positions: Integers, *, seed: int, epoch: int, config: AugmentC
     def factor(stream: int, spread: float) -> npt.NDArray[np.float64]:
         return _between(uniform(key, positions, stream), max(0.0, 1 - spread), 1 + spread)
 
-    sequence = (uniform(key, positions, _SEQUENCE) * len(_SEQUENCES)).astype(np.int64)
+    sequence_index = (uniform(key, positions, _SEQUENCE) * len(_SEQUENCES)).astype(np.int64)
     return ColourFactors(
         brightness=factor(_BRIGHTNESS, config.brightness),
         contrast=factor(_CONTRAST, config.contrast),
         saturation=factor(_SATURATION, config.saturation),
         hue=_between(uniform(key, positions, _HUE), -config.hue, config.hue),
-        sequence=_SEQUENCES[sequence],
+        sequence=_SEQUENCES[sequence_index],
     )
 
 
@@ -186,14 +189,16 @@ def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Gen
     """
     key = derive_keys(seed, epoch, _TRANSFORMS, 2)
     counters = np.zeros((len(positions), 4), np.uint64)
-    # The position is a part of the Philox counter (Salmon et al., SC 2011), so that the sequences of two samples are
-    # 2**128 blocks apart and do not overlap.
+    # The position is the third of the four 64-bit words of the Philox counter (Salmon et al., SC 2011), so that the
+    # sequences of two samples are at least 2**128 blocks apart and do not overlap.
     counters[:, 2] = positions
     return [np.random.Generator(np.random.Philox(key=key, counter=counter)) for counter in counters]
 
 
 def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:
-    """Return windows that, scaled to `size`, equal a resize of the shorter side to `resize` and a centre crop.
+    """Return the windows of an evaluation, which have no flips.
+
+    A window scaled to `size` equals a resize of the image's shorter side to `resize` and a crop of the centre.
 
     Args:
         widths: widths of the images in pixels, `int[batch]`.
@@ -203,10 +208,10 @@ def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, 
     """
     side = np.maximum(1, np.rint(np.minimum(widths, heights).astype(np.float64) * size / resize))
     top, left = np.rint((heights - side) / 2), np.rint((widths - side) / 2)
-    return _windows(np.stack([top, left, side, side]), np.zeros(len(widths), np.int32))
+    return _make_windows(np.stack([top, left, side, side]), np.zeros(len(widths), np.int32))
 
 
-def _fallback(
+def _plan_fallback_windows(
     image_w: npt.NDArray[np.float64], image_h: npt.NDArray[np.float64], config: AugmentConfig
 ) -> npt.NDArray[np.float64]:
     """Return the largest centred window with an allowed ratio: `float64[4, batch]`, top, left, height, width."""
@@ -216,7 +221,8 @@ def _fallback(
     return np.stack([np.floor((image_h - height) / 2), np.floor((image_w - width) / 2), height, width])
 
 
-def _windows(window: npt.NDArray[np.float64], flips: npt.NDArray[np.int32]) -> Windows:
+def _make_windows(window: npt.NDArray[np.float64], flips: npt.NDArray[np.int32]) -> Windows:
+    """Return windows from `float64[4, batch]`: top, left, height, width."""
     pixels = np.ascontiguousarray(window.T.astype(np.int32))
     return Windows(np.ascontiguousarray(pixels[:, :2]), np.ascontiguousarray(pixels[:, 2:]), flips)
 

@@ -99,7 +99,7 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
     np.subtract(value, chroma, out=chroma)
     _compute_hue(planes, value, chroma, hue, weight)
     hue += 6 * rotation
-    hue -= 6 * np.floor(hue / 6)
+    hue -= 6 * np.floor(hue / 6)  # back to the range 0..6
     # A channel is value - weight * chroma. As a function of hue, weight is a trapezoid: height + slope * distance
     # from the middle, limited to 0..1.
     for plane, (middle, height, slope) in zip(planes, ((3, 2, -1), (2, -1, 1), (4, -1, 1)), strict=True):
@@ -116,9 +116,11 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
 def _compute_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
     """Write the hue, -1 to 5, to `hue`: the difference of the two smaller channels / chroma, plus 0, 2 or 4.
 
-    The largest channel selects the number that is added: 0 for red, 2 for green, 4 for blue.
+    The largest channel selects the number that is added: 0 for red, 2 for green, 4 for blue. Of equal channels, red
+    comes before green, and green before blue.
     """
     red, green, blue = planes
+    # First the hue for the largest channel blue, in all pixels; then green and red overwrite their pixels.
     np.subtract(red, green, out=hue)
     hue += 4 * chroma
     for largest, first, second, sector in ((green, blue, red, 2), (red, green, blue, 0)):
@@ -144,5 +146,5 @@ def _clip(planes: _Floats) -> None:
     np.minimum(planes, _WHITE, out=planes)
 
 
-# By the numbers in `ColourFactors.sequence`.
+# Indexed by the numbers in `ColourFactors.sequence`.
 _CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)

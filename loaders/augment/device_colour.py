@@ -21,8 +21,9 @@ from datasvc.loaders.augment.augment import ColourFactors
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _NONE = range(5)  # as in `ColourFactors.sequence`
-_NEUTRAL: Final = np.array([1.0, 1.0, 1.0, 0.0])
+# Kinds of changes: the numbers of `ColourFactors.sequence`, and one for no change.
+_BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _NONE = range(5)
+_NEUTRAL: Final = np.array([1.0, 1.0, 1.0, 0.0])  # factors that change nothing, by kind
 _WHITE: Final = 255.0
 _TINY: Final = float(np.finfo(np.float32).tiny)
 
@@ -54,15 +55,19 @@ def plan_passes(factors: ColourFactors) -> list[ColourPass]:
     is_neutral = np.take_along_axis(amounts == _NEUTRAL, sequence, axis=1)
     # Move the non-neutral changes of each image to the front, in their order, so that fewer passes are needed.
     order = np.argsort(is_neutral, axis=1, kind="stable")
+    # Column p of `kinds` and `ordered_amounts`, both [n, 4], is the change of each image in pass p.
     kinds = np.take_along_axis(np.where(is_neutral, _NONE, sequence), order, axis=1)
-    drawn = np.take_along_axis(np.take_along_axis(amounts, sequence, axis=1), order, axis=1)
+    ordered_amounts = np.take_along_axis(np.take_along_axis(amounts, sequence, axis=1), order, axis=1)
     num_passes = int((~is_neutral).sum(axis=1).max(initial=0))
-    return [_plan_pass(kinds[:, number], drawn[:, number].astype(np.float32)) for number in range(num_passes)]
+    return [
+        _plan_pass(kinds[:, number], ordered_amounts[:, number].astype(np.float32)) for number in range(num_passes)
+    ]
 
 
 def _plan_pass(kinds: npt.NDArray[np.int64], amounts: npt.NDArray[np.float32]) -> ColourPass:
     """Return the pass with one change of each image: its kind, `int64[n]`, and its factor, `float32[n]`."""
     is_blend = kinds < _HUE
+    # Images with a rotation or without a change have the weights 1, 0, 0, so the blend leaves them as they are.
     image_weight = np.where(is_blend, amounts, np.float32(1))
     grey_weight = 1 - image_weight
     weights = np.stack(

@@ -37,7 +37,7 @@ def check_gpu(device: str | int | torch.device) -> None:
 
 
 class Batch(ABC, Generic[A]):
-    """A dataclass of arrays or tensors that can be unpacked and indexed like the tuple `(inputs, labels)`.
+    """Base of dataclasses of arrays or tensors, which can be unpacked and indexed like the tuple `(inputs, labels)`.
 
     `len(batch)` is therefore 2, as for a pair from torch's `DataLoader`; the number of samples is
     `len(batch.positions)`. `A` is the type of inputs and labels: a torch tensor or a NumPy array.

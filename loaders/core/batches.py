@@ -182,17 +182,17 @@ class SampleBatches:
     def _reference_shards(self, epoch: int, located: LocatedStep) -> None:
         """Add references to all shards that the batch needs, so that they stay open until the batch is retired."""
         start = Cursor(epoch, located.step.start)
-        before = self._locator.cursors(start)
-        after = self._locator.cursors(Cursor(epoch, located.step.next_position))
+        cursors_before = self._locator.cursors(start)
+        cursors_after = self._locator.cursors(Cursor(epoch, located.step.next_position))
         has_padding = located.step.stop > located.step.num_samples
         locations = located.locations
         for number, reader in self._readers.items():
-            first, last = before[number], after[number]
-            reader.reference_range(first, last)
-            # `reference_range` skips padding samples, and a small split's epochs that begin and end inside this
-            # batch, so their shards get references separately.
-            if has_padding or last.epoch > first.epoch + 1:
-                is_inside = (locations.epochs > first.epoch) & (locations.epochs < last.epoch)
+            before, after = cursors_before[number], cursors_after[number]
+            reader.reference_range(before, after)
+            # `reference_range` skips padding samples. It also skips epochs that begin and end inside this batch,
+            # which a small split of a mixture may have. So the shards of both get references separately.
+            if has_padding or after.epoch > before.epoch + 1:
+                is_inside = (locations.epochs > before.epoch) & (locations.epochs < after.epoch)
                 is_skipped = (locations.sources == number) & (is_inside | ~located.mask)
                 reader.reference_shards(np.unique(locations.shards[is_skipped]).tolist(), start)
 
@@ -227,8 +227,8 @@ class _MixtureLocator:
 
     def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
         """Return the cursor of each split's order at a cursor of the mixture."""
-        # Cached, because each is needed three times: at the end of a batch, at the start of the next, and when the
-        # batch is retired.
+        # Cached, because each cursor is needed three times: at the end of a batch, at the start of the next, and when
+        # the batch is retired. Older cursors are not needed again, so a full cache is emptied.
         if cursor not in self._cached_cursors:
             if len(self._cached_cursors) >= _MAX_CACHED_CURSORS:
                 self._cached_cursors.clear()
@@ -239,11 +239,12 @@ class _MixtureLocator:
     def locate(self, epoch: int, positions: Integers) -> SampleLocations:
         assigned = self._order.locate(epoch, positions)
         shards, rows = np.empty_like(positions), np.empty_like(positions)
-        # One call per split and epoch, because each call has a high fixed cost.
-        by_order = np.lexsort((assigned.epochs, assigned.sources))
-        sources, epochs = assigned.sources[by_order], assigned.epochs[by_order]
+        # One call per split and epoch, because each call has a high fixed cost: sort the samples by split and epoch,
+        # and cut where one of them changes.
+        sorted_indices = np.lexsort((assigned.epochs, assigned.sources))
+        sources, epochs = assigned.sources[sorted_indices], assigned.epochs[sorted_indices]
         cuts = np.flatnonzero((np.diff(sources) != 0) | (np.diff(epochs) != 0)) + 1
-        for group in np.split(by_order, cuts) if len(positions) else []:
+        for group in np.split(sorted_indices, cuts) if len(positions) else []:
             source, split_epoch = int(assigned.sources[group[0]]), int(assigned.epochs[group[0]])
             shards[group], rows[group] = self._readers[source].locate(split_epoch, assigned.positions[group])
         return SampleLocations(assigned.sources, assigned.epochs, shards, rows)

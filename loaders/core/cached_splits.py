@@ -70,19 +70,25 @@ def window_need(samples: Split | Mixture) -> Need:
 
     def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
         is_mixture = isinstance(samples, Mixture)
-        # Padding repeats samples from the start of the epoch; without a shuffle, so does the next epoch.
+        # Padding repeats samples from the start of the epoch, and needs their shards too. A single split needs no
+        # further shards for them without a shuffle, because the next epoch begins with the same shards, nor in a
+        # global shuffle, which needs all shards.
         padding = batches.global_batch if batches.tail == "pad" and (is_mixture or order.shuffle == "windowed") else 0
-        # An epoch of a mixture ends anywhere in the epochs of its splits, so the positions that it skips count there.
-        skipped = 0 if is_mixture else batches.skipped
-        runs = most_of(samples, batches.run + batches.skipped - skipped)
-        needed = 0
+        run_positions, skipped = batches.run, batches.skipped
+        if is_mixture:
+            # `skipped` counts positions at the end of a split's epoch. Those that a mixture skips are anywhere in the
+            # epochs of its splits, so they make the run longer instead.
+            run_positions, skipped = run_positions + skipped, 0
+        runs = most_of(samples, run_positions)
+        needed_bytes = 0
         for table, run, padding_run in zip(tables, runs, most_of(samples, padding), strict=True):
             counts, sizes = table.samples_per_shard, table.bytes_per_shard
             if run:
                 window = window_bytes(counts, sizes, order, run, skipped=skipped)
                 padded = window_bytes(counts, sizes, order, padding_run) if padding_run else 0
-                needed += min(window + padded, window_bytes(counts, sizes, OrderConfig(), run))
-        return needed
+                all_bytes = window_bytes(counts, sizes, OrderConfig(), run)  # of a global shuffle
+                needed_bytes += min(window + padded, all_bytes)
+        return needed_bytes
 
     return need
 

@@ -41,8 +41,14 @@ from datasvc.order import Tail
 
 
 @dataclass(frozen=True)
-class _WritePosition:
-    """Number of records in a file, and the last record of served samples, which can still grow, with its index."""
+class _FileEnd:
+    """End of a ledger file, where the next batch is written.
+
+    Attributes:
+        num_records: number of records in the file.
+        growing: last record of served samples, which the next batch may extend.
+        growing_index: index of this record.
+    """
 
     num_records: int = 0
     growing: LedgerRecord | None = None
@@ -54,10 +60,13 @@ class Ledger:
 
     Args:
         folder: folder of the ledger, created at the first write. All ranks and restarts of a job use the same.
-        order: the loader's state without epoch and position.
+        order: the loader's state without epoch and position, which identifies the data and the access order. It must
+            equal that of the files in the folder.
         source: name of the data, such as "digits@1/train".
         num_samples: samples of an epoch.
+        ranks: data rank of this process, and the number of ranks.
         batch_size: samples of this rank per step.
+        tail: treatment of the last samples of an epoch.
 
     Raises:
         ConfigError: the folder is the ledger of other data or of another order.
@@ -89,15 +98,15 @@ class Ledger:
         self._path: Path | None = None
         self._file: int | None = None
         self._header_bytes = 0
-        self._position = _WritePosition()
-        self._last: tuple[Cursor, _WritePosition] | None = None  # cursor and write position before the last batch
+        self._end = _FileEnd()
+        self._before_last: tuple[Cursor, _FileEnd] | None = None  # cursor and end of the file before the last batch
         self._check_folder()
 
     def begin(self, epoch: int, position: int) -> None:
         """Begin a new file for the batches from this cursor on."""
         self.close()
         self._begin_cursor, self._path = (epoch, position), None
-        self._position, self._last = _WritePosition(), None
+        self._end, self._before_last = _FileEnd(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
         """Record a batch, before the loader's cursor moves past it. Recording the same batch again changes nothing.
@@ -110,15 +119,17 @@ class Ledger:
             UnavailableError: the file cannot be written; the message has the reason.
         """
         step = batch.step
-        if self._last is not None and self._last[0] == batch.before:
-            # An interrupt came after the write and before the cursor moved: overwrite the record of the same batch.
-            self._position = self._last[1]
+        if self._before_last is not None and self._before_last[0] == batch.before:
+            # This batch is recorded already: an interrupt came before the cursor moved. Write its records again in
+            # the same place.
+            self._end = self._before_last[1]
         else:
-            self._last = (batch.before, self._position)
+            self._before_last = (batch.before, self._end)
         self._open()
         is_full = bool(batch.mask.all())
         if bad or not is_full:
-            # Padding and masked samples come first: the audit counts them only if the record of their batch follows.
+            # Written before the served samples: if the process is killed in between, the audit ignores these records,
+            # because the record of their batch is missing.
             self._append(_masked_records(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
         for strided in describe_positions(step.start, step.next_position, samples):
@@ -144,23 +155,23 @@ class Ledger:
 
     def _grow(self, record: LedgerRecord) -> None:
         """Write served samples: extend the last record of served samples if they continue its range, else add one."""
-        growing = self._position.growing
+        growing = self._end.growing
         if growing is None or growing.epoch != record.epoch or not record.strided.continues(growing.strided):
-            index = self._position.num_records
+            index = self._end.num_records
             self._put(index, record.encode())
-            self._position = _WritePosition(index + 1, record, index)
+            self._end = _FileEnd(index + 1, record, index)
             return
         strided = dataclasses.replace(growing.strided, stop=record.strided.stop)
         longer = LedgerRecord(record.kind, record.epoch, strided, growing.count + record.count)
-        self._put(self._position.growing_index, longer.encode())
-        self._position = _WritePosition(self._position.num_records, longer, self._position.growing_index)
+        self._put(self._end.growing_index, longer.encode())
+        self._end = _FileEnd(self._end.num_records, longer, self._end.growing_index)
 
     def _append(self, records: Sequence[LedgerRecord]) -> None:
         """Write records after the last one; they never grow."""
         if records:
-            num_records = self._position.num_records
+            num_records = self._end.num_records
             self._put(num_records, b"".join(record.encode() for record in records))
-            self._position = dataclasses.replace(self._position, num_records=num_records + len(records))
+            self._end = dataclasses.replace(self._end, num_records=num_records + len(records))
 
     def _put(self, index: int, content: bytes) -> None:
         """Write records to the file, from the record with number `index` on."""
@@ -196,7 +207,7 @@ class Ledger:
     def _check_folder(self) -> None:
         """Raise ConfigError if the last file of the ledger is of other data or another order.
 
-        Ranks that start together find no file of each other here; `datasvc audit` compares them.
+        Ranks that start together do not see each other's files yet; `datasvc audit` compares these files later.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"ledger is {self.folder}, which is a file; expected a folder, existing or new")
@@ -207,7 +218,7 @@ class Ledger:
             header = read_header(files[-1][1])
         except CorruptDataError:
             return  # not an error of this run: `datasvc audit` reports damaged files
-        if header.order != self._header_fields["order"]:
+        if header.order != self._header_fields["order"]:  # it includes the version of the data
             expected = self._header_fields
             raise ConfigError(
                 f"{self.folder} is the ledger of {header.source} with {header.order}; this loader reads "

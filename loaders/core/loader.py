@@ -42,10 +42,10 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class BatchDecoder(Protocol[B_co]):
-    """Converts sample batches to the loader's batches, several at a time; `take` returns them in the order fed."""
+    """Converts sample batches to the loader's batches, several at a time, and in the order of the calls of `feed`."""
 
     def feed(self, batch: SampleBatch) -> None:
-        """Start decoding a batch, which may be empty; its views stay valid until `take` has returned it."""
+        """Start decoding a batch, which may be empty; its views stay valid until `take` has returned the result."""
 
     def take(self) -> B_co:
         """Wait for the oldest batch that was fed, and return it decoded.
@@ -119,15 +119,16 @@ class Loader(ABC, Generic[B]):
         self.profiler = StepProfiler()
         self._prefetch = prefetch
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
-        # A step that starts before this position is a full global batch.
+        # Every step that starts before this position is a full global batch, so there is a step left.
         self._full_until = len(split) - self._global_batch + 1
-        self._is_derived = order is None and shuffle == "windowed"
+        # Lanes and block are derived here or, in `load_state_dict`, taken from the state.
+        self._derives_windowed = order is None and shuffle == "windowed"
         self.order = choose_order(
             order,
             seed=seed,
             shuffle=shuffle,
             training=training,
-            derive=lambda chosen: derive_windowed(split, cache, ranks, self._batches_at_once, seed=chosen),
+            derive=lambda order_seed: derive_windowed(split, cache, ranks, self._batches_at_once, seed=order_seed),
         )
         self._cache, self._blob, self._columns = cache, blob, tuple(columns)
         self._cached_stores, self._batches = self._open(self.order)
@@ -141,7 +142,9 @@ class Loader(ABC, Generic[B]):
         self._thread_guard = SingleThreadGuard()
         self._ledger_folder = ledger
         self._ledger: Ledger | None = None
-        if not self._is_derived:  # the state to load may have other numbers, those of the ledger
+        # A derived order is not final: `load_state_dict` may replace it by that of the state, which is also the order
+        # of an existing ledger. So the first loop opens the ledger in this case.
+        if not self._derives_windowed:
             self._open_ledger()
 
     @abstractmethod
@@ -159,17 +162,17 @@ class Loader(ABC, Generic[B]):
         In the loop of an epoch, also after its last batch, it is that epoch. Once the loop is left, or a state from
         the end of an epoch is loaded, it is the next one.
         """
-        return self._place.epoch
+        return self._reported_cursor.epoch
 
     @property
     def progress(self) -> float:
         """Epochs served so far, with a fraction for the current one; independent of batch size and world size."""
-        return self._place.epoch + self._place.position / len(self.split)
+        return self._reported_cursor.epoch + self._reported_cursor.position / len(self.split)
 
     @property
     def steps_left(self) -> int:
         """Number of steps that are left of the current epoch."""
-        return self._count_steps_left(self._place)
+        return self._count_steps_left(self._reported_cursor)
 
     def __iter__(self) -> Iterator[B]:
         """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
@@ -180,13 +183,14 @@ class Loader(ABC, Generic[B]):
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
         self._open_ledger()
-        # The loop of the last batch was left by `break`, or a state from the end of an epoch was loaded.
+        # No step is left if the previous loop was left by `break` at the last batch of the epoch, or if a state from
+        # the end of an epoch was loaded.
         if not self._count_steps_left(self._cursor):
             self._end_epoch()
         epoch = self._cursor.epoch
         loop = object()
         try:
-            # The first comparison is cheap; the steps are counted for the last batch of an epoch only.
+            # The comparison with `_full_until` is cheap; steps are counted only for the last batch of an epoch.
             while self._cursor.epoch == epoch and (
                 self._cursor.position < self._full_until or self._count_steps_left(self._cursor)
             ):
@@ -195,9 +199,9 @@ class Loader(ABC, Generic[B]):
                 yield batch
         finally:
             self.profiler.pause()
-            if self._loop is loop:  # not if this iterator was dropped later than another one began
+            if self._loop is loop:  # an iterator that was left may be closed when another one has begun already
                 self._loop = None
-        if self._cursor.epoch == epoch:
+        if self._cursor.epoch == epoch:  # no state of another epoch was loaded inside the loop
             self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,7 +216,7 @@ class Loader(ABC, Generic[B]):
             StateMismatchError: the state belongs to another version, mixture or order; the message has both.
         """
         # Checked before prefetched batches are dropped: after a refused state the loader continues as before.
-        order = order_of_state(state, self.order) if self._is_derived else self.order
+        order = order_of_state(state, self.order) if self._derives_windowed else self.order
         cursor = restore_state(state, self.split, order)
         opened = None if order == self.order else self._open(order)
         with self._thread_guard:
@@ -263,8 +267,8 @@ class Loader(ABC, Generic[B]):
         return self.batch_size * self.ranks.world_size
 
     @property
-    def _place(self) -> Cursor:
-        """The cursor; outside of a loop, the end of an epoch is the start of the next one."""
+    def _reported_cursor(self) -> Cursor:
+        """The cursor that callers see: outside of a loop, the end of an epoch counts as the start of the next one."""
         if self._loop is None and not self._count_steps_left(self._cursor):
             return Cursor(self._cursor.epoch + 1, 0)
         return self._cursor
@@ -299,7 +303,7 @@ class Loader(ABC, Generic[B]):
             if self._cache is None
             else follow_splits(self.split, order, self._cache, self.ranks, batches=self._batches_at_once)
         )
-        stores: Sequence[ShardStore] = cached or [part.origin for part in splits_of(self.split)]
+        stores: Sequence[ShardStore] = cached or [split.origin for split in splits_of(self.split)]
         return cached, SampleBatches(
             self.split,
             [TimedShards(store, self.profiler) for store in stores],
@@ -318,7 +322,7 @@ class Loader(ABC, Generic[B]):
         """Read in another order from now on; no batch is in progress."""
         self._close_stores()
         self.order, self._cached_stores, self._batches = order, cached_stores, batches
-        self._ledger = None  # the next loop opens that of the new order
+        self._ledger = None  # the next loop opens the ledger again, with the new order
 
     def _close_stores(self) -> None:
         for store in self._cached_stores:
@@ -352,13 +356,13 @@ class Loader(ABC, Generic[B]):
             if self._in_progress and self._in_progress[0].before != self._cursor:
                 self._discard()  # an interrupt came after the last batch and before the cursor moved
             try:
-                self._fill(max(1, self._prefetch))
+                self._fill(max(1, self._prefetch))  # without prefetch, the batch to return is not yet in progress
                 assert self._decoder is not None
                 with self.profiler.stage(Stage.DECODE):
                     finished = self._deliver(self._decoder.take())
                 batch = self._in_progress.popleft()
                 timer.num_samples = len(batch.positions)
-                self._num_decoding -= timer.num_samples > 0
+                self._num_decoding -= timer.num_samples > 0  # empty batches were not counted
                 self._fill(self._prefetch)
                 self._batches.retire(batch)
                 # Written before the cursor moves, so that no state is ahead of the ledger.
@@ -407,7 +411,7 @@ def choose_order(
 ) -> OrderConfig:
     """Return the parameters of a loader's access order; for the arguments see `Loader`.
 
-    `derive` returns the windowed order for a seed; it is called if only the name of that shuffle is given.
+    `derive` returns the windowed order for a seed. It is called for `shuffle="windowed"` without `order`.
 
     Raises:
         ConfigError: `order` is given together with `seed` or `shuffle`; a value is out of range.
@@ -420,7 +424,7 @@ def choose_order(
             )
         return order
     if shuffle == "windowed":
-        return derive(OrderConfig(seed=seed or 0).seed)  # an invalid seed is refused first
+        return derive(OrderConfig(seed=seed or 0).seed)  # OrderConfig refuses an invalid seed before the work
     chosen = ("global" if training else None) if shuffle == "auto" else shuffle
     return OrderConfig(seed=seed or 0, shuffle=chosen)
 

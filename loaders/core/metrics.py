@@ -55,15 +55,15 @@ class LoaderCollector(Collector):
             for name, report in reports.items():
                 gauge.add_metric([name], value_of(report))
             yield gauge
-        yield _stages(
+        yield _make_stage_counter(
             "blocked_seconds", "Seconds that the consumer waited, by stage", totals, lambda sums: sums.blocked_s
         )
-        yield _stages(
+        yield _make_stage_counter(
             "beside_seconds", "Seconds of work in other threads, by stage", totals, lambda sums: sums.beside_s
         )
 
 
-def _stages(
+def _make_stage_counter(
     metric: str, text: str, totals: Mapping[str, Totals], times: Callable[[Totals], Mapping[Stage, float]]
 ) -> Metric:
     """Return a counter with a value for each loader and stage; 0 for a stage that took no time."""

@@ -15,7 +15,7 @@ from datasvc.mix_order import MixOrder, own_order
 from datasvc.order import OrderConfig
 from datasvc.shards import Split
 
-_BLOCK: Final = 4096
+_DEFAULT_BLOCK: Final = 4096
 
 
 class Mixture:
@@ -48,15 +48,15 @@ class Mixture:
         parts: Mapping[Split, float | Fraction] | Iterable[tuple[Split, float | Fraction]],
         *,
         epoch_samples: int | None = None,
-        block: int = _BLOCK,
+        block: int = _DEFAULT_BLOCK,
     ) -> None:
         pairs = list(parts.items() if isinstance(parts, Mapping) else parts)
         self.splits: tuple[Split, ...] = tuple(split for split, _ in pairs)
         self.weights: tuple[int, ...] = _as_integers([_parse_weight(weight, split) for split, weight in pairs])
         self.block = block
         self._check()
-        weighted = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
-        self.epoch_samples = weighted if epoch_samples is None else epoch_samples
+        num_weighted = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
+        self.epoch_samples = num_weighted if epoch_samples is None else epoch_samples
         if self.epoch_samples < 1:
             raise ConfigError(f"epoch_samples is {epoch_samples}; expected at least 1")
 
@@ -168,9 +168,9 @@ def label_maps(samples: Split | Mixture) -> list[Integers | None]:
             f"labels of {', '.join(unnamed)} have no class names, those of other splits in the mixture do; ingest "
             "all splits with class names, or all without"
         )
-    number_of = {name: number for number, name in enumerate(samples.classes)}
+    label_of_class = {name: label for label, name in enumerate(samples.classes)}
     # -1 for a class that only splits of weight 0 have: no sample of these splits is served.
-    return [np.array([number_of.get(name, -1) for name in split.classes], np.int64) for split in samples.splits]
+    return [np.array([label_of_class.get(name, -1) for name in split.classes], np.int64) for split in samples.splits]
 
 
 def most_of(samples: Split | Mixture, run: int) -> list[int]:
@@ -210,7 +210,7 @@ def _parse_weight(weight: float | Fraction, split: Split) -> Fraction:
             # By `repr`, so that 0.1 is 1/10: the exact fraction of the binary number has a huge denominator.
             return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
     except (TypeError, ValueError, OverflowError):
-        pass
+        pass  # not a number: the same error as for a negative or infinite one
     raise ConfigError(f"the weight of {name_of(split)} is {weight!r}; expected a finite number, at least 0")
 
 

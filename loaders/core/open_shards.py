@@ -24,7 +24,7 @@ class OpenShards:
     def __init__(self, split: Split, store: ShardStore) -> None:
         self._table = split.table
         self._store = store
-        self._uses: Counter[int] = Counter()
+        self._num_references: Counter[int] = Counter()
         self._open: dict[int, Shard] = {}
         self._observers: list[WholeEpochUses] = []
 
@@ -41,13 +41,13 @@ class OpenShards:
 
     def use(self, shard: int) -> None:
         """Add a reference to a shard, which need not be open yet."""
-        self._uses[shard] += 1
+        self._num_references[shard] += 1
 
     def drop(self, shard: int) -> None:
         """Remove a reference; release the shard after the last one."""
-        self._uses[shard] -= 1
-        if not self._uses[shard]:
-            del self._uses[shard]
+        self._num_references[shard] -= 1
+        if not self._num_references[shard]:
+            del self._num_references[shard]
             self._release(shard)
 
     def get(self, shard: int) -> Shard:
@@ -62,26 +62,23 @@ class OpenShards:
         """Return the shard of each key; a shard that is not resident yet may contain only the requested rows."""
         if self._open.keys() >= rows_by_shard.keys():
             return {shard: self._open[shard] for shard in rows_by_shard}
-        closed = {
+        requests = {
             shard: ShardRequest(self._table.shard(shard), self._table.index(shard), rows)
             for shard, rows in rows_by_shard.items()
             if shard not in self._open
         }
+        opened_early = self._store.open_early(list(requests.values()))
         # Not added to `_open`: a shard that is opened early may have the rows of this batch only.
-        early = self._store.open_early(list(closed.values()))
-        for shard, request in closed.items():
-            if request.info.digest in early:
-                self._table.check_shard(shard, early[request.info.digest])
-        return {
-            shard: early[closed[shard].info.digest]
-            if shard in closed and closed[shard].info.digest in early
-            else self.get(shard)
-            for shard in rows_by_shard
-        }
+        early: dict[int, Shard] = {}
+        for shard, request in requests.items():
+            if request.info.digest in opened_early:
+                early[shard] = opened_early[request.info.digest]
+                self._table.check_shard(shard, early[shard])
+        return {shard: early[shard] if shard in early else self.get(shard) for shard in rows_by_shard}
 
     def close(self) -> None:
         """Release all shards, and drop all references."""
-        self._uses.clear()
+        self._num_references.clear()
         self._observers.clear()
         for shard in list(self._open):
             self._release(shard)
@@ -126,7 +123,9 @@ class WholeEpochUses:
 
 
 class OrderedUses:
-    """Holds the references of one epoch of a windowed or sequential order, in which a shard has a range of positions.
+    """Holds the references of one epoch of a windowed or sequential order.
+
+    Such an order needs a shard only for the positions of one or a few windows.
 
     Args:
         shards: open shards of the split.
@@ -138,24 +137,24 @@ class OrderedUses:
         self._shards = shards
         self._windows = order.windows  # ranges of positions, each with the shard that they may need
         self._start = start
-        self._num_activated = 0  # number of windows that have begun: their first position was reached
-        self._next = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # start of the next window
-        self._ends: list[tuple[int, int]] = []  # heap of (stop, shard)
+        self._num_begun = 0  # number of windows that have begun: their first position was reached
+        self._next_begin = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # of the next window
+        self._ends: list[tuple[int, int]] = []  # heap of (stop of the window, shard), one per reference
 
     def advance(self, stop: int) -> None:
         """Add references to the shards that positions before `stop` may need."""
-        if stop <= self._next:
+        if stop <= self._next_begin:
             return
         windows = self._windows
-        until = int(np.searchsorted(windows.first, stop, side="left"))
-        new = slice(self._num_activated, until)
-        is_needed = windows.stop[new] > self._start
+        num_begun = int(np.searchsorted(windows.first, stop, side="left"))
+        new = slice(self._num_begun, num_begun)
+        is_needed = windows.stop[new] > self._start  # some windows may end before the first position that is served
         ends, shards = windows.stop[new][is_needed].tolist(), windows.shards[new][is_needed].tolist()
         for end, shard in zip(ends, shards, strict=True):
             heapq.heappush(self._ends, (end, shard))
             self._shards.use(shard)
-        self._num_activated = max(self._num_activated, until)
-        self._next = int(windows.first[self._num_activated]) if self._num_activated < len(windows.first) else NEVER
+        self._num_begun = max(self._num_begun, num_begun)
+        self._next_begin = int(windows.first[self._num_begun]) if self._num_begun < len(windows.first) else NEVER
 
     def retire(self, position: int) -> None:
         """Drop the references to shards that no position from `position` on needs."""

@@ -58,14 +58,14 @@ class LocatedStep(NamedTuple):
         positions: `int64[n]`, positions of this rank's samples.
         mask: `bool[n]`, False for padding samples.
         locations: locations of this rank's samples.
-        by_shard: index of a split -> its shards, each with the batch indices of its samples, `int64[k]` ascending.
+        by_split: index of a split -> its shards, each with the batch indices of its samples, `int64[k]` ascending.
     """
 
     step: Step
     positions: Integers
     mask: npt.NDArray[np.bool_]
     locations: SampleLocations
-    by_shard: Mapping[int, list[tuple[int, Integers]]]
+    by_split: Mapping[int, list[tuple[int, Integers]]]
 
 
 def locate_epoch(
@@ -89,6 +89,7 @@ def locate_epoch(
 def _locate(
     locator: SampleLocator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
 ) -> Iterator[LocatedStep]:
+    """Yield one rank's part of consecutive steps, whose samples are located by a single call."""
     parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
     stops = np.cumsum([len(positions) for positions, _ in parts])
     starts = stops - [len(positions) for positions, _ in parts]
@@ -105,13 +106,14 @@ def _slice_all(
 ) -> list[tuple[Integers, npt.NDArray[np.bool_]]]:
     """Return the result of `slice_step` for each of several consecutive steps."""
     first, size = steps[0], steps[0].stop - steps[0].start
+    # Only the last step of an epoch may be short or padded, so the steps that are not full are at the end.
     full_steps = [step for step in steps if step.stop <= step.num_samples and step.stop - step.start == size]
     # Each full step has the positions of the first one plus an offset, so one addition replaces a call per step.
     offsets = np.array([step.start - first.start for step in full_steps], np.int64)
     positions, _ = slice_step(first, rank=rank, world_size=world_size, lanes=lanes)
-    full = offsets[:, None] + positions
+    full_positions = offsets[:, None] + positions
     others = [slice_step(step, rank=rank, world_size=world_size, lanes=lanes) for step in steps[len(full_steps) :]]
-    return [*zip(full, np.ones(full.shape, np.bool_), strict=True), *others]
+    return [*zip(full_positions, np.ones(full_positions.shape, np.bool_), strict=True), *others]
 
 
 def _group_by_shard(
@@ -126,11 +128,11 @@ def _group_by_shard(
     """
     # Sort all samples once and cut where step, split or shard changes: a loop over the samples takes far longer.
     groups: list[dict[int, list[tuple[int, Integers]]]] = [{} for _ in starts]
-    by_shard = np.lexsort((locations.shards, locations.sources, steps))
-    step_of, source_of, shard_of = steps[by_shard], locations.sources[by_shard], locations.shards[by_shard]
-    indices = by_shard - starts[step_of]
+    order = np.lexsort((locations.shards, locations.sources, steps))
+    step_of, source_of, shard_of = steps[order], locations.sources[order], locations.shards[order]
+    indices = order - starts[step_of]  # in the batch of each sample
     cuts = np.flatnonzero((np.diff(step_of) != 0) | (np.diff(source_of) != 0) | (np.diff(shard_of) != 0)) + 1
-    bounds = [0, *cuts.tolist(), len(by_shard)] if len(by_shard) else []
+    bounds = [0, *cuts.tolist(), len(order)] if len(order) else []
     firsts = bounds[:-1]
     keys = zip(step_of[firsts].tolist(), source_of[firsts].tolist(), shard_of[firsts].tolist(), strict=True)
     for (step, source, shard), (start, stop) in zip(keys, pairwise(bounds), strict=True):

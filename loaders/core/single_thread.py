@@ -9,16 +9,16 @@ from datasvc.errors import ConfigError
 
 
 class SingleThreadGuard:
-    """A reentrant context manager for one thread of the process that created it.
+    """A context manager that one thread at a time may enter, in the process that created the manager.
 
-    Entering it raises ConfigError while another thread is inside, and in a forked child, because a fork does not copy
-    the threads of decoders and clients.
+    `with guard` raises ConfigError while another thread is inside the block. It also does so in a forked child,
+    because a fork does not copy the threads of decoders and clients.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        # Reentrant, because an interrupt just after the acquisition may leave the lock held by this thread for good;
-        # this thread can then still enter.
+        # Reentrant: an interrupt just after `acquire` may leave the lock held for good. The thread that holds it can
+        # then still use the loader.
         self._in_use = threading.RLock()
 
     @property

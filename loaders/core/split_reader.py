@@ -75,8 +75,9 @@ class SplitReader:
         self._counts = split.table.samples_per_shard
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
-        self._uses: dict[int, OrderedUses | WholeEpochUses] = {}
-        self._kept: deque[tuple[Cursor, int]] = deque()  # (batch, shard) from `reference_shards`
+        self._epoch_uses: dict[int, OrderedUses | WholeEpochUses] = {}  # references of `reference_range`, by epoch
+        # References of `reference_shards`: (batch, shard), in the order of the batches.
+        self._batch_uses: deque[tuple[Cursor, int]] = deque()
 
     def locate(self, epoch: int, positions: Integers) -> tuple[Integers, Integers]:
         """Return shard and row of each position of an epoch; rows do not count deleted samples."""
@@ -89,7 +90,8 @@ class SplitReader:
     def reference_range(self, before: Cursor, after: Cursor) -> None:
         """Add references to the shards of a global batch that moves the split's order from `before` to `after`.
 
-        It skips epochs that begin and end inside the batch; see `reference_shards`.
+        They are dropped when the order's cursor has passed the last position that needs the shard. Epochs that begin
+        and end inside the batch get no references: use `reference_shards` for their shards.
         """
         if before == after:
             return
@@ -98,10 +100,10 @@ class SplitReader:
             self._reference(after.epoch, 0, after.position)
 
     def reference_shards(self, shards: Iterable[int], batch: Cursor) -> None:
-        """Add references to shards until the batch that starts at `batch` is retired, independent of the order."""
+        """Add references to shards, whatever the order needs, until the batch that starts at `batch` is retired."""
         for shard in shards:
             self._shards.use(shard)
-            self._kept.append((batch, shard))
+            self._batch_uses.append((batch, shard))
 
     def open(self, by_shard: Sequence[tuple[int, Integers]], rows: Integers) -> list[ShardPart]:
         """Return the samples of a batch that are in this split's shards.
@@ -126,12 +128,12 @@ class SplitReader:
         if min(self._orders, default=cursor.epoch) < cursor.epoch:
             for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
                 del self._orders[epoch]
-            for epoch in [epoch for epoch in self._uses if epoch < cursor.epoch]:
-                self._uses.pop(epoch).close()
-        if cursor.epoch in self._uses:
-            self._uses[cursor.epoch].retire(cursor.position)
-        while self._kept and self._kept[0][0] <= batch:
-            self._shards.drop(self._kept.popleft()[1])
+            for epoch in [epoch for epoch in self._epoch_uses if epoch < cursor.epoch]:
+                self._epoch_uses.pop(epoch).close()
+        if cursor.epoch in self._epoch_uses:
+            self._epoch_uses[cursor.epoch].retire(cursor.position)
+        while self._batch_uses and self._batch_uses[0][0] <= batch:
+            self._shards.drop(self._batch_uses.popleft()[1])
 
     def values(self, part: ShardPart, column: str) -> npt.NDArray[Any]:
         """Return a part's values of a column of fixed width, a copy, `dtype[k]`. Raises ConfigError: one is null."""
@@ -175,8 +177,8 @@ class SplitReader:
     def close(self) -> None:
         """Release all shards; a later read opens them again."""
         self._orders.clear()
-        self._uses.clear()
-        self._kept.clear()
+        self._epoch_uses.clear()
+        self._batch_uses.clear()
         self._shards.close()
 
     def _order(self, epoch: int) -> AccessOrder:
@@ -186,11 +188,11 @@ class SplitReader:
 
     def _reference(self, epoch: int, start: int, stop: int | None) -> None:
         """Add references for the positions of an epoch from `start` to `stop`; None: to the end of the epoch."""
-        if epoch not in self._uses:
+        if epoch not in self._epoch_uses:
             order = self._order(epoch)
-            self._uses[epoch] = (
+            self._epoch_uses[epoch] = (
                 WholeEpochUses(self._shards, order.num_samples)
                 if self._config.shuffle == "global"
                 else OrderedUses(self._shards, order, start)
             )
-        self._uses[epoch].advance(len(self.split) if stop is None else stop)
+        self._epoch_uses[epoch].advance(len(self.split) if stop is None else stop)

@@ -19,14 +19,14 @@ from datasvc.shards import Split
 MIXTURE_STATE_FORMAT: Final = 1
 DECODE: Final = "decode"
 """Field of the decoding backend in the state of an image loader; older states do not have it."""
-_FORMAT: Final = "mixture_format"
-_CURSOR: Final = ("epoch", "position")
+_FORMAT_FIELD: Final = "mixture_format"
+_CURSOR_FIELDS: Final = ("epoch", "position")
 
 
 def save_state(samples: Split | Mixture, order: OrderConfig, cursor: Cursor) -> dict[str, Any]:
     """Return the state of a loader that reads `samples` in `order` and is at `cursor`."""
     if isinstance(samples, Mixture):
-        progress = {_FORMAT: MIXTURE_STATE_FORMAT, "epoch": cursor.epoch, "position": cursor.position}
+        progress = {_FORMAT_FIELD: MIXTURE_STATE_FORMAT, "epoch": cursor.epoch, "position": cursor.position}
         return progress | {"mixture": samples.describe()} | dataclasses.asdict(order)
     return OrderState(samples.digest, cursor.epoch, cursor.position, order).to_dict()
 
@@ -42,7 +42,7 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
     state = {name: value for name, value in state.items() if name != DECODE}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)
-    if _FORMAT in state:
+    if _FORMAT_FIELD in state:
         raise StateMismatchError(
             f"the state belongs to a mixture of {_describe(state)}, this loader reads {samples!r} alone; give the "
             "loader that mixture"
@@ -54,18 +54,18 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
 
 def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderConfig) -> Cursor:
     expected = save_state(samples, order, Cursor(0, 0))
-    if _FORMAT not in state:
+    if _FORMAT_FIELD not in state:
         single = OrderState.from_dict(state)
         raise StateMismatchError(
             f"the state belongs to one split, of shard table {single.version[:12]}..., this loader reads "
             f"{samples!r}; give the loader that split"
         )
-    if state[_FORMAT] != MIXTURE_STATE_FORMAT:
+    if state[_FORMAT_FIELD] != MIXTURE_STATE_FORMAT:
         raise ConfigError(
-            f"this state of a mixture has format {state[_FORMAT]}; this datasvc reads format "
+            f"this state of a mixture has format {state[_FORMAT_FIELD]}; this datasvc reads format "
             f"{MIXTURE_STATE_FORMAT}: upgrade datasvc"
         )
-    is_complete = state.keys() == expected.keys() and all(_is_count(state[name]) for name in _CURSOR)
+    is_complete = state.keys() == expected.keys() and all(_is_count(state[name]) for name in _CURSOR_FIELDS)
     if not is_complete or _fields(state).keys() != _fields(expected).keys():
         raise ConfigError(
             f"this is no state of a mixture: expected the fields {sorted(_fields(expected))}, with integers of at "
@@ -89,10 +89,11 @@ def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         )
     saved, present = _fields(state), _fields(expected)
     differing = [
-        name for name in present if name not in (*_CURSOR, "mixture.splits") and saved[name] != present[name]
+        name for name in present if name not in (*_CURSOR_FIELDS, "mixture.splits") and saved[name] != present[name]
     ]
     if differing:
-        in_state, here = (", ".join(f"{name}={fields[name]!r}" for name in differing) for fields in (saved, present))
+        in_state = ", ".join(f"{name}={saved[name]!r}" for name in differing)
+        here = ", ".join(f"{name}={present[name]!r}" for name in differing)
         raise StateMismatchError(
             f"the state of a mixture of {_describe(state)} was saved with {in_state}, this loader has {here}; give "
             "the mixture and the loader the arguments that the state was saved with"
@@ -109,7 +110,7 @@ def _fields(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _versions(state: Mapping[str, Any]) -> list[str]:
-    # Without the names: they differ if the same version is opened by number and by tag.
+    # Without the names of the splits: they differ if the same version is opened once by number and once by tag.
     return [split["version"] for split in _splits(state)]
 
 
@@ -130,4 +131,4 @@ def _splits(state: Mapping[str, Any]) -> list[Mapping[str, str]]:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and value >= 0  # not `isinstance`: True is an int too

@@ -1,9 +1,9 @@
 """EXIF orientation of an encoded image: the rotation or flip that makes it upright, read from the file's bytes.
 
-Shards store width and height of the upright image, crops are chosen in it, and DALI cuts them from it. So the
-tag must be read as DALI reads it: from the last EXIF block of a JPEG, the `eXIf` chunk of a PNG at any position, or
-the `EXIF` chunk of a WebP. XMP and the text chunks of old PNGs, which Pillow would use too, are ignored. The
-image is not decoded.
+Shards store width and height of the upright image, and crops are chosen in that image. DALI applies the orientation
+itself before it cuts the crop. So this module must find the same orientation as DALI: from the last EXIF block of a
+JPEG, the `eXIf` chunk of a PNG at any position, or the `EXIF` chunk of a WebP. XMP and the text chunks of old PNGs,
+which Pillow would use too, are ignored. The image is not decoded.
 
 Source of the values: EXIF 2.32 (CIPA DC-008-2019), 4.6.4 A, tag 0x0112.
 """
@@ -17,13 +17,14 @@ from typing import Final, Literal
 from PIL import Image
 
 _UPRIGHT: Final = 1
-_TAG = 0x0112
-_SHORT, _LONG = 3, 4  # types of a tag's value
-_EXIF: Final = b"Exif\0\0"
+_ORIENTATION_TAG = 0x0112
+_SHORT, _LONG = 3, 4  # types of a tag's value: 2 or 4 bytes
+_EXIF_PREFIX: Final = b"Exif\0\0"
 _APP1, _START_OF_SCAN = 0xE1, 0xDA
-_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
+_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker (these two bytes too)
 _PNG_CHUNK: Final = struct.Struct(">I4s")  # length of the data, name; data and checksum follow
-_RIFF_CHUNK: Final = struct.Struct("<4sI")  # name, length of the data, which is padded to an even one
+_RIFF_CHUNK: Final = struct.Struct("<4sI")  # name, length of the data, which is padded to an even length
+# What makes an image of each orientation upright; 1 is upright already.
 _TRANSPOSES: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -45,32 +46,33 @@ def read_orientation(content: bytes | memoryview, kind: str) -> int:
     raw = memoryview(content).cast("B")
     orientation = _UPRIGHT
     for block in _exif_blocks(raw, kind):
-        # The last block wins, as in DALI.
+        # The last block decides, as in DALI: an invalid one means upright, whatever the earlier blocks contain.
         orientation = parse_orientation(block) or _UPRIGHT
     return orientation
 
 
 def parse_orientation(tiff: memoryview) -> int | None:
     """Return the orientation in an EXIF block's TIFF data, 1 if it has none; None if the TIFF header is invalid."""
-    start = bytes(tiff[:2])
-    if start not in (b"II", b"MM"):
+    byte_order_mark = bytes(tiff[:2])
+    if byte_order_mark not in (b"II", b"MM"):
         return None
-    order: Literal["little", "big"] = "little" if start == b"II" else "big"
+    byte_order: Literal["little", "big"] = "little" if byte_order_mark == b"II" else "big"
 
     def number(offset: int, length: int) -> int:
-        return int.from_bytes(tiff[offset : offset + length], order)
+        return int.from_bytes(tiff[offset : offset + length], byte_order)
 
     # A TIFF header has the byte order, the number 42, and the offset of the first directory.
-    first = number(4, 4)
-    if number(2, 2) != 42 or not 8 <= first <= len(tiff) - 2:
+    directory = number(4, 4)
+    if number(2, 2) != 42 or not 8 <= directory <= len(tiff) - 2:
         return None
-    count = number(first, 2)
-    if first + 2 + 12 * count > len(tiff):
+    num_entries = number(directory, 2)
+    if directory + 2 + 12 * num_entries > len(tiff):
         return None
     # An entry of the directory has 12 bytes: tag, type, number of values, value.
-    for offset in range(first + 2, first + 2 + 12 * count, 12):
-        if number(offset, 2) == _TAG:
+    for offset in range(directory + 2, directory + 2 + 12 * num_entries, 12):
+        if number(offset, 2) == _ORIENTATION_TAG:
             value_type = number(offset + 2, 2)
+            # The field has 4 bytes in both byte orders; a short value fills the first two.
             value = number(offset + 8, 2 if value_type == _SHORT else 4)
             return value if value_type in (_SHORT, _LONG) and value in range(1, 9) else _UPRIGHT
     return _UPRIGHT
@@ -78,7 +80,7 @@ def parse_orientation(tiff: memoryview) -> int | None:
 
 def swaps_sides(orientation: int) -> bool:
     """Return whether the upright image has the width and height of the stored image swapped."""
-    return orientation >= 5
+    return orientation >= 5  # 1 to 4 are flips and half turns; 5 to 8 include a quarter turn or a transposition
 
 
 def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
@@ -90,22 +92,24 @@ def turn_upright(image: Image.Image, orientation: int) -> Image.Image:
 def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
     """Yield the TIFF data of each EXIF block in the order of the file."""
     if kind in ("JPEG", "MPO"):
-        blocks = (data for data in _jpeg_app1(raw) if _has_exif_prefix(data))
+        blocks = (data for data in _jpeg_app1_segments(raw) if _has_exif_prefix(data))
     elif kind == "PNG":
         blocks = (data for name, data in _png_chunks(raw) if name == b"eXIf")
     elif kind == "WEBP":
         blocks = (data for name, data in _riff_chunks(raw) if name == b"EXIF")
     else:
         return
+    # The prefix of a JPEG's block may also be present in the chunk of a PNG or WebP.
     for block in blocks:
-        yield block[len(_EXIF) :] if _has_exif_prefix(block) else block
+        yield block[len(_EXIF_PREFIX) :] if _has_exif_prefix(block) else block
 
 
 def _has_exif_prefix(block: memoryview) -> bool:
-    return bytes(block[: len(_EXIF)]) == _EXIF
+    return bytes(block[: len(_EXIF_PREFIX)]) == _EXIF_PREFIX
 
 
-def _jpeg_app1(raw: memoryview) -> Iterator[memoryview]:
+def _jpeg_app1_segments(raw: memoryview) -> Iterator[memoryview]:
+    """Yield the data of the APP1 segments before the pixels; they contain EXIF or XMP."""
     offset = 2  # after the marker that starts a JPEG
     while offset + _SEGMENT.size <= len(raw):
         start, marker, length = _SEGMENT.unpack_from(raw, offset)

@@ -26,11 +26,15 @@ REENCODE_QUALITY: Final = 90
 
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
-_APP1, _APP2, _APP14 = 0xE1, 0xE2, 0xEE
-_MAX_SEGMENTS = 64
-# Markers of segments that do not affect the size: tables, application data, comments.
-_IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {_APP1, _APP2, _APP14}
-_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker
+_EXIF_SEGMENT, _MPO_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
+_MAX_SEGMENTS = 64  # a JPEG with more segments before its pixels is left to Pillow
+# Markers of segments that affect neither size nor colours: tables, application data, comments.
+_IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {
+    _EXIF_SEGMENT,
+    _MPO_SEGMENT,
+    _ADOBE_SEGMENT,
+}
+_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker (these two bytes too)
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
@@ -91,17 +95,17 @@ def read_header(content: bytes | memoryview, *, decode: bool = False) -> ImageHe
     """
     if not len(content):
         raise BadSampleError("empty file")
-    plain = None if decode else _read_plain_jpeg(memoryview(content))
+    plain = None if decode else _parse_plain_jpeg(memoryview(content))
     return plain or _read_with_pillow(content, decode=decode)
 
 
 def is_plain_jpeg(content: bytes | memoryview) -> bool:
     """Return whether the file is a complete JPEG of one picture with 8 bits per component, in grey or YCbCr.
 
-    Its frame is baseline (0xC0), extended sequential (0xC1) or progressive (0xC2). Three components count as YCbCr
-    unless an Adobe segment marks them as RGB.
+    The frame of the picture is baseline (0xC0), extended sequential (0xC1) or progressive (0xC2). Three components
+    count as YCbCr unless an Adobe segment marks them as RGB.
     """
-    return _read_plain_jpeg(memoryview(content)) is not None
+    return _parse_plain_jpeg(memoryview(content)) is not None
 
 
 def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
@@ -133,14 +137,16 @@ def check_and_reencode(
         decode: see `read_header`. The file itself is decoded: a new encoding would hide its damage.
 
     Returns:
-        The header of the image to store, and its new bytes; None for `content`.
+        The header of the image to store, and its new bytes; None in place of the bytes if `content` is stored.
 
     Raises:
         BadSampleError: see `read_header`.
     """
     header = read_header(content, decode=True) if decode else None
     encoded = reencode(content, settings) if settings.is_enabled else None
-    return read_header(encoded or content) if encoded or header is None else header, encoded
+    if header is None or encoded:  # not checked yet, or the new image has another size
+        header = read_header(encoded or content)
+    return header, encoded
 
 
 @contextmanager
@@ -154,7 +160,7 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             yield image
     except DatasvcError:
-        raise
+        raise  # from the `with` block, with a message of its own
     except UnidentifiedImageError as error:
         raise BadSampleError(f"not an image: the file starts with {bytes(content[:16])!r}") from error
     except Image.DecompressionBombError as error:
@@ -165,21 +171,26 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
 
 def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
     buffer = io.BytesIO()
-    kind = "JPEG" if kind == "MPO" else kind if kind in _ENCODERS else "PNG"
+    # Of an MPO, only the first picture is kept. PNG stores any other format without loss.
+    if kind == "MPO":
+        kind = "JPEG"
+    elif kind not in _ENCODERS:
+        kind = "PNG"
     image.save(buffer, kind, quality=quality)
     return buffer.getvalue()
 
 
-def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
+def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
     """Return the header of a complete, plain JPEG (`is_plain_jpeg`); None for any file that Pillow has to read."""
     stop = len(raw)
     # The file must start with a start-of-image marker and end with an end-of-image marker.
     if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
         return None
-    offset, size, is_swapped = 2, None, False
+    offset = 2  # after the start-of-image marker
+    size, is_swapped = None, False
     components, has_rgb_mark = 0, False
     for _ in range(_MAX_SEGMENTS):
-        # A frame header ends 10 bytes after the start of its segment.
+        # Enough for every `unpack_from` below: a frame header ends 10 bytes after the start of its segment.
         if offset + 10 > stop:
             return None
         start, marker, length = _SEGMENT.unpack_from(raw, offset)
@@ -198,16 +209,16 @@ def _read_plain_jpeg(raw: memoryview) -> ImageHeader | None:
             if size is not None or not is_plain:
                 return None
             size = (width, height)
-        elif marker == _APP1:
+        elif marker == _EXIF_SEGMENT:
             if bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
                 orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
                 if orientation is None:
                     return None
                 is_swapped = swaps_sides(orientation)
-        elif marker == _APP2:
+        elif marker == _MPO_SEGMENT:
             if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
                 return None  # MPO: several pictures in one file
-        elif marker == _APP14:
+        elif marker == _ADOBE_SEGMENT:
             # The last byte of Adobe's segment is the colour transform: 0 means none, so three components are RGB.
             transform = offset + 15
             if bytes(raw[offset + 4 : offset + 9]) == b"Adobe" and bytes(raw[transform : transform + 1]) == b"\0":
@@ -227,7 +238,8 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
         kind, (width, height) = image.format or "?", image.size
         if swaps_sides(read_orientation(content, kind)):
             width, height = height, width
-        # A JPEG with several pictures has the kind MPO.
+        # A JPEG with several pictures has the kind MPO. Pillow decodes what `decode_jpeg` does not support, and files
+        # whose end does not show that they are complete: then it raises if bytes are missing.
         is_decoded = decode and kind in {"JPEG", "MPO"} and decode_jpeg(content)
         if not is_decoded and (decode or not _is_complete(kind, content)):
             image.load()
