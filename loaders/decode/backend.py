@@ -73,7 +73,8 @@ class BackendConfig:
         size: side of an image in pixels.
         prefetch: number of batches in progress at the same time.
         device_id: index of the GPU that receives the images; None: the CPU.
-        max_width: width of the widest image in the data set, so that GPU memory is allocated once; 0 if unknown.
+        max_width: width of the widest image in the data set; 0 if unknown. Decoders on a GPU allocate memory for the
+            largest image at the start, and not whenever a larger image arrives.
         max_height: height of the tallest image in the data set; 0 if unknown.
         changes_colours: whether batches may come with an `Edit` of colours.
         is_pinned: whether batches are in page-locked host memory.

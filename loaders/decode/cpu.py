@@ -58,7 +58,12 @@ class _DecodeJob:
 
 @dataclass(frozen=True)
 class CpuRun:
-    """A batch in progress: its output memory, and one future per task."""
+    """A batch in progress.
+
+    Attributes:
+        images: its output memory.
+        parts: the results of its tasks: index in the batch -> reason, for the images that cannot be decoded.
+    """
 
     images: npt.NDArray[Any] | torch.Tensor
     parts: list[Future[dict[int, str]]]
@@ -147,10 +152,10 @@ class CpuBackend:
             read,
             array[:count],
         )
-        step = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._config.num_threads)))
+        task_size = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._config.num_threads)))
         parts = [
-            self._pool.submit(self._decode, work, range(start, min(start + step, count)))
-            for start in range(0, count, step)
+            self._pool.submit(self._decode, work, range(start, min(start + task_size, count)))
+            for start in range(0, count, task_size)
         ]
         return CpuRun(memory[:count], parts)
 

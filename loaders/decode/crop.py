@@ -70,7 +70,7 @@ class CropDecoder:
             return None
         codec = self._codec
         try:
-            # A stored width or height of 0, which is wrong, gives a region without pixels: an error too.
+            # If a wrong width or height of 0 is stored, the region has no pixels, which is an error here too.
             region = codec.Region(start[0], start[1], start[0] + shape[0], start[1] + shape[1])
             stream = codec.CodeStream(blob).get_sub_code_stream(region=region)
             image = self._decoder.decode(stream, image=self._image, params=self._params)
@@ -81,4 +81,5 @@ class CropDecoder:
             return None
         self._image = image
         pixels: Pixels = np.asarray(image)
+        # Pixels of another shape or type are left to Pillow, like an image that does not decode.
         return pixels if pixels.shape == (*shape, 3) and pixels.dtype == np.uint8 else None

@@ -85,6 +85,7 @@ class PixelWriter:
         self._mirrored = np.empty((size, size, 3), np.uint8)
         self._halves = np.empty((3, size, size), pixels.dtype)
         self._scale, self._shift = pixels.scale, pixels.shift
+        # For channels last: one value for each element of a row of pixels.
         self._row_scale, self._row_shift = np.tile(self._scale, size), np.tile(self._shift, size)
         self._tables = _level_tables(pixels)
 
@@ -121,7 +122,7 @@ class PixelWriter:
         np.copyto(self._planes, _to_planes(image, flip))
         halves = out if self._planar else self._halves
         for table, plane, target in zip(self._tables, self._planes, halves, strict=True):
-            np.take(table, plane, out=target, mode="clip")
+            np.take(table, plane, out=target, mode="clip")  # every level is in range; "raise" would buffer `out`
         if not self._planar:
             np.copyto(out, halves.transpose(1, 2, 0))
 

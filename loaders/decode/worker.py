@@ -37,7 +37,7 @@ class ImageWorker:
         self._crops = CropDecoder() if backend == "cpu" else None
         self._resize = make_resizer(framework, size)
         self._writer = PixelWriter(pixels, size)
-        self._encoded = np.empty(0, np.uint8)
+        self._encoded = np.empty(0, np.uint8)  # memory of `buffer`
         self._window, self._edited = np.empty((2, size, size, 3), np.uint8)
 
     def buffer(self, size: int) -> Bytes:

@@ -1,4 +1,8 @@
-"""The `BatchDecoder` of a job in a decode group: gets batches from the other jobs, or decodes them for all jobs."""
+"""The `BatchDecoder` of a job in a decode group: gets batches from the other jobs, or decodes them for all jobs.
+
+The folder of the group (`GroupFolder`) has one link for each step that a job decodes or has decoded. So the steps in
+this folder also show how far the other jobs are, and `Pace` compares them with this job's own steps.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from datasvc.loaders.profiling.step_times import Stage
 B = TypeVar("B")
 
 # A job may wait for one more batch after every 8 batches, so slow jobs delay at most an eighth of its batches.
-_BATCHES_PER_PATIENCE: Final = 8
+_BATCHES_PER_WAIT: Final = 8
 
 
 @dataclass
@@ -66,9 +70,9 @@ class Pace:
     ) -> None:
         self._group, self._folder, self._counts = group, folder, counts
         self._steps_per_epoch, self._global_batch = steps_per_epoch, global_batch
-        self._patience_left = group.patience
-        self._num_steps = 0
-        self._is_behind = False
+        self._patience_left = group.patience  # number of batches for which this job may still wait
+        self._num_steps = 0  # steps of this job
+        self._is_behind = False  # whether this job is too far behind, and has recorded it
 
     def is_kept(self, cursor: Cursor, current: Cursor) -> bool:
         """Return whether a batch is kept for the other jobs when this job requests the step at `current`."""
@@ -77,7 +81,7 @@ class Pace:
     def advance(self) -> None:
         """Record a step of this job."""
         self._num_steps += 1
-        if self._num_steps % _BATCHES_PER_PATIENCE == 0:
+        if self._num_steps % _BATCHES_PER_WAIT == 0:
             self._patience_left = min(self._group.patience, self._patience_left + 1)
 
     def catch_up(self) -> None:
@@ -85,15 +89,18 @@ class Pace:
         self._is_behind = False
 
     def wait_for_others(self, cursor: Cursor) -> None:
-        """Before this job decodes a step, wait for jobs that are behind it by more than the lag.
+        """Before this job decodes the step at `cursor`, wait for jobs that are behind it by more than the lag.
 
-        This job waits only for jobs that are decoding, not for one that trains or is stopped.
+        This job waits only for jobs that are decoding, not for one that trains or is stopped, and only while it has
+        patience left for the distance. If another job is ahead by more than the lag, this job does not wait, and
+        records that it is behind.
 
         Raises:
             LagError: this job is too far behind the others, and the group has `when_behind="raise"`.
             OSError: the group cannot be used.
         """
         while True:
+            # Steps of other jobs -> number of steps that they are ahead of `cursor`; negative if they are behind.
             distances = {other: self._ordinal(other) - self._ordinal(cursor) for other in self._folder.others()}
             ahead = [
                 distance
@@ -104,6 +111,7 @@ class Pace:
                 self._record_lag(max(ahead))
                 return
             self._is_behind = False
+            # `any` stops after the first wait: meanwhile the other jobs may have moved, so compare again.
             if not any(self._wait_for(other, -distance) for other, distance in sorted(distances.items())):
                 return
 
@@ -127,7 +135,8 @@ class Pace:
     def _record_lag(self, ahead: int) -> None:
         """Record that the fastest job is `ahead` steps ahead of this one; warn or raise if that is too far."""
         if ahead <= self._patience_left:
-            # This job is not too far behind yet: the others have the same patience, so they wait for it.
+            # This job is not too far behind yet: the others have the same patience, so they wait for it. One of their
+            # waits is counted here.
             self._patience_left -= 1
             return
         was_behind, self._is_behind = self._is_behind, True
@@ -164,12 +173,12 @@ class SharedDecoder(Generic[B]):
         counts: SharingCounts,
         profiler: StepProfiler,
     ) -> None:
-        self._inner = inner
+        self._decoder = inner
         self._folder, self._pace, self._group = folder, pace, group
         self._counts, self._profiler = counts, profiler
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="datasvc-publish")
-        # Each batch with its result if another job has decoded it, with a future if this job is decoding it, or with
-        # None if another job is decoding it.
+        # Each batch, with its result if another job has decoded it, a future if this job decodes it, or None if
+        # another job is decoding it.
         self._fed: deque[tuple[SampleBatch, Any]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
@@ -202,15 +211,16 @@ class SharedDecoder(Generic[B]):
         return finished
 
     def close(self) -> None:
-        """See `BatchDecoder`. Other jobs can claim the steps that this job has not finished."""
+        """See `BatchDecoder`. The steps that this job has not finished become free for other jobs."""
         self._publisher.shutdown(wait=False, cancel_futures=True)
-        self._inner.close()  # ends the wait of the publisher for the batch in progress
+        self._decoder.close()  # ends the wait of the publisher for the batch in progress
         self._publisher.shutdown(wait=True)
         # All claims, not only those of `_fed`: an interrupt may come between a claim and the append to `_fed`.
         self._folder.abandon_all()
         self._fed.clear()
 
     def _wait(self, pending: PendingStep) -> None:
+        """Wait for another job's step; after `silent_s`, give up so that this job can decode the step."""
         with pending, self._profiler.waiting(Stage.DECODE):
             if not pending.wait(self._group.silent_s):
                 self._folder.give_up(pending)
@@ -237,15 +247,16 @@ class SharedDecoder(Generic[B]):
 
     def _decode(self, batch: SampleBatch) -> Future[B]:
         try:
-            self._inner.feed(batch)
+            self._decoder.feed(batch)
         except BaseException:
-            self._folder.abandon(batch.before)
+            self._folder.abandon(batch.before)  # so that other jobs do not wait for this step
             raise
         return self._publisher.submit(self._finish, batch.before)
 
     def _finish(self, cursor: Cursor) -> B:
+        """Take the oldest batch from the decoder, and publish it. Runs in the publishing thread."""
         try:
-            finished = self._inner.take()
+            finished = self._decoder.take()
         except BaseException:
             self._folder.abandon(cursor)
             raise

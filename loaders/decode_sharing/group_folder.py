@@ -27,7 +27,7 @@ from datasvc.loaders.ranks.data_ranks import DataRanks
 
 # Buffers that are kept for the next batches of this job, because allocating memory takes longer than filling it.
 _MAX_SPARE: Final = 4
-_TRIES: Final = 100
+_TRIES: Final = 100  # to find or claim a step that other jobs claim and abandon at the same time
 
 
 class PendingStep:
@@ -61,10 +61,11 @@ class GroupFolder:
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._claims: dict[Cursor, tuple[int, int]] = {}  # the pipe of each step that this job decodes
-        self._published: dict[Cursor, SharedBuffer] = {}
-        self._spare: list[SharedBuffer] = []
+        self._published: dict[Cursor, SharedBuffer] = {}  # the batches that this job has decoded for the group
+        self._spare: list[SharedBuffer] = []  # memory of retired batches, for the next ones
         self._mapped = MappedBatches(num_kept)
-        self._silent: set[str] = set()  # process ids of jobs that this job does not wait for
+        # Process ids of jobs that did not finish a step in time (`give_up`). This job does not wait for them.
+        self._silent: set[str] = set()
         _folders.add(self)
 
     def join(self) -> None:
@@ -87,7 +88,7 @@ class GroupFolder:
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
         """Return the batch of a step, a `PendingStep` (closed by the caller) if a job decodes it, or else None."""
-        links, name = self._membership.links, _name_of(cursor)
+        links, name = self._membership.links, _link_name(cursor)
         link = links.open(name)
         if link is None:
             return None
@@ -96,13 +97,15 @@ class GroupFolder:
             if not link.is_pipe:
                 batch = self._mapped.read(link.descriptor, self._key(cursor))
             elif link.process not in self._silent:
-                pending, link = PendingStep(cursor, link), None  # None: the pending step closes the descriptor
+                pending = PendingStep(cursor, link)
+                link = None  # from now on, the pending step closes the descriptor
                 return pending
         finally:
             if link is not None:
                 os.close(link.descriptor)
         if batch is None:
-            # The job is silent, or uses the memory for another batch. Without its link, any job can claim the step.
+            # The link is useless: its job is silent, or uses the memory for another batch. Without the link, any job
+            # can claim the step.
             links.remove(name, link.target)
         else:
             self._silent.discard(link.process)
@@ -118,20 +121,20 @@ class GroupFolder:
         return None
 
     def give_up(self, pending: PendingStep) -> None:
-        """Stop waiting for the job of a pending step: all its steps count as unclaimed until it publishes a batch."""
+        """Stop waiting for the job of a pending step: all its claims are ignored until it publishes a batch."""
         self._silent.add(pending.link.process)
-        self._membership.links.remove(_name_of(pending.cursor), pending.link.target)
+        self._membership.links.remove(_link_name(pending.cursor), pending.link.target)
 
     def others(self) -> list[Cursor]:
         """Return the steps that other jobs decode or keep."""
-        steps = [_parse(name) for name in self._membership.links.names()]
+        steps = [_cursor_of(name) for name in self._membership.links.names()]
         with self._lock:
             own_steps = {*self._claims, *self._published}
         return [step for step in steps if step is not None and step not in own_steps]
 
     def is_alive(self, cursor: Cursor) -> bool:
         """Return whether the job that decodes or keeps a step is running."""
-        return self._membership.links.has_target(_name_of(cursor))
+        return self._membership.links.has_target(_link_name(cursor))
 
     def publish(self, cursor: Cursor, batch: object) -> None:
         """Hand the batch of a claimed step to the other jobs, and end the claim; do nothing without a claim."""
@@ -143,7 +146,7 @@ class GroupFolder:
             buffer.write(self._key(cursor), parts)
             buffer.unlock()
             with self._lock:
-                pipe, name = self._claims.get(cursor), _name_of(cursor)
+                pipe, name = self._claims.get(cursor), _link_name(cursor)
                 # After a long silence of this job, another job may have claimed the step.
                 if pipe is None or self._membership.links.read(name) != target_of(pipe[0]):
                     self._keep_spare(buffer)
@@ -158,8 +161,8 @@ class GroupFolder:
         with self._lock:
             pipe = self._claims.pop(cursor, None)
             if pipe is not None:
-                self._membership.links.remove(_name_of(cursor), target_of(pipe[0]))
-                # Write a byte: closing the pipe does not wake the waiting jobs while a forked child has it open.
+                self._membership.links.remove(_link_name(cursor), target_of(pipe[0]))
+                # Wake the waiting jobs by a byte: closing does not wake them while a forked child has the pipe open.
                 os.write(pipe[1], b"\0")
                 _close_pipe(pipe)
 
@@ -173,7 +176,7 @@ class GroupFolder:
         with self._lock:
             for cursor in [cursor for cursor in self._published if not is_kept(cursor)]:
                 buffer = self._published.pop(cursor)
-                self._membership.links.remove(_name_of(cursor), target_of(buffer.descriptor))
+                self._membership.links.remove(_link_name(cursor), target_of(buffer.descriptor))
                 self._keep_spare(buffer)
 
     def close_after_fork(self) -> None:
@@ -192,7 +195,7 @@ class GroupFolder:
         """Create the link of a step; return False if another job has created it."""
         pipe = os.pipe()
         try:
-            self._membership.links.create(_name_of(cursor), pipe[0])
+            self._membership.links.create(_link_name(cursor), pipe[0])
         except OSError as error:
             _close_pipe(pipe)
             if isinstance(error, FileExistsError):
@@ -218,7 +221,7 @@ class GroupFolder:
 
     def _key(self, cursor: Cursor) -> bytes:
         """Return the key that identifies the batch of a step; a group with other settings has other keys."""
-        content = self._membership.settings + f" {_name_of(cursor)}".encode()
+        content = self._membership.settings + f" {_link_name(cursor)}".encode()
         return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 
 
@@ -227,11 +230,12 @@ def _close_pipe(pipe: tuple[int, int]) -> None:
         os.close(descriptor)
 
 
-def _name_of(cursor: Cursor) -> str:
+def _link_name(cursor: Cursor) -> str:
     return f"{cursor.epoch}-{cursor.position}"
 
 
-def _parse(name: str) -> Cursor | None:
+def _cursor_of(name: str) -> Cursor | None:
+    """Return the step of a link; None for a link of another kind, such as that of a member."""
     epoch, _, position = name.partition("-")
     return Cursor(int(epoch), int(position)) if epoch.isdecimal() and position.isdecimal() else None
 

@@ -43,7 +43,8 @@ def agree(
     """Return, on every rank, the result of `choose` on data rank 0.
 
     Args:
-        question: text that identifies the decision, equal on all ranks. The first answer to a question is kept.
+        question: text that identifies the decision, equal on all ranks. A later call with the same text returns the
+            same answer.
         choose: function that decides, called once, on one process of data rank 0.
         is_first: whether this is a process of data rank 0; with tensor or pipeline parallelism there are several.
         store: store of the process group.
@@ -54,11 +55,11 @@ def agree(
         UnavailableError: data rank 0 gave no answer in time.
     """
     key = f"datasvc/decode/{question}"
-    # Of several processes of data rank 0, the one that increments the counter first decides.
+    # Several processes may have data rank 0. The one that increments the counter first decides; the others wait.
     if is_first and store.add(f"{key}/asked", 1) == 1:
         try:
             answer = {"chosen": choose()}
-        except Exception as error:
+        except Exception as error:  # also reported to the other ranks, which would wait until the timeout
             store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
             raise
         store.set(key, json.dumps(answer))

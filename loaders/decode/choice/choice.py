@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
-# Returns batches for a trial.
+# Function that returns batches for a trial.
 Draw = Callable[[], Sequence[TrialBatch]]
 
 
@@ -47,30 +47,32 @@ class DecodeChoice:
         self._requested, self._candidates = requested, candidates
         self._config, self._ranks = config, ranks
         self._try_in_child, self._find_store = try_in_child, find_store
-        self._settled: Backend | None = candidates[0] if len(candidates) == 1 else None
-        self._stored: Backend | None = None  # from the last state, if it is a candidate
-        self._in_state: Backend | None = None  # from the last state, candidate or not; equal on all ranks
-        self._is_agreed = False  # whether all ranks use `_settled`
+        self._chosen: Backend | None = candidates[0] if len(candidates) == 1 else None
+        self._stored: Backend | None = None  # backend of the last state, if this loader may use it
+        self._in_state: Backend | None = None  # backend of the last state, usable or not; equal on all ranks
+        self._is_agreed = False  # whether all ranks use `_chosen`
 
     @property
     def backend(self) -> Backend:
         """The chosen backend; before the choice, the most likely one."""
-        return self._settled or self._stored or self._candidates[0]
+        return self._chosen or self._stored or self._candidates[0]
 
     @property
     def state(self) -> Backend | None:
         """The backend to store in a loader state; None before the choice."""
-        return self._settled or self._stored
+        return self._chosen or self._stored
 
     def restore(self, stored: Backend | None) -> None:
         """Use the backend of a loader state; warn instead if it is not a candidate. None: the state has none."""
         self._in_state = stored
-        if stored is None or stored == self._settled:
+        if stored is None or stored == self._chosen:
             return
         self._is_agreed = False
         # For "auto", Pillow may not be a candidate, but it is always installed, so it can be used.
         if stored in self._candidates or (stored == "pillow" and self._requested == "auto"):
-            self._stored, self._settled = stored, None if stored in ON_GPU else stored
+            self._stored = stored
+            # `settle` tries a GPU backend before it is chosen, because another machine may have saved the state.
+            self._chosen = None if stored in ON_GPU else stored
             return
         _LOG.warning(
             "the state was saved by a loader that decodes with %r; decode=%r uses %r here, so pixels differ from "
@@ -98,10 +100,11 @@ class DecodeChoice:
         needs_agreement = has_choice and self._ranks.world_size > 1 and not self._is_agreed
         store = self._find_store() if needs_agreement else None
         if store is not None:
-            self._settled, self._is_agreed = self._agree(draw, question, store), True
-        if self._settled is None:
-            self._settled = self._choose_alone(draw) if self._stored is None else self._try_stored(self._stored, draw)
-        return self._settled
+            self._chosen = self._agree(draw, question, store)
+            self._is_agreed = True
+        if self._chosen is None:
+            self._chosen = self._choose_alone(draw) if self._stored is None else self._try_stored(self._stored, draw)
+        return self._chosen
 
     def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
         """Return the choice of data rank 0."""
@@ -111,7 +114,7 @@ class DecodeChoice:
         answer = agree(
             hashlib.sha256(identity.encode()).hexdigest(),
             # Rank 0 reports even a single candidate, because other ranks may have several.
-            lambda: self._settled or self._stored or self._choose_here(draw),
+            lambda: self._chosen or self._stored or self._choose_here(draw),
             is_first=self._ranks.rank == 0,
             store=store,
         )
@@ -122,11 +125,13 @@ class DecodeChoice:
                 f"{', '.join(map(repr, self._candidates))}: install the same software on all machines, or give all "
                 "ranks decode='cpu' or another backend that all have"
             )
+        # Rank 0 reports the backend of a state without a trial, so each rank tries it. Any other GPU backend has
+        # worked in the trial of rank 0.
         return self._try_stored(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
 
     def _try_stored(self, stored: Backend, draw: Draw) -> Backend:
         """Return the backend of the state, after a trial here, because another machine may have saved the state."""
-        batches = draw()
+        batches = draw()  # none if there is nothing to decode: then no trial is needed
         refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
         if refused:
             other = next(backend for backend in ON_GPU if backend != stored)
@@ -158,8 +163,8 @@ class DecodeChoice:
             if self._requested == "gpu":
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
                 raise ConfigError(f"no backend for decode='gpu' works on this machine: {reasons}; use decode='cpu'")
-            return self._candidates[0]
-        chosen = max(trials.rates, key=trials.rates.__getitem__)  # the first candidate, if rates are equal
+            return self._candidates[0]  # for "auto", a backend on the CPU
+        chosen = max(trials.rates, key=trials.rates.__getitem__)  # of equal rates, that of the first candidate
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
         _LOG.info("decode=%r is %r here: %s", self._requested, chosen, measured)
         return chosen

@@ -13,6 +13,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, Framework, ImageBackend
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.crop import import_codec
+from datasvc.loaders.decode.gpu.dali import Graph
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from datasvc.loaders.decode.gpu.gpu_colours import ColourBackend
 from datasvc.loaders.decode.gpu.upload import UploadBackend
@@ -62,9 +63,9 @@ def plan_candidates(
     usable: list[Backend] = [backend for backend in ON_GPU if backend not in refused]
     if requested == "gpu":
         if not usable:
-            raise ConfigError(refused[ON_GPU[0]])
+            raise ConfigError(refused[ON_GPU[0]])  # the reason is the same for both
         return usable
-    # A CPU backend is always a candidate: it is used if all trials on the GPU fail.
+    # The first candidate decodes on the CPU: it is used if no trial succeeds.
     return ["pillow" if "cpu" in refused else "cpu", *usable]
 
 
@@ -78,8 +79,9 @@ def make_backend(
         DeviceError: the GPU cannot be used.
     """
     if backend in ON_GPU:
+        graph: Graph = "window" if backend == "gpu-window" else "whole"
         make: type[ColourBackend | GpuBackend] = ColourBackend if config.changes_colours else GpuBackend
-        return make(config, "window" if backend == "gpu-window" else "whole", profiler=profiler)
+        return make(config, graph, profiler=profiler)
     if config.device_id is None:
         return CpuBackend(config, backend=backend, framework=framework, profiler=profiler)
     return UploadBackend(config, backend=backend, device=f"cuda:{config.device_id}", profiler=profiler)

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 _MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is "__main__" in the child
 # Deadline for one backend, including the start of the child; only a decoder that hangs takes longer.
 _DEADLINE_S: Final = 180.0
-_MEASURED_S: Final = 0.5
-_MIN_RUNS: Final = 3
+_MEASURED_S: Final = 0.5  # approximate duration of a measurement
+_MIN_RUNS: Final = 3  # minimum number of batches in it
 # Maximum mean difference of two decoders, in levels of 255; above it, one of them returns wrong pixels.
 _MAX_DIFFERENCE: Final = 16.0
-_NUM_COMPARED: Final = 8
+_NUM_COMPARED: Final = 8  # images whose pixels are compared
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def try_backends(
                     answer = _receive_answer(child, deadline_s)
                     if "rate" not in answer:
                         trials.refused[backend] = answer["refused"]
-                        break  # after a failure the device's state in this process is unknown: start a new child
+                        break  # after a failure the device's state in the child is unknown: start a new child
                     trials.rates[backend] = answer["rate"]
     return trials
 
@@ -162,7 +162,7 @@ def measure_rate(
         backend: backend without batches in progress.
         batches: batches to decode, one after another, repeatedly.
         prefetch: number of batches in progress.
-        duration_s: approximate duration; at least three batches are measured.
+        duration_s: approximate duration; at least `_MIN_RUNS` batches are measured.
         clock: monotonic clock in seconds.
     """
     endless = itertools.cycle([(batch.arrays(), batch.windows) for batch in batches])
@@ -187,7 +187,7 @@ def measure_rate(
             if num_measured >= _MIN_RUNS and now - started >= duration_s:
                 break
         feed()
-    for _ in in_progress:
+    for _ in in_progress:  # leave the backend without batches in progress
         backend.take()
     return num_images / (now - started)
 
@@ -219,8 +219,9 @@ def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageB
 
 
 def _make_jpeg() -> TrialBatch:
+    """Return a batch of one JPEG, 256 x 256 pixels, with a window inside it."""
     encoded = io.BytesIO()
-    Image.linear_gradient("L").convert("RGB").save(encoded, "JPEG")  # 256 x 256
+    Image.linear_gradient("L").convert("RGB").save(encoded, "JPEG")
     start, shape, flip = (np.array(values, np.int32) for values in ([[40, 30]], [[150, 180]], [0]))
     return TrialBatch([encoded.getvalue()], Windows(start, shape, flip))
 
@@ -240,7 +241,7 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Backen
         starts, shapes = batch.windows.starts[index].tolist(), batch.windows.shapes[index].tolist()
         reason = worker.decode(images[index], starts, shapes, out[0], flip=bool(batch.windows.flips[index]))
         if reason is not None or index in decoded.bad:
-            continue
+            continue  # a damaged image has no pixels to compare
         difference = float(np.abs(_to_levels(decoded.images[index], config) - _to_levels(out[0], config)).mean())
         if not difference <= _MAX_DIFFERENCE:  # not `>`, so that NaN is refused too
             raise RuntimeError(
@@ -255,7 +256,7 @@ def _to_levels(image: Any, config: BackendConfig) -> Any:
 
     tensor = torch.as_tensor(image)
     if config.pixels.output == "bfloat16" and tensor.dtype != torch.bfloat16:
-        tensor = tensor.view(torch.bfloat16)
+        tensor = tensor.view(torch.bfloat16)  # an array has the bits as uint16, see `PixelFormat.dtype`
     levels = tensor.detach().cpu().double().numpy()
     if config.pixels.output == "uint8":
         return levels

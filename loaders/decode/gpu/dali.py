@@ -52,13 +52,16 @@ def device_errors(backend: Backend) -> Iterator[None]:
         is_memory = isinstance(error, MemoryError) or _MEMORY.search(message) is not None
         if not is_memory and not _DEVICE_FAILURE.search(message):
             raise
-        smaller = "there is no memory left: use a smaller batch_size or prefetch"
-        restart = "the device or its driver failed: start the process again"
-        if backend in {"gpu-window", "gpu-whole"}:
-            smaller, restart = f"{smaller}, or decode='cpu'", f"{restart}, with decode='cpu' if it fails again"
+        if is_memory:
+            advice = "there is no memory left: use a smaller batch_size or prefetch"
+            cpu_advice = ", or decode='cpu'"
+        else:
+            advice = "the device or its driver failed: start the process again"
+            cpu_advice = ", with decode='cpu' if it fails again"
+        if backend in {"gpu-window", "gpu-whole"}:  # the other backends decode on the CPU already
+            advice += cpu_advice
         raise DeviceError(
-            f"cannot make a batch of images on a GPU with decode={backend!r}; {smaller if is_memory else restart}; "
-            f"the error was: {message}"
+            f"cannot make a batch of images on a GPU with decode={backend!r}; {advice}; the error was: {message}"
         ) from error
 
 
@@ -67,7 +70,7 @@ def decoder_arguments(config: BackendConfig) -> dict[str, Any]:
     if config.device_id is None:
         return {"device": "cpu"}
     hints = {"preallocate_width_hint": config.max_width, "preallocate_height_hint": config.max_height}
-    return {"device": "mixed"} | {name: value for name, value in hints.items() if value}
+    return {"device": "mixed"} | {name: value for name, value in hints.items() if value}  # 0 is unknown
 
 
 def output_arguments(pixels: PixelFormat) -> dict[str, Any]:
@@ -97,10 +100,10 @@ class DaliPipeline:
         self.config = config
         with device_errors(BACKENDS[graph]):
             self._pipe = _build(config, graph)
-        self._copies = None if config.device_id is None else make_stream(config.device_id)  # stream
-        self._fed: deque[_Inputs] = deque()
+        self._copy_stream = None if config.device_id is None else make_stream(config.device_id)
+        self._fed_inputs: deque[_Inputs] = deque()
         # Inputs of taken runs, each with the event after which the device no longer reads them.
-        self._read: deque[tuple[torch.cuda.Event, _Inputs]] = deque()
+        self._taken_inputs: deque[tuple[torch.cuda.Event, _Inputs]] = deque()
 
     def feed(self, images: Sequence[Bytes], windows: Windows) -> None:
         """Start a run. Its arrays are referenced until its output is complete, and must not change until then.
@@ -109,9 +112,9 @@ class DaliPipeline:
             images: 1 to `batch_size` encoded images.
             windows: window of each image.
         """
-        while self._read and self._read[0][0].query():  # type: ignore[no-untyped-call]
-            self._read.popleft()
-        self._fed.append((images, windows))
+        while self._taken_inputs and self._taken_inputs[0][0].query():  # type: ignore[no-untyped-call]
+            self._taken_inputs.popleft()
+        self._fed_inputs.append((images, windows))
         self._pipe.feed_input("images", list(images))
         self._pipe.feed_input("starts", windows.starts)
         self._pipe.feed_input("shapes", windows.shapes)
@@ -127,7 +130,7 @@ class DaliPipeline:
             RuntimeError: an image of the run does not decode, or the device failed; see `device_errors`. The pipeline
                 cannot be used again.
         """
-        return self._take_on_cpu() if self._copies is None else self._take_on_gpu(self._copies)
+        return self._take_on_cpu() if self._copy_stream is None else self._take_on_gpu(self._copy_stream)
 
     def close(self) -> None:
         """Wait for the runs in progress, which still read their inputs. The pipeline cannot be used afterwards."""
@@ -136,15 +139,15 @@ class DaliPipeline:
         if hasattr(self._pipe, "_shutdown"):
             self._pipe._shutdown()  # noqa: SLF001 - there is no public function that waits
         self._pipe = None
-        self._fed.clear()
-        self._read.clear()
+        self._fed_inputs.clear()
+        self._taken_inputs.clear()
 
     def _take_on_cpu(self) -> torch.Tensor:
         (output,) = self._pipe.share_outputs()
         # DALI's default executor counts references, so it does not reuse the memory while the tensor exists.
         shared = _to_torch(output)
         self._pipe.release_outputs()
-        self._fed.popleft()
+        self._fed_inputs.popleft()
         return shared.to(self._dtype(shared))
 
     def _take_on_gpu(self, copies: torch.cuda.Stream) -> torch.Tensor:
@@ -161,7 +164,7 @@ class DaliPipeline:
             owned = shared.to(self._dtype(shared), copy=True)
             self._pipe.release_outputs()
             # The host does not wait, so the device may not have read the inputs of this run yet.
-            self._read.append((copies.record_event(), self._fed.popleft()))
+            self._taken_inputs.append((copies.record_event(), self._fed_inputs.popleft()))
         current.wait_stream(copies)  # the device waits, not the host
         owned.record_stream(current)
         return owned

@@ -68,7 +68,10 @@ class CudaStream:
         return stream
 
     def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Start a copy to the device, in a block of `active`; do not change the array until a later event is done."""
+        """Start a copy to the device, in a block of `active`.
+
+        The array must not change until an event is done that was recorded after this call.
+        """
         return self._torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def record(self) -> torch.cuda.Event:

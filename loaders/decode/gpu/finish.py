@@ -43,7 +43,8 @@ class DeviceFinish:
         """Return a batch in the output format; the work is queued on the current stream.
 
         Args:
-            levels: `uint8[n, size, size, 3]` on the device; if nothing changes, the result is a view of it.
+            levels: `uint8[n, size, size, 3]` on the device. If it needs no change or conversion, the result is a view
+                of it, and bad images are replaced in it too.
             colours: colour factors of the images; None: colours do not change.
             bad: indices of images to replace by zeros.
 
@@ -56,6 +57,7 @@ class DeviceFinish:
         layout = torch.contiguous_format if self._pixels.layout == "NCHW" else torch.channels_last
         images = levels.permute(0, 3, 1, 2)
         if passes or self._pixels.output != "uint8":
+            # float32 for the sums, in new memory, which the steps below change in place.
             images = images.to(torch.float32, memory_format=layout, copy=True)
         if passes:
             change_colours(images, passes, self._place)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -36,7 +36,10 @@ _MAX_UNEXPLAINED: Final = 3
 
 @dataclass(frozen=True)
 class _SubBatch:
-    """Some images of a batch, and their indices in that batch. The images are referenced until the batch is taken."""
+    """Some images of a batch, and their indices in that batch. The images are referenced until the batch is taken.
+
+    `windows` and `read` are those of these images only.
+    """
 
     indices: Sequence[int]
     images: Sequence[Bytes]
@@ -45,6 +48,7 @@ class _SubBatch:
 
     @classmethod
     def of(cls, indices: Sequence[int], images: Sequence[Bytes], windows: Windows, read: Read | None) -> _SubBatch:
+        """Return the images at `indices`, ascending, of a batch."""
         if len(indices) == len(images):
             return cls(indices, images, windows, read)
         return cls(
@@ -100,15 +104,17 @@ class GpuBackend:
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`. Raises DeviceError: the GPU, not an image, failed, or it has no memory left."""
-        batch, failed = self._in_progress[0], False
+        batch = self._in_progress[0]
+        has_failed = False
         try:
             with device_errors(self._name):
                 by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
         except RuntimeError as error:
-            by_dali, failed = self._decode_after_failure(batch.by_dali, error), True
+            by_dali = self._decode_after_failure(batch.by_dali, error)
+            has_failed = True
         else:
             self._num_unexplained = 0
-        if failed:
+        if has_failed:
             # Rebuild only after the handler has ended: the traceback of its error refers to the pipeline's memory.
             self._rebuild_pipeline()
         by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
@@ -170,7 +176,9 @@ class GpuBackend:
             for part, decoded in ((batch.by_dali, by_dali), (batch.by_cpu, by_cpu))
             if decoded is not None
         ]
-        bad: Mapping[int, str] = {indices[at]: why for indices, _, reasons in parts for at, why in reasons.items()}
+        bad: dict[int, str] = {}  # by index in the batch, not in the part
+        for indices, _, reasons in parts:
+            bad |= {indices[index]: reason for index, reason in reasons.items()}
         if len(parts) == 1:
             return DecodedImages(parts[0][1], bad)
         pixels, device_id = self._config.pixels, self._config.device_id

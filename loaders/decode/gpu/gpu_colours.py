@@ -34,10 +34,10 @@ class ColourBackend:
         device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
         with device_errors(self._name):
             self._finish = DeviceFinish(config.pixels, device)
-        levels = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
+        levels_format = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         # Created last: it starts threads and allocates memory, and if a later step failed, nothing would free them.
-        self._inner = GpuBackend(dataclasses.replace(config, pixels=levels), graph, profiler=profiler)
-        self._in_progress: deque[ColourFactors | None] = deque()
+        self._inner = GpuBackend(dataclasses.replace(config, pixels=levels_format), graph, profiler=profiler)
+        self._in_progress: deque[ColourFactors | None] = deque()  # factors of each batch that was fed
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None

@@ -1,7 +1,8 @@
-"""Backend that decodes on the CPU and copies `uint8` pixels to a GPU; they have a quarter of the size of float32.
+"""Backend that decodes on the CPU, and copies the pixels to a GPU, which converts them to the output format.
 
-Threads decode to page-locked memory. While the caller uses a batch, the next one is copied and normalised on a
-separate stream. Invariant: memory that a copy reads is reused for decoding only after that copy is done.
+Pixels are copied as `uint8`, which has a quarter of the size of float32. Threads decode to page-locked memory. While
+the caller uses a batch, the next one is copied and converted on a separate stream. Invariant: memory that a copy
+reads is reused for decoding only after that copy is done.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 # Besides the batches in progress, copies of the caller's batch and of the next one may still read their slots.
-_COPYING: Final = 2
+_NUM_COPYING: Final = 2
 
 
 @dataclass(frozen=True)
-class _Fed:
+class _DecodingBatch:
     """A batch that threads decode: its output slot, its run, and its colour factors for the device."""
 
     slot: Levels
@@ -44,7 +45,7 @@ class _Fed:
 
 
 @dataclass(frozen=True)
-class _Uploaded:
+class _UploadedBatch:
     """A batch in transfer to the device; the transfer is complete when the event `done` is reached."""
 
     images: torch.Tensor
@@ -67,7 +68,7 @@ class PinnedRing:
         self._num_slots = 0
 
     def take(self) -> Levels:
-        """Return an unused slot; wait for the oldest copy if all slots are in use."""
+        """Return an unused slot: a free or new one; if there are `keep` already, wait for the oldest copy."""
         while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._copying.popleft()[1])
         if self._free:
@@ -123,12 +124,12 @@ class UploadBackend:
         with device_errors(backend):
             self._stream = CudaStream(device) if stream is None else stream
             self._finish = DeviceFinish(config.pixels, device)
-        bytes_config = dataclasses.replace(config, pixels=PixelFormat("uint8", "NHWC"))
-        self._shape = bytes_config.shape
-        self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _COPYING)
-        self._inner = CpuBackend(bytes_config, backend=backend, framework="torch", profiler=profiler)
-        self._fed: deque[_Fed] = deque()
-        self._uploaded: deque[_Uploaded] = deque()
+        levels_config = dataclasses.replace(config, pixels=PixelFormat("uint8", "NHWC"))
+        self._shape = levels_config.shape
+        self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _NUM_COPYING)
+        self._decoder = CpuBackend(levels_config, backend=backend, framework="torch", profiler=profiler)
+        self._fed: deque[_DecodingBatch] = deque()
+        self._uploaded: deque[_UploadedBatch] = deque()
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
@@ -142,7 +143,7 @@ class UploadBackend:
         # This counts as transfer, because `PinnedRing.take` waits for the device if all slots are in use.
         with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             slot = self._ring.take() if images else np.empty((0, *self._shape[1:]), np.uint8)
-        self._fed.append(_Fed(slot, self._inner.start(images, windows, edit, read, out=slot), colours))
+        self._fed.append(_DecodingBatch(slot, self._decoder.start(images, windows, edit, read, out=slot), colours))
 
     def take(self) -> DecodedImages:
         """See `ImageBackend`. Raises DeviceError: the GPU failed or has no memory left."""
@@ -157,7 +158,7 @@ class UploadBackend:
 
     def close(self) -> None:
         """See `ImageBackend`."""
-        self._inner.close()
+        self._decoder.close()
         self._fed.clear()
         self._uploaded.clear()
         self._ring.close()
@@ -171,13 +172,13 @@ class UploadBackend:
     def _upload(self) -> None:
         """Wait until the oldest batch is decoded, and start to copy it to the device."""
         fed = self._fed[0]
-        decoded = self._inner.finish(fed.run)
+        decoded = self._decoder.finish(fed.run)
         self._fed.popleft()
         with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             with self._stream.active():
                 levels = self._stream.copy(fed.slot[: len(decoded.images)])
                 images = self._finish.finish(levels, fed.colours, decoded.bad)
             done = self._stream.record()
-            if len(images):
+            if len(images):  # an empty batch has no slot of the ring
                 self._ring.release(fed.slot, done)
-        self._uploaded.append(_Uploaded(images, done, decoded))
+        self._uploaded.append(_UploadedBatch(images, done, decoded))

@@ -307,7 +307,7 @@ def test_outputs_on_a_gpu_are_bound_to_the_stream_that_copies_them_and_the_host_
     log = []
     current, copies = FakeStream("current", log), FakeStream("copies", log)
     pipeline = DaliPipeline(config(prefetch=1))
-    pipeline._copies = copies
+    pipeline._copy_stream = copies
     pipeline._pipe = SimpleNamespace(
         share_outputs=lambda cuda_stream=None: [log.append(f"shared on {cuda_stream.name}")],
         release_outputs=lambda: log.append("released"),
