@@ -85,18 +85,18 @@ def change_colours(images: Tensor, passes: Sequence[ColourPass], place: Place) -
         passes: passes for these images.
         place: function that copies an array to their device.
     """
-    for step in passes:
-        image_weight, grey_weight, mean_weight = place(step.weights)[:, :, None, None, None].unbind()
-        if step.needs_grey:
-            grey = _grey(images)
+    for colour_pass in passes:
+        image_weight, grey_weight, mean_weight = place(colour_pass.weights)[:, :, None, None, None].unbind()
+        if colour_pass.needs_grey:
+            grey = _grey(images)  # changed in place below, after its mean was computed
             blend = grey.mean(dim=(2, 3), keepdim=True).mul(mean_weight).add(grey.mul_(grey_weight))
             images.mul_(image_weight).add_(blend)
         else:
             images.mul_(image_weight)
         images.clamp_(0, _WHITE)
-        if len(step.rotated):
-            rotated = place(step.rotated)
-            images.index_copy_(0, rotated, _rotate_hue(images.index_select(0, rotated), place(step.rotations)))
+        if len(colour_pass.rotated):
+            rotated, rotations = place(colour_pass.rotated), place(colour_pass.rotations)
+            images.index_copy_(0, rotated, _rotate_hue(images.index_select(0, rotated), rotations))
     # Rounded once at the end, as in `colour.py`.
     images.add_(0.5).floor_()
 

@@ -58,7 +58,7 @@ def plan_edit(
     return Edit(
         positions,
         epoch,
-        None if colours is None else plan_colours(positions, seed=seed, epoch=epoch, config=colours),
-        transform,
-        [] if transform is None else generators(seed, epoch, positions),
+        colours=None if colours is None else plan_colours(positions, seed=seed, epoch=epoch, config=colours),
+        transform=transform,
+        random=[] if transform is None else generators(seed, epoch, positions),
     )

@@ -122,7 +122,7 @@ class Loader(ABC, Generic[B]):
         # Every step that starts before this position is a full global batch, so there is a step left.
         self._full_until = len(split) - self._global_batch + 1
         # Lanes and block are derived here or, in `load_state_dict`, taken from the state.
-        self._derives_windowed = order is None and shuffle == "windowed"
+        self._is_derived = order is None and shuffle == "windowed"
         self.order = choose_order(
             order,
             seed=seed,
@@ -144,7 +144,7 @@ class Loader(ABC, Generic[B]):
         self._ledger: Ledger | None = None
         # A derived order is not final: `load_state_dict` may replace it by that of the state, which is also the order
         # of an existing ledger. So the first loop opens the ledger in this case.
-        if not self._derives_windowed:
+        if not self._is_derived:
             self._open_ledger()
 
     @abstractmethod
@@ -216,7 +216,7 @@ class Loader(ABC, Generic[B]):
             StateMismatchError: the state belongs to another version, mixture or order; the message has both.
         """
         # Checked before prefetched batches are dropped: after a refused state the loader continues as before.
-        order = order_of_state(state, self.order) if self._derives_windowed else self.order
+        order = order_of_state(state, self.order) if self._is_derived else self.order
         cursor = restore_state(state, self.split, order)
         opened = None if order == self.order else self._open(order)
         with self._thread_guard:
@@ -254,7 +254,7 @@ class Loader(ABC, Generic[B]):
             return  # a forked child must not close its parent's resources
         with self._thread_guard:
             self._discard()
-            self._close_stores()
+            self._close_stores_and_ledger()
 
     def __enter__(self) -> Self:
         return self
@@ -320,11 +320,11 @@ class Loader(ABC, Generic[B]):
         self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches
     ) -> None:
         """Read in another order from now on; no batch is in progress."""
-        self._close_stores()
+        self._close_stores_and_ledger()
         self.order, self._cached_stores, self._batches = order, cached_stores, batches
         self._ledger = None  # the next loop opens the ledger again, with the new order
 
-    def _close_stores(self) -> None:
+    def _close_stores_and_ledger(self) -> None:
         for store in self._cached_stores:
             store.close()
         if self._ledger is not None:
@@ -363,7 +363,7 @@ class Loader(ABC, Generic[B]):
                 batch = self._in_progress.popleft()
                 timer.num_samples = len(batch.positions)
                 self._num_decoding -= timer.num_samples > 0  # empty batches were not counted
-                self._fill(self._prefetch)
+                self._fill(self._prefetch)  # decoders work on these batches while the caller trains
                 self._batches.retire(batch)
                 # Written before the cursor moves, so that no state is ahead of the ledger.
                 if self._ledger is not None:
@@ -391,7 +391,7 @@ class Loader(ABC, Generic[B]):
             self._num_decoding += len(batch.positions) > 0
 
     def _discard(self) -> None:
-        """Drop all prefetched batches."""
+        """Drop the decoder and all prefetched batches, and release the shards."""
         decoder, self._decoder, self._stream = self._decoder, None, None
         self._in_progress.clear()
         self._num_decoding = 0

@@ -99,12 +99,12 @@ class WholeEpochUses:
     def __init__(self, shards: OpenShards, num_samples: int) -> None:
         self._shards = shards
         self._num_samples = num_samples
-        self._used: list[int] = []
+        self._referenced: list[int] = []
         shards.add_observer(self)
 
     def opened(self, shard: int) -> None:
         """Add a reference to a shard that is open."""
-        self._used.append(shard)
+        self._referenced.append(shard)
         self._shards.use(shard)
 
     def advance(self, stop: int) -> None:
@@ -118,8 +118,8 @@ class WholeEpochUses:
     def close(self) -> None:
         """Drop all references."""
         self._shards.remove_observer(self)
-        while self._used:
-            self._shards.drop(self._used.pop())
+        while self._referenced:
+            self._shards.drop(self._referenced.pop())
 
 
 class OrderedUses:

@@ -91,10 +91,11 @@ def _locate(
 ) -> Iterator[LocatedStep]:
     """Yield one rank's part of consecutive steps, whose samples are located by a single call."""
     parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
-    stops = np.cumsum([len(positions) for positions, _ in parts])
-    starts = stops - [len(positions) for positions, _ in parts]
+    sizes = [len(positions) for positions, _ in parts]
+    stops = np.cumsum(sizes)
+    starts = stops - sizes
     located = locator.locate(epoch, np.concatenate([positions for positions, _ in parts]))
-    groups = _group_by_shard(np.repeat(np.arange(len(steps)), stops - starts), located, starts)
+    groups = _group_by_shard(np.repeat(np.arange(len(steps)), sizes), located, starts)
     bounds = zip(starts.tolist(), stops.tolist(), strict=True)
     for step, (positions, mask), (start, stop), group in zip(steps, parts, bounds, groups, strict=True):
         locations = SampleLocations(*[values[start:stop] for values in located])
@@ -117,19 +118,19 @@ def _slice_all(
 
 
 def _group_by_shard(
-    steps: Integers, locations: SampleLocations, starts: Integers
+    step_indices: Integers, locations: SampleLocations, starts: Integers
 ) -> list[dict[int, list[tuple[int, Integers]]]]:
     """Return, for each step and each of its splits, the shards with the indices of their samples in the batch.
 
     Args:
-        steps: `int64[n]`, index of each sample's step.
+        step_indices: `int64[n]`, index of each sample's step.
         locations: location of each sample.
         starts: `int64[steps]`, index of each step's first sample.
     """
     # Sort all samples once and cut where step, split or shard changes: a loop over the samples takes far longer.
     groups: list[dict[int, list[tuple[int, Integers]]]] = [{} for _ in starts]
-    order = np.lexsort((locations.shards, locations.sources, steps))
-    step_of, source_of, shard_of = steps[order], locations.sources[order], locations.shards[order]
+    order = np.lexsort((locations.shards, locations.sources, step_indices))
+    step_of, source_of, shard_of = step_indices[order], locations.sources[order], locations.shards[order]
     indices = order - starts[step_of]  # in the batch of each sample
     cuts = np.flatnonzero((np.diff(step_of) != 0) | (np.diff(source_of) != 0) | (np.diff(shard_of) != 0)) + 1
     bounds = [0, *cuts.tolist(), len(order)] if len(order) else []

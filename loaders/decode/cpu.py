@@ -143,7 +143,7 @@ class CpuBackend:
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
         array: npt.NDArray[Any] = memory if isinstance(memory, np.ndarray) else memory.numpy()
-        work = _DecodeJob(
+        job = _DecodeJob(
             images,
             windows.starts.tolist(),
             windows.shapes.tolist(),
@@ -154,7 +154,7 @@ class CpuBackend:
         )
         task_size = max(1, min(_MAX_IMAGES_PER_TASK, count // (_TASKS_PER_THREAD * self._config.num_threads)))
         parts = [
-            self._pool.submit(self._decode, work, range(start, min(start + task_size, count)))
+            self._pool.submit(self._decode, job, range(start, min(start + task_size, count)))
             for start in range(0, count, task_size)
         ]
         return CpuRun(memory[:count], parts)
@@ -172,7 +172,7 @@ class CpuBackend:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._in_progress.clear()
 
-    def _decode(self, work: _DecodeJob, indices: range) -> dict[int, str]:
+    def _decode(self, job: _DecodeJob, indices: range) -> dict[int, str]:
         """Decode some images of a batch; return those that cannot be decoded: index -> reason."""
         bad: dict[int, str] = {}
         with self._profiler.stage(Stage.DECODE):
@@ -180,16 +180,16 @@ class CpuBackend:
             for index in indices:
                 if self._stopped.is_set():
                     raise CancelledError
-                image = work.images[index]
-                if work.read is not None:
-                    image = work.read(index, worker.buffer(len(image)))
+                image = job.images[index]
+                if job.read is not None:
+                    image = job.read(index, worker.buffer(len(image)))
                 reason = worker.decode(
                     image,
-                    work.starts[index],
-                    work.shapes[index],
-                    work.out[index],
-                    flip=work.flips[index],
-                    edit=None if work.edit is None else partial(work.edit, index),
+                    job.starts[index],
+                    job.shapes[index],
+                    job.out[index],
+                    flip=job.flips[index],
+                    edit=None if job.edit is None else partial(job.edit, index),
                 )
                 if reason is not None:
                     bad[index] = reason

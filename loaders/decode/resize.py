@@ -37,7 +37,7 @@ def _make_torch_resizer(size: int) -> Callable[[Pixels], Pixels]:
 
     def resize(window: Pixels) -> Pixels:
         source = torch.from_numpy(window).permute(2, 0, 1).unsqueeze(0)
-        scale(source, [size, size], False, None, None, out=out)
+        scale(source, [size, size], False, None, None, out=out)  # no align_corners, no scale factors
         return pixels
 
     return resize

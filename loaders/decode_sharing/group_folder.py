@@ -154,7 +154,7 @@ class GroupFolder:
                     self._published[cursor] = buffer
                     self._membership.links.replace(name, buffer.descriptor)
         finally:
-            self.abandon(cursor)
+            self.abandon(cursor)  # ends the claim and wakes the waiting jobs; a link to published memory stays
 
     def abandon(self, cursor: Cursor) -> None:
         """End the claim of a step, if there is one. If no batch was published, a job that waits for it decodes it."""
@@ -215,6 +215,7 @@ class GroupFolder:
         return SharedBuffer(size_bytes)  # needs no lock, because no link points to the memory yet
 
     def _keep_spare(self, buffer: SharedBuffer) -> None:
+        """Keep memory for a later batch. The caller holds the lock."""
         self._spare.append(buffer)
         while len(self._spare) > _MAX_SPARE:
             self._spare.pop(0).close()

@@ -121,7 +121,7 @@ def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
         if not is_too_long and not is_recompressed:
             return None
         upright = ImageOps.exif_transpose(image)
-        if is_too_long and settings.max_side is not None:
+        if is_too_long and settings.max_side is not None:  # the second condition only narrows the type
             upright.thumbnail((settings.max_side, settings.max_side), Image.Resampling.LANCZOS)
         return _encode(upright, kind, settings.quality or REENCODE_QUALITY)
 
