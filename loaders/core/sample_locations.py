@@ -91,7 +91,7 @@ def _locate(
 ) -> Iterator[LocatedStep]:
     """Yield one rank's part of consecutive steps, whose samples are located by a single call."""
     parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
-    sizes = [len(positions) for positions, _ in parts]
+    sizes = np.array([len(positions) for positions, _ in parts], np.int64)
     stops = np.cumsum(sizes)
     starts = stops - sizes
     located = locator.locate(epoch, np.concatenate([positions for positions, _ in parts]))
