@@ -53,6 +53,13 @@ def test_horovod_s_names_are_where_programs_import_them_from(module):
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
 
 
+@pytest.mark.parametrize("name", ["elastic", "exceptions", "process_sets", "util"])
+def test_each_common_module_is_an_attribute_without_an_import(name):
+    program = f"import datasvc.trainer as hvd; print(hvd.common.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == f"datasvc.trainer.common.{name}\n", done.stderr
+
+
 def test_the_modules_are_attributes_without_an_import_and_their_exceptions_load_no_torch():
     program = """
 import sys
@@ -61,7 +68,7 @@ assert "torch" not in sys.modules
 import datasvc.trainer as hvd
 assert hvd.elastic.sampler.ElasticSampler is hvd.elastic.ElasticSampler
 assert hvd.elastic.state.TorchState is hvd.elastic.TorchState
-assert hvd.mpi_ops.Sum is hvd.Sum and hvd.common.util and hvd.functions.broadcast_object is hvd.broadcast_object
+assert hvd.mpi_ops.Sum is hvd.Sum and hvd.functions.broadcast_object is hvd.broadcast_object
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
