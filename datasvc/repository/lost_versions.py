@@ -65,7 +65,7 @@ def mark_lost(
         removals.declare_lost(versions, message or "entry unreadable")
         # Read the tags after the commit, as `removal.remove` does: a tagged version is not removed.
         if again := _tags_on(repository, kind, name, versions):
-            removals.give_back(versions, f"tagged meanwhile: {', '.join(sorted(again))}")
+            removals.restore(versions, f"tagged meanwhile: {', '.join(sorted(again))}")
             raise ConflictError(f"another process moved tags of {name}: {again}; no version of {name} is marked lost")
     lost = (Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name]))
     return LostVersions(tuple(lost), tuple(tagged))

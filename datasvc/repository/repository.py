@@ -1,7 +1,8 @@
 """A repository: its objects, and the logs of its data sets, models and tags.
 
 Invariant: a tagged version is not removed. A writer that moves a tag reads the log of removals after its commit. A
-writer that removes versions reads the tags after its commit. A writer that finds a conflict reverts its own commit.
+writer that removes versions reads the tags after its commit. So of two concurrent writers, at least one finds the
+conflict, and reverts its own commit.
 """
 
 from __future__ import annotations
@@ -51,12 +52,13 @@ class Resolved:
 
 @dataclass(frozen=True)
 class NameState:
-    """State of one data set or model, from one listing of its logs: all that changes without a new version.
+    """Versions, tags and removals of one data set or model, from one listing of its logs.
 
     Attributes:
         versions: numbers of all versions, ascending.
         tags: version that each tag points at; a tag that cannot be read is left out.
-        removed: versions that are removed. A tagged version is not: a tag that was set during its removal reverts it.
+        removed: numbers of the removed versions. A tagged version is not among them, even if its removal was not
+            reverted yet.
     """
 
     versions: Sequence[int]
@@ -163,10 +165,10 @@ class Repository:
         return self._read_tags(kind, name, None, strict=strict)
 
     def _read_tags(
-        self, kind: Kind, name: str, moves: Mapping[str, Sequence[int]] | None, *, strict: bool = False
+        self, kind: Kind, name: str, move_numbers: Mapping[str, Sequence[int]] | None, *, strict: bool = False
     ) -> dict[str, int]:
-        """Return the result of `tags`; for `moves`, see `Tags.heads`."""
-        versions, errors = self._tags(kind, name).heads(moves)
+        """Return the result of `tags`; for `move_numbers`, see `Tags.current_versions`."""
+        versions, errors = self._tags(kind, name).current_versions(move_numbers)
         for tag, error in errors.items():
             models = "models " if kind == "models" else ""
             text = f"{error}; `datasvc {models}tag {name}@VERSION {tag}` sets the tag {tag!r} again"
@@ -177,7 +179,7 @@ class Repository:
         return versions
 
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never existed. Raises UnavailableError."""
+        """Return every move of a tag, oldest first; [] if the tag never existed. For errors, see `Log.entries`."""
         return self._tags(kind, name).history(tag)
 
     def tag(self, kind: Kind, ref: str, tag: str, *, expect: int | None = None) -> Resolved:
@@ -192,8 +194,10 @@ class Repository:
         Raises:
             NotFoundError: `ref` does not resolve.
             ConfigError: `tag` is not a valid tag.
-            ConflictError: the tag does not point at `expect`, or the version was removed concurrently.
-            ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
+            CorruptDataError: the newest move of the tag is damaged, so it cannot be compared with `expect`.
+            ConflictError: the tag does not point at `expect`, or the version was removed concurrently; or see
+                `Log.append`.
+            UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         check_tag(tag)
         reference = parse_reference(str(ref), _KIND_NAMES[kind])
@@ -201,40 +205,45 @@ class Repository:
         removed = self._removed(kind, reference.name, logs)
         target = self._resolve(kind, reference, logs, removed)
         if target.version in removed:
-            # `_resolve` accepts a removed version only if a tag points at it. Its removal is invalid: the writer that
-            # removed it has not reverted the removal yet, or was killed.
-            self.removals(kind, target.name).give_back([target.version], "tagged")
+            # `_resolve` accepts a removed version only if a tag points at it. Then its removal is invalid, and the
+            # writer that removed it has not reverted the removal yet, or was killed: revert the removal here.
+            self.removals(kind, target.name).restore([target.version], "tagged")
         tags = self._tags(kind, target.name)
         newest: Entry | None = None
         try:
             newest = tags.newest(tag, logs.get(f"tags/{tag}", ()))
-            before = version_of(newest)
+            previous = version_of(newest)
         except CorruptDataError:
             if expect is not None:
                 raise
-            before = 0  # the damaged move is replaced; if the new one must be reverted, the tag is removed
-        if before == target.version and expect in {None, before}:
+            # A new move follows the damaged one. If the new move must be reverted below, the tag is removed.
+            previous = 0
+        if previous == target.version and expect in {None, previous}:
             return target
         tags.move(tag, target.version, expect=expect, newest=newest)
-        # A writer that removes versions reads the tags before and after its commit: one writer finds the conflict.
+        # Read the removals after the commit, see the invariant of this module.
         if self._is_removed(target):
-            outcome = self._move_back(target, tag, before)
+            outcome = self._move_back(target, tag, previous)
             raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")
         return target
 
-    def _move_back(self, target: Resolved, tag: str, before: int) -> str:
-        """Move a tag back to version `before`, or remove it if that version is removed; return the outcome."""
+    def _move_back(self, target: Resolved, tag: str, previous: int) -> str:
+        """Move a tag back from `target` to version `previous`, or remove the tag if `previous` is 0 or is removed.
+
+        Returns:
+            Outcome for the error message, which follows the words "the tag".
+        """
         kind, name = target.kind, target.name
         tags = self._tags(kind, name)
-        version = before if before and not self._is_removed(Resolved(kind, name, before)) else None
+        version = previous if previous and not self._is_removed(Resolved(kind, name, previous)) else None
         tags.move(tag, version, expect=target.version)
         # Check again, as in `tag`: `version` may have been removed concurrently too.
         if version is not None and self._is_removed(Resolved(kind, name, version)):
             tags.move(tag, None, expect=version)
             version = None
-        if before and version is None:
-            return f"was removed, because version {before}, which it pointed at before, was removed too"
-        return "points at its previous version again" if before else "was removed again"
+        if previous and version is None:
+            return f"was removed, because version {previous}, which it pointed at before, was removed too"
+        return "points at its previous version again" if previous else "was removed again"
 
     def untag(self, kind: Kind, name: str, tag: str, *, expect: int | None = None) -> None:
         """Remove a tag of `name` but keep its history; for `expect` and errors, see `tag`."""
@@ -273,14 +282,17 @@ class Repository:
         reference = parse_reference(str(ref), _KIND_NAMES[kind])
         logs = self._list_logs(kind, reference.name)
         state = self._state(kind, reference.name, logs)
+        # `state` already has the present version of each tag, so such a reference needs no further request.
         tagged = None if reference.tag is None or reference.moves_back else state.tags.get(reference.tag)
         if tagged is not None and tagged in state.versions:
             return Resolved(kind, reference.name, tagged), state
         return self._resolve(kind, reference, logs, state.removed, accept_removed=removed), state
 
     def _state(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> NameState:
-        moves = {path.removeprefix("tags/"): moves for path, moves in logs.items() if path.startswith("tags/")}
-        tags = self._read_tags(kind, name, moves)
+        move_numbers = {
+            path.removeprefix("tags/"): numbers for path, numbers in logs.items() if path.startswith("tags/")
+        }
+        tags = self._read_tags(kind, name, move_numbers)
         return NameState(logs["versions"], tags, self._removed(kind, name, logs) - set(tags.values()))
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:
@@ -308,7 +320,7 @@ class Repository:
         lost = self.removals(kind, name).lost() if errors else frozenset()
         for number in sorted(errors.keys() - lost):
             version, error = Resolved(kind, name, number), errors[number]
-            # A later format is no damage, so the version must not be given up.
+            # Only for damage, add the advice to give the version up: a later format needs an upgrade instead.
             is_damaged = isinstance(error, CorruptDataError)
             warn_unreadable(version, CorruptDataError(describe_damage(version, error)) if is_damaged else error)
         return entries
@@ -349,21 +361,21 @@ class Repository:
         name, numbers = reference.name, logs["versions"]
         if not numbers:
             raise self._missing(kind, name)
-        existing = [number for number in numbers if number not in removed]
+        living = [number for number in numbers if number not in removed]
         if reference.tag is not None:
-            moves = logs.get(f"tags/{reference.tag}", ())
-            version = self._tags(kind, name).version_at(reference.tag, reference.moves_back, moves)
+            move_numbers = logs.get(f"tags/{reference.tag}", ())
+            version = self._tags(kind, name).version_at(reference.tag, reference.moves_back, move_numbers)
         elif reference.version is not None:
             version = reference.version
         else:
             # If all versions are removed, choose the newest: the error below reports its removal.
-            version = existing[-1] if existing else numbers[-1]
+            version = living[-1] if living else numbers[-1]
         resolved = Resolved(kind, name, version)
-        # A tagged version counts as existing: its removal is invalid, even if the remover ended before reverting it.
+        # A tagged version is not removed: its removal is invalid, even if the remover ended before reverting it.
         if version in removed and not accept_removed and version not in self.tags(kind, name).values():
-            raise NotFoundError(self._describe_removal(resolved, existing))
+            raise NotFoundError(self._describe_removal(resolved, living))
         if version not in numbers:
-            raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(existing)}")
+            raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(living)}")
         return resolved
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
@@ -376,7 +388,8 @@ class Repository:
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 
     def _is_removed(self, version: Resolved) -> bool:
-        # Data-set versions are only removed if they are lost, because models reference them: save the request.
+        # Save the request for data sets: models reference their versions, so only lost ones are removed. If one is
+        # declared lost at the same time, its new tag stays.
         numbers = [version.version]
         return version.kind == "models" and bool(self.removals("models", version.name).removed(numbers))
 
@@ -384,12 +397,12 @@ class Repository:
         names = ", ".join(self.names(kind)) or "none yet"
         return NotFoundError(f"no {_KIND_NAMES[kind]} {name!r} in {redact_url(self.url)}; it has: {names}")
 
-    def _describe_removal(self, resolved: Resolved, existing: list[int]) -> str:
+    def _describe_removal(self, resolved: Resolved, living: list[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
         when = f" on {entry.content.get('created')}" if entry else ""
         why = f" ({entry.content['message']})" if entry and entry.content.get("message") else ""
         how = "declared lost" if entry and entry.content.get("lost") else "removed"
-        return f"{resolved} was {how}{when}{why}; {resolved.name} still has {describe_numbers(existing)}"
+        return f"{resolved} was {how}{when}{why}; {resolved.name} still has {describe_numbers(living)}"
 
     def _tags(self, kind: Kind, name: str) -> Tags:
         return Tags(self.storage, self._folder(kind, name))
@@ -399,7 +412,7 @@ class Repository:
 
 
 def describe_damage(version: Resolved, error: Exception) -> str:
-    """Return the message for a version whose entry is damaged, with the way out; `error` has the reason."""
+    """Return the message for a version whose entry is damaged: `error`, and the command that gives the version up."""
     command = "datasvc models mark-lost" if version.kind == "models" else "datasvc mark-lost"
     return f"the entry of {version} cannot be read: {error}; if there is no copy, `{command} {version}` gives it up"
 
@@ -428,7 +441,7 @@ def _check_create_only(storage: Storage) -> None:
         storage.create(MARKER, probe)
     except ConflictError:
         return
-    storage.put_bytes(MARKER, _MARKER_BYTES)  # restore the marker, which the probe has replaced
+    storage.put_bytes(MARKER, _MARKER_BYTES)  # restore the content, which the second create has overwritten
     raise ConfigError(
         f"{redact_url(storage.url)} ignores create-only writes, so commits could overwrite each other; use a store "
         "that honours If-None-Match"

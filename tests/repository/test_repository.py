@@ -102,7 +102,7 @@ def test_what_is_no_reference_is_refused(ref):
 
 def test_a_number_cannot_be_a_tag(repository):
     commit(repository, "digits")
-    with pytest.raises(ConfigError, match="NAME@7 is version 7"):
+    with pytest.raises(ConfigError, match="NAME@NUMBER is a version"):
         repository.tag("datasets", "digits", "7")
 
 

@@ -145,7 +145,7 @@ def _remove_untagged(repository: Repository, name: str, versions: Iterable[int],
     tagged = _tags_on(repository, name, versions)
     if tagged:
         restored = set(tagged.values())
-        removals.give_back(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
+        removals.restore(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
         raise ConflictError(
             f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are removed"
         )

@@ -1,4 +1,7 @@
-"""Token bucket, which limits the bandwidth of a node. It only computes waits: threads and coroutines can share it."""
+"""Token bucket: limits the bytes per second that a node sends to others, or reads from its origins.
+
+It only computes how long to wait, and its callers wait. So threads and coroutines can use the same class.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Limits bytes to a rate: in any period, at most `rate_bytes_s` per second, plus a burst of 0.1 s at this rate.
+    """Limits bytes to a rate: in any period, at most `rate_bytes_s` per second, plus the bytes of 0.1 s (the burst).
 
-    After a pause, the burst passes at once; a larger reservation passes in one piece after a longer wait. Callers are
-    served in the order of their calls. Thread-safe.
+    After a pause, the burst passes without a wait. A reservation may be larger than the burst, and then waits longer.
+    Callers are served in the order of their calls. Thread-safe.
 
     Args:
         rate_bytes_s: bytes per second, above zero.
@@ -23,7 +26,7 @@ class TokenBucket:
         self._rate = rate_bytes_s
         self._burst = rate_bytes_s / 10
         self._clock = clock
-        self._balance = self._burst  # below zero: bytes that are reserved ahead of time
+        self._balance = self._burst  # bytes that may pass now; below zero: bytes reserved before their time
         self._updated = clock()
         self._lock = threading.Lock()
 

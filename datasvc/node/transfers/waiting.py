@@ -1,4 +1,7 @@
-"""Wait for work that this or another request has started; raise an error when the work makes no progress."""
+"""Waits of a request for a fetch (`Fetches.acquire`) or a free stream (`Sender.stream`); they fail without progress.
+
+Another request may have started the fetch and wait for it too, so a wait that ends early does not cancel the fetch.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from datasvc.errors import UnavailableError
 T = TypeVar("T")
 
 STALL_TIMEOUT_S: Final = 30.0
+# Progress does not wake the waiting coroutine, so the coroutine asks for the idle time at this interval.
 _POLL_S = 1.0
 
 

@@ -1,8 +1,14 @@
-"""Journal of unfinished work, such as an ingest: records of its finished parts, to resume after a killed process.
+"""Journals of unfinished work.
+
+An ingest records its finished parts: if its process is killed, the next one does only the rest. A transfer between
+repositories records the objects that it is going to reference, which protects them from `gc`.
 
 A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified when it
 is read; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
 journals that were never resumed.
+
+The record `plan.json` is written first. It has the random identifier of the *attempt*; every later record repeats
+it. If the plan is damaged, a new attempt begins, and the records of the old attempt are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from datasvc.threads import map_in_threads
 JOURNALS = "journal"
 _PLAN = "plan.json"
 _READS_AT_ONCE = 16
-_NAME_DIGITS = 32
+_NAME_DIGITS = 32  # of `work` and of `fingerprint` in the folder's name; of a digest, these are 128 bits
 
 
 class Journal:
@@ -43,8 +49,8 @@ class Journal:
         """Resume the work, or start it.
 
         Returns:
-            Identifier of the attempt, a random text that is the same for every process that resumes the work; and
-            whether the work has only journals with other fingerprints, which means that the input has changed.
+            Identifier of the attempt, the same in every process that resumes the work; and whether the work has only
+            journals with other fingerprints, which means that the input has changed since an earlier process.
 
         Raises:
             UnavailableError: the store does not respond.
@@ -55,6 +61,7 @@ class Journal:
         return self._attempt, has_changed
 
     def _resume(self) -> str | None:
+        """Return the attempt of the existing journal, or None if there is no intact plan."""
         plan = self._read(_PLAN)
         if plan is None:
             return None
@@ -70,7 +77,7 @@ class Journal:
         try:
             self._storage.create(path, content)
         except ConflictError:
-            # Another process has just started the same work, or the existing plan is damaged.
+            # Another process has just started the same work: resume it. Or the existing plan is damaged: replace it.
             other_attempt = self._resume()
             if other_attempt is not None:
                 return other_attempt
@@ -99,6 +106,7 @@ class Journal:
         self._storage.delete_folder(self._folder)
 
     def _read(self, name: str) -> dict[str, Any] | None:
+        """Return a record, or None if it does not exist or is damaged."""
         try:
             return self._storage.read_checked(f"{self._folder}/{name}", decode_entry)
         except (NotFoundError, CorruptDataError):

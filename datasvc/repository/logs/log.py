@@ -25,7 +25,7 @@ ENTRY_FORMAT = 1
 MAX_ENTRY_BYTES = 16 << 20
 """Maximum size of an entry; large data belongs in objects. Parsed JSON needs some twenty times this memory."""
 
-_ENTRY_NAME = re.compile(r"(\d{8,})\.json")
+_ENTRY_NAME = re.compile(r"(\d{8,})\.json")  # the same form as in `Log.path_of`
 _APPEND_ATTEMPTS = 32
 _READS_AT_ONCE = 16
 
@@ -56,6 +56,8 @@ def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
 def encode_entry(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of an entry: indented JSON with sorted keys, and a checksum of all other fields.
 
+    The records of journals, signatures and pointers to chunks have the same form.
+
     Raises:
         ConfigError: the content cannot be encoded as JSON (a NaN, or a value of another type).
     """
@@ -79,7 +81,7 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
-        # A later format is reported as such, even if its checksum does not match.
+        # Report a later format even if the checksum does not match: the advice is then to upgrade, not to restore.
         is_later_format = int(content.get("format", 0)) > ENTRY_FORMAT
         is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -173,13 +175,14 @@ class Log:
         The number of requests is logarithmic in the number of new entries, so a reader of a long log saves a listing.
         Raises UnavailableError.
         """
-        # Numbers have no gaps, so the newest one is found by doubling the step, and then halving it.
+        # Numbers have no gaps. Double the step while entries exist, then halve it to find the newest entry exactly.
         newest, step = number, 1
         while self._has(newest + step):
             newest += step
             step *= 2
         while step := step // 2:
-            newest += step if self._has(newest + step) else 0
+            if self._has(newest + step):
+                newest += step
         return range(number + 1, newest + 1)
 
     def append(self, build: Callable[[int], Mapping[str, Any]], *, head: int | None = None) -> Entry:
@@ -193,7 +196,8 @@ class Log:
         Raises:
             ConflictError: other writers committed first in every attempt; nothing was committed.
             UnknownOutcomeError: the store failed, and it is unknown whether the entry was written.
-            ConfigError, UnavailableError: see `encode_entry`, `Storage.create`; or the content is too large.
+            ConfigError: see `encode_entry`; or the content is too large.
+            UnavailableError: see `Storage.create`.
         """
         commit = secrets.token_hex(16)
         head = self.head() if head is None else head
@@ -210,7 +214,7 @@ class Log:
                 # The commit point: before this line nothing is visible, after it everything is.
                 self._storage.create(self.path_of(head + 1), encoded)
             except ConflictError:
-                # Entry head + 1 exists, even if the listing does not contain it yet.
+                # Entry head + 1 exists, even if the listing of the store does not contain it yet.
                 head = max(self.head(), head + 1)
             else:
                 return Entry(head + 1, content)
@@ -228,5 +232,5 @@ class Log:
 
 
 def _now() -> str:
-    # For people only. Entries are ordered by number, so a wrong clock does no harm.
+    # Entries are ordered by number, never by this time, so a wrong clock does not change their order.
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -38,7 +38,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, what: str) -> str:
-    """Return `name` if it is valid, otherwise raise ConfigError; `what` is its kind in messages, such as "tag"."""
+    """Return `name` if it is valid, otherwise raise ConfigError. Messages call its kind `what`, such as "tag"."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not a valid name of a {what}: use lower-case letters, digits, '.', '_' and '-', "
@@ -50,12 +50,12 @@ def check_name(name: str, what: str) -> str:
 def check_tag(tag: str) -> str:
     """Return `tag` if it is a valid name and not a number, otherwise raise ConfigError."""
     if tag.isdecimal():
-        raise ConfigError(f"{tag!r} is not a valid tag: NAME@{tag} is version {tag}; use a name with a letter")
+        raise ConfigError(f"{tag!r} is not a valid tag: NAME@NUMBER is a version; use a name with a letter")
     return check_name(tag, "tag")
 
 
 def parse_reference(text: str, what: str = "data set") -> Reference:
-    """Parse `NAME[@VERSION|@TAG[~MOVES]]`. Raises ConfigError if `text` is not a reference."""
+    """Parse `NAME[@VERSION|@TAG[~MOVES]]`; for `what`, see `check_name`. Raises ConfigError if it is no reference."""
     name, at, version_or_tag = text.partition("@")
     check_name(name, what)
     if not at:

@@ -2,7 +2,7 @@
 
 The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
 Each entry of this log lists all versions that are removed when it is created, so a reader needs only the newest one.
-A version whose entry cannot be read, and of which no copy exists, is *declared lost*: a removal that says so.
+A version whose entry cannot be read, and of which no copy exists, is removed by an entry that *declares it lost*.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ class Removals:
         return self._read_readable(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
-        """Return the versions that were removed before `before_s`, and not restored by `give_back` since.
+        """Return the versions that were removed before `before_s`, and not restored by `restore` since.
 
-        `before_s` is in seconds since 1970 of the store's clock. Raises the errors of `Log.read`.
+        `before_s` is in seconds since 1970, by the clock of the store. Raises the errors of `Log.read`; damage is not
+        tolerated as in `removed`, because `gc` deletes objects by this result.
         """
         old = {file.path for file in self._storage.walk(self._log.path) if file.modified_s < before_s}
         numbers = self._log.numbers()
         newest_old = max((number for number in numbers if self._log.path_of(number) in old), default=0)
         if not newest_old:
             return frozenset()
-        # Only versions in all entries since then: one that was restored and removed again gets a new grace period.
+        # Only versions that are in all entries since then: a version that was restored and removed again is missing
+        # in one of them, and gets a new grace period.
         since = self._log.entries(number for number in numbers if number >= newest_old)
         all_versions = self._versions.numbers()
         return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
@@ -61,8 +63,8 @@ class Removals:
     def find(self, version: int) -> Entry | None:
         """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
-        # A binary search is possible because entries only add versions, except those of `give_back`. If a version was
-        # restored and removed again, the search finds one of its removals.
+        # A binary search is possible because each entry has the versions of the previous one, unless `restore` wrote
+        # it. If a version was restored and removed again, the search finds one of its removals.
         first = bisect_left(numbers, True, key=lambda number: version in self._read_readable(number, all_versions))
         return self._log.read(numbers[first]) if first < len(numbers) else None
 
@@ -81,7 +83,7 @@ class Removals:
     def lost(self) -> frozenset[int]:
         """Return the removed versions that were declared lost; for errors, see `removed`.
 
-        This reads the whole log, because each entry lists only the versions that it declares lost.
+        This reads the whole log, because the list of lost versions in an entry is not repeated in later entries.
         """
         numbers = self._log.numbers()
         if not numbers:
@@ -90,27 +92,28 @@ class Removals:
         readable, _ = self._log.try_entries(numbers)
         declared = (entry.content.get("lost") for entry in readable)
         lost = frozenset[int]().union(*(decode_numbers(text, among=all_versions) for text in declared))
-        return lost & self._read_readable(numbers[-1], all_versions)
+        return lost & self._read_readable(numbers[-1], all_versions)  # without those that were restored since
 
-    def give_back(self, versions: Iterable[int], message: str) -> Entry:
-        """Revert the removal of versions, before `gc` deletes their objects; for errors, see `Log.append`."""
+    def restore(self, versions: Iterable[int], message: str) -> Entry:
+        """Restore removed versions whose objects `gc` has not deleted yet; for errors, see `Log.append`."""
         to_restore = frozenset(versions)
         change = {"given_back": encode_numbers(to_restore), "message": message}
         return self._append(lambda removed: removed - to_restore, change)
 
     def _append(self, combine: Callable[[frozenset[int]], frozenset[int]], change: dict[str, str]) -> Entry:
+        """Commit an entry with the fields of `change`; `combine` maps the removed versions to the new ones."""
         # Read the head in each attempt: a concurrent writer may have removed other versions.
         return self._log.append(
             lambda head: {**change, "removed": encode_numbers(combine(self._read_readable(head)))}
         )
 
     def _read_readable(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
-        """Return the removed versions of entry `number`, or of the newest intact one before it if it is damaged."""
+        """Return the removed versions of entry `number`; if it is damaged, of the newest intact entry before it."""
         for candidate in range(number, 0, -1):
             try:
                 return self._read(candidate, all_versions)
             except CorruptDataError as error:
-                if candidate == number:
+                if candidate == number:  # warn once, even if earlier entries are damaged too
                     name = self._log.path.split("/")[-2]
                     message = f"the newest removal of versions of {name} cannot be read: {error}"
                     advice = "the versions that it removed are listed again; remove them again"

@@ -1,4 +1,7 @@
-"""Tags of one data set or model. A tag is a log: each entry moves it to a version, or removes it (version null)."""
+"""Tags of one data set or model.
+
+A tag is a log. Each entry is a *move*: it points the tag at a version, or removes the tag (version null).
+"""
 
 from __future__ import annotations
 
@@ -22,68 +25,71 @@ class Tags:
         self._folder = f"{folder}/tags"
         self._name = folder.rpartition("/")[2]
 
-    def heads(
-        self, logs: Mapping[str, Sequence[int]] | None = None
+    def current_versions(
+        self, move_numbers: Mapping[str, Sequence[int]] | None = None
     ) -> tuple[dict[str, int], dict[str, CorruptDataError | ConfigError]]:
         """Return the version that each tag points at, and the errors of the tags that cannot be read.
 
         Args:
-            logs: numbers of the moves of each tag, ascending, if the caller has listed them already.
+            move_numbers: numbers of the moves of each tag, ascending, if the caller has listed them already.
 
         Raises:
             UnavailableError: the store does not respond.
         """
-        moves = list_logs(self._storage, self._folder) if logs is None else logs
+        numbers = list_logs(self._storage, self._folder) if move_numbers is None else move_numbers
         versions: dict[str, int] = {}
         errors: dict[str, CorruptDataError | ConfigError] = {}
 
         def read(tag: str) -> None:
             try:
-                versions[tag] = version_of(self._log(tag).read(moves[tag][-1]))
+                versions[tag] = version_of(self._log(tag).read(numbers[tag][-1]))
             except (CorruptDataError, ConfigError) as error:
                 errors[tag] = error
 
-        tags = list(filter(is_name, sorted(moves)))
+        tags = list(filter(is_name, sorted(numbers)))
         if self._storage.is_local or len(tags) < 2:
             for tag in tags:
                 read(tag)
         else:
             map_in_threads(read, tags, _READS_AT_ONCE)
-        # Threads end in any order, but the tags are sorted.
+        # Threads end in any order, so sort the tags again. Leave out unreadable tags, and removed ones (version 0).
         versions = {tag: versions[tag] for tag in tags if tag in versions}
         return {tag: version for tag, version in versions.items() if version}, errors
 
-    def newest(self, tag: str, moves: Sequence[int]) -> Entry:
-        """Return the newest move of a tag; for a tag that never existed, an entry 0 without a version.
+    def newest(self, tag: str, move_numbers: Sequence[int]) -> Entry:
+        """Return the newest move of a tag, or an entry with number 0 and version None if the tag never existed.
 
-        `moves` are the numbers of the tag's moves, ascending. Raises the errors of `Log.read`.
+        `move_numbers` are the numbers of the tag's moves, ascending. Raises the errors of `Log.read`.
         """
-        return self._log(tag).read(moves[-1]) if moves else Entry(0, {"version": None})
+        return self._log(tag).read(move_numbers[-1]) if move_numbers else Entry(0, {"version": None})
 
     def history(self, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never existed. For errors, see `heads`."""
+        """Return every move of a tag, oldest first; [] if the tag never existed. For errors, see `Log.entries`."""
         return self._log(tag).entries()
 
-    def version_at(self, tag: str, moves_back: int, moves: Sequence[int]) -> int:
-        """Return the version that a tag pointed at before its `moves_back` newest moves; for `moves`, see `newest`.
+    def version_at(self, tag: str, moves_back: int, move_numbers: Sequence[int]) -> int:
+        """Return the version that a tag pointed at `moves_back` moves ago, where 0 stands for its present version.
+
+        For `move_numbers`, see `newest`.
 
         Raises:
-            NotFoundError: the tag does not exist, has fewer moves, or had been removed at that time.
+            NotFoundError: the tag never existed, has too few moves, or was removed by the move in question.
             CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
         """
-        if not moves:
-            raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._existing()}")
-        if moves_back >= len(moves):
+        if not move_numbers:
+            raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._describe_tags()}")
+        if moves_back >= len(move_numbers):
             raise NotFoundError(
                 f"{self._name}@{tag}~{moves_back} does not exist; the oldest version of the tag is "
-                f"{self._name}@{tag}~{len(moves) - 1}"
+                f"{self._name}@{tag}~{len(move_numbers) - 1}"
             )
         # Removals count as moves, so the entry may be a removal.
-        entry = self._log(tag).read(moves[-1 - moves_back])
+        entry = self._log(tag).read(move_numbers[-1 - moves_back])
         if not version_of(entry):
             raise NotFoundError(
-                f"{self._name} has no tag {tag!r}: it was removed on {entry.content['created']}; "
-                f"{self._name}@{tag}~{moves_back + 1} is its version before; {self._name} has: {self._existing()}"
+                f"{self._name}@{tag}~{moves_back} has no version: this move removed the tag on "
+                f"{entry.content['created']}; the version before it is {self._name}@{tag}~{moves_back + 1}; "
+                f"{self._name} now has the tags: {self._describe_tags()}"
             )
         return version_of(entry)
 
@@ -94,25 +100,28 @@ class Tags:
             tag: name of the tag.
             version: new version; None removes the tag.
             expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
-            newest: result of `newest`, to save two requests if no other writer has moved the tag since.
+            newest: the tag's newest move, if the caller has it from `Tags.newest`: this saves two requests. It may be
+                out of date.
 
         Raises:
-            ConflictError: the tag does not point at `expect`; nothing was changed.
+            ConflictError: the tag does not point at `expect`, and nothing was changed; or see `Log.append`.
             NotFoundError: the tag to remove does not exist.
-            CorruptDataError: the newest move is damaged, and `expect` is given; otherwise it is replaced.
-            ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
+            CorruptDataError: the newest move is damaged, so it cannot be compared with `expect`.
+            UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         log = self._log(tag)
 
         def build(head: int) -> dict[str, int | None]:
-            # Read the head unless it is `newest`: another writer may have moved the tag since the caller's listing.
-            is_newest = newest is not None and newest.number == head
+            current = 0
             try:
-                current = version_of(newest if is_newest and newest else log.read(head)) if head else 0
+                if newest is not None and newest.number == head:
+                    current = version_of(newest)
+                elif head:  # `newest` was not given, or another writer has moved the tag since
+                    current = version_of(log.read(head))
             except CorruptDataError:
                 if expect is not None:
                     raise
-                # Without a condition on it, the damaged move can be replaced by a new one.
+                # There is no condition on the present version, so a new move can follow the damaged one.
                 return {"version": version}
             if expect is not None and current != expect:
                 raise ConflictError(
@@ -120,7 +129,7 @@ class Tags:
                     "changed: read the tag's history, then decide"
                 )
             if version is None and not current:
-                raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._existing()}")
+                raise NotFoundError(f"{self._name} has no tag {tag!r}; it has: {self._describe_tags()}")
             return {"version": version}
 
         log.append(build, head=None if newest is None else newest.number)
@@ -128,13 +137,13 @@ class Tags:
     def _log(self, tag: str) -> Log:
         return Log(self._storage, f"{self._folder}/{check_tag(tag)}")
 
-    def _existing(self) -> str:
-        versions, _ = self.heads()
+    def _describe_tags(self) -> str:
+        versions, _ = self.current_versions()
         return ", ".join(sorted(versions)) or "none yet"
 
 
 def version_of(move: Entry) -> int:
-    """Return the version in an entry of a tag's log, or 0 if the entry removed the tag.
+    """Return the version that a move points the tag at, or 0 if the move removed the tag.
 
     Raises:
         CorruptDataError: the entry has no valid version.
@@ -146,12 +155,12 @@ def version_of(move: Entry) -> int:
 
 
 def choose_move(history: Sequence[Entry], when: datetime) -> Entry | None:
-    """Return the last move made at or before `when`; None if the first move is later.
+    """Return the last move that was made at or before `when`; None if all moves were made later.
 
     Args:
         history: moves of a tag, oldest first.
         when: time with a time zone. The moves have the clock times of the machines that made them: a wrong clock is
-            not corrected, but it does not change the order of the moves.
+            not corrected. Of the moves up to `when`, the last one in the log is returned, whatever their times.
 
     Raises:
         CorruptDataError: a move has no valid time.

@@ -1,4 +1,7 @@
-"""Sets of version numbers as text: `1-3,7` in the entries of `removals`, `1 to 3, 7` in messages."""
+"""Sets of version numbers as text: `1-3,7` in the entries of `removals`, `1 to 3, 7` in messages.
+
+A *span* is a run of consecutive numbers, given by its first and its last number.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _SHOWN_SPANS: Final = 8
 
 
 def encode_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers as text, with runs of consecutive numbers shortened, such as `1-3,7`."""
+    """Return numbers as text, with each span shortened, such as `1-3,7`."""
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans_of(numbers))
 
 
@@ -31,7 +34,7 @@ def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
         if not match:
             raise CorruptDataError(f"{text!r} is not a list of versions; expected for example '1-3,7'")
         spans.append((int(match[1]), int(match[2] or match[1])))
-    # Both lists are sorted, so one pass is enough; `spans` is in reverse order, because `pop` removes from the end.
+    # Numbers and spans are both sorted, so one pass is enough. The first span is the last element, for a fast `pop`.
     spans.sort(reverse=True)
     numbers = []
     for number in sorted(among):
@@ -43,7 +46,7 @@ def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
 
 
 def describe_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers for a message, such as `1 to 3, 7`; of many runs, only the first and the last ones."""
+    """Return numbers for a message, such as `1 to 3, 7`; of many spans, only the first and the last ones."""
     shown = [str(first) if first == last else f"{first} to {last}" for first, last in spans_of(numbers)]
     if len(shown) > _SHOWN_SPANS:
         half = _SHOWN_SPANS // 2
@@ -52,7 +55,7 @@ def describe_numbers(numbers: Iterable[int]) -> str:
 
 
 def spans_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers as (first, last), ascending."""
+    """Return the spans of `numbers` as (first, last), ascending."""
     spans: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if spans and spans[-1][1] == number - 1:

@@ -1,8 +1,8 @@
-"""Batched writes of objects: every object is synced before its rename, but most syncs find the bytes on the disk.
+"""Batched writes of objects, for a save of many tensors: every object is durable at the end, but few syncs wait long.
 
-An fsync of one file makes the file system write out everything that was started before. So the writeback of each file
-starts at once, and a file is synced only when `_MAX_OPEN` later files are written: by then, most of its bytes are on
-the disk. Each folder is synced once, at the end.
+Every object is synced before its rename. An fsync of one file makes the file system write out everything that was
+started before. So the writeback of each file starts at once, and a file is synced only when `_MAX_OPEN` later files
+are written: by then, most of its bytes are on the disk. Each folder is synced once, at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.threads import map_in_threads
 
-_MAX_OPEN: Final = 128
+_MAX_OPEN: Final = 128  # written files that are not synced yet, and so still open
 _MAX_PARALLEL_SYNCS: Final = 8
 
 
@@ -39,9 +39,9 @@ class _PendingObject:
 
 
 class ObjectBatch:
-    """Objects that are stored together. A context manager; thread-safe.
+    """Objects that are stored together: any threads call `write` and `reuse`, then one calls `finish`.
 
-    At the end of the block, the temporary files of objects that were not published, after an error, are removed.
+    A context manager. If the block ends with an error, the temporary files of unpublished objects are removed.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -75,6 +75,7 @@ class ObjectBatch:
         """
         path = self._objects.local_path(digest)
         if path is not None:
+            # Sync both folders of the path objects/ab/DIGEST: the folder `ab` may be new too.
             with self._lock:
                 self._unsynced_folders |= {path.parent, path.parent.parent}
 
@@ -116,7 +117,7 @@ class ObjectBatch:
 
     def _publish(self, pending: _PendingObject) -> None:
         try:
-            # The file must stay open until its writeback call has returned.
+            # The file must stay open until its writeback call has returned. A call that has not started is dropped.
             if not pending.writeback.cancel():
                 pending.writeback.result()
             with map_exceptions("write", str(pending.target)):

@@ -1,9 +1,9 @@
 """Detection of local objects whose bytes changed on the disk, before a writer references them again.
 
-A writer that finds its object in the store references it instead of writing it. But the file may have changed since
-it was stored, at the same size. So the writer hashes the file first, once per process; it reads at most the bytes
-that it would otherwise write. A file that is damaged or unreadable is written again. For remote objects only the size
-is compared, because hashing needs a download, and object stores check the bytes that they keep.
+A writer that finds its object in the store references it instead of writing it (`Objects.reuse`). But the file may
+have changed since it was stored, at the same size. So the writer hashes the file first, once per process; it reads at
+most the bytes that it would otherwise write. A file that is damaged or unreadable is written again. For remote
+objects only the size is compared, because hashing needs a download, and object stores check the bytes that they keep.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 QUARANTINE: Final = "quarantine"
 # Maximum number of files in `_verified_ns`, some 50 MB. A full table is cleared, and files are hashed again.
 _MAX_VERIFIED: Final = 1 << 19
-# Errors that do not mean that the file is damaged.
+# Errors that do not mean that the file is damaged: of the path, and of the resources of this machine.
 _NOT_DAMAGE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
 _RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 # Maps the hash of a path to the file's modification time when this process last wrote or hashed it, in nanoseconds.
 # `refresh` only increases the time of a file, so an earlier time means that the file was replaced.
 _verified_ns: dict[int, int] = {}
-_NEVER_NS: Final = 1 << 63
+_NEVER_NS: Final = 1 << 63  # later than the time of any file: the file is not known to be intact
 
 
 def mark_intact(path: Path) -> None:
@@ -56,15 +56,17 @@ def is_known_intact(path: Path) -> bool:
 def keep_aside(root: Path, path: Path) -> Path:
     """Link the damaged file of an object into the repository's folder `quarantine`, and return the new path.
 
+    Where no link is possible, the file is moved.
+
     Raises:
-        ConfigError, UnavailableError: this folder cannot be written; the object is unchanged.
+        ConfigError, UnavailableError: the folder `quarantine` cannot be written; the object is unchanged.
     """
     kept = root / QUARANTINE / f"{path.name}.{secrets.token_hex(4)}"
     with map_exceptions("keep", str(kept)):
         durable.make_folder(kept.parent)
         try:
             os.link(path, kept)
-        except PermissionError:  # the file system has no hard links, or `path` is not a file
+        except PermissionError:  # the file system has no hard links, or `path` is a folder
             path.rename(kept)
         durable.fsync_folder(kept.parent)
     return kept
@@ -78,14 +80,14 @@ def is_damage(error: OSError) -> bool:
 def report_damage(root: Path, path: Path, failure: OSError | None = None) -> None:
     """Keep the bytes of a damaged object in the folder `quarantine`, and log a warning; once per object and process.
 
-    The damaged file keeps its name until the caller replaces it, so that a failing write loses nothing.
+    The damaged file also keeps its name, so that nothing is lost if the caller fails to write the object again.
 
     Args:
         root: folder of the repository.
         path: file of the object.
         failure: error of the read; None if the bytes could be read, but do not match the digest.
     """
-    # `_NEVER_NS` marks objects that were reported; the modification times of files are smaller.
+    # Only this function stores `_NEVER_NS`, so the value tells that the object was reported.
     if _verified_ns.get(hash(str(path))) == _NEVER_NS:
         return
     _verified_ns[hash(str(path))] = _NEVER_NS

@@ -1,7 +1,8 @@
 """Immutable objects, each named by the BLAKE3 digest of its content.
 
 Equal bytes are stored once. An object is complete before its name exists, so a reader finds a whole object or none.
-Every read is verified against the digest: changed bytes raise CorruptDataError, and are never returned.
+A read of a whole object is verified against the digest: changed bytes raise CorruptDataError, and are not returned.
+A read of a range cannot be verified by this digest: the caller must check the bytes.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class ObjectWriter:
     def __init__(self, path: Path, *, is_local: bool) -> None:
         self.path = path
         self._is_local = is_local
-        self._writeback_bytes = 0  # the first bytes of the file, whose writeback was started
+        self._writeback_bytes = 0  # number of bytes, from the start of the file, whose writeback was started
         self._file = path.open("xb", buffering=0)
         self._hash = blake3()
         self._size_bytes = 0
@@ -130,7 +131,8 @@ class Objects:
 
     Attributes:
         storage: file tree of the repository.
-        is_near: whether the objects are on this machine, so that `read_into` needs no extra memory.
+        is_near: whether the objects are on this machine, so that `read_into` needs no extra memory; part of the
+            interface `NearSource` of `datasvc.models`.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -184,16 +186,17 @@ class Objects:
                     if not is_damage(error):
                         raise
                     is_intact, failure = False, error
-        except NotFoundError:
+        except NotFoundError:  # another process has deleted the object since its age was reset
             return False
         if is_intact:
             mark_intact(path)
         else:
-            report_damage(path.parents[2], path, failure)
+            repository_root = path.parents[2]  # `path` is ROOT/objects/ab/DIGEST
+            report_damage(repository_root, path, failure)
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
-        """Like `reuse`, but compare only the size: for callers that do not have the bytes to write it again."""
+        """Like `reuse`, but compare only the size: for callers that could not write a damaged object again."""
         return self.storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
@@ -329,7 +332,10 @@ class Objects:
             )
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the range if the whole object is intact and has it, otherwise nothing; a repository has one copy."""
+        """Yield the range of the repository's only copy, or nothing if the whole object is not intact or too short.
+
+        Other sources of objects yield the range of several copies.
+        """
         with suppress(NotFoundError, CorruptDataError, UnavailableError):
             content = memoryview(self.read(digest))
             if len(content) >= offset + length:
@@ -350,6 +356,7 @@ class Objects:
         try:
             self.storage.stream_range(self.path(digest), offset, length, take, interrupt)
         except UnavailableError:
+            # As in `read_range`, the object may be too short. But a cancelled read shows nothing about its size.
             if not interrupt.is_set:
                 self._check_reaches(digest, offset + length)
             raise
@@ -376,7 +383,7 @@ class Objects:
                 file.write(part)
                 progress.advance(len(part))
         except UnavailableError:
-            self._check_reaches(digest, size_bytes)
+            self._check_reaches(digest, size_bytes)  # as in `read_range`
             raise
         self._check_digest(digest, Digest(hasher.hexdigest()))
 
@@ -385,6 +392,7 @@ class Objects:
         path = self.path(digest)
         content = self.storage.read_start(path, _START_BYTES)
         is_whole = len(content) < _START_BYTES
+        # Without a size, the object was deleted since: then the digest of 0 bytes does not match.
         size_bytes = len(content) if is_whole else self.storage.size(path) or 0
         if max_bytes is not None and size_bytes > max_bytes:
             raise too_large(self.location(digest), max_bytes)

@@ -1,8 +1,8 @@
 """Last check before a commit: all objects that the new entry references must exist.
 
 A writer has stored or found each object earlier. Since then, a `gc` with `--no-writers` or with a wrong clock may
-have removed one, or another rank may have stored it in another repository. A version with a missing object could
-never be restored, although its writer reported success.
+have deleted an object. Or another rank may have stored its objects in another repository by mistake. A version with a
+missing object could never be restored, although its writer reported success.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
 def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     """Return the digests of objects that do not exist.
 
-    Looks each object up, 16 in parallel. On a remote store, a folder of more than `_MAX_CHECKS_PER_FOLDER` referenced
-    objects is listed instead if the listing takes fewer requests. The listing of one folder predicts the size of all,
-    because digests are spread evenly over 256 folders. Raises UnavailableError.
+    By default, each object takes one request, 16 in parallel. On a remote store, a folder with more than
+    `_MAX_CHECKS_PER_FOLDER` referenced objects is listed instead if the listing takes fewer requests. The listing of
+    one folder predicts the size of all, because digests are spread evenly over 256 folders. Raises UnavailableError.
     """
     if objects.is_near:
         # The check of a local file takes less time than passing it to a thread.
@@ -59,6 +59,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
         folders[objects.path(digest).rpartition("/")[0]].add(digest)
 
     def list_missing(folder: str) -> tuple[set[Digest], int]:
+        """Return the missing objects of a folder, and the number of requests that its listing takes."""
         names = objects.storage.list(folder)
         return folders[folder].difference(map(Digest, names)), len(names) // _NAMES_PER_REQUEST + 1
 

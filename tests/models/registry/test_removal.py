@@ -179,7 +179,7 @@ def test_a_tag_never_goes_back_to_a_version_that_was_removed_meanwhile(repositor
         return found
 
     monkeypatch.setattr(Repository, "_resolve", both_removed_just_after)
-    monkeypatch.setattr(Removals, "give_back", lambda *_: None)
+    monkeypatch.setattr(Removals, "restore", lambda *_: None)
     with pytest.raises(
         ConflictError, match=r"cnn@2 was removed .* the tag was removed, because version 1, .* was removed too"
     ):

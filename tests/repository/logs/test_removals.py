@@ -61,7 +61,7 @@ def test_each_removal_is_found_by_the_versions_that_it_took(repository):
 
 def test_a_removal_can_be_taken_back(repository):
     removals(repository).add([2, 3])
-    removals(repository).give_back([3], "tagged")
+    removals(repository).restore([3], "tagged")
     assert removals(repository).removed() == {2}
     assert number(repository, "cnn@3") == 3
 
@@ -76,7 +76,7 @@ def test_what_was_removed_lately_is_told_from_what_was_removed_long_ago(tmp_path
         os.utime(tmp_path / f"models/cnn/removals/{entry:08d}.json", (time.time() - age_s,) * 2)
     assert removals(repository).removed_before(time.time() - 100) == {1, 2}
     assert removals(repository).removed_before(time.time() - 250) == {1}
-    removals(repository).give_back([1], "tagged")
+    removals(repository).restore([1], "tagged")
     assert removals(repository).removed_before(time.time() - 100) == {2}
     removals(repository).add([1])
     assert removals(repository).removed_before(time.time() - 100) == {2}  # removed anew, a moment ago
