@@ -39,7 +39,8 @@ class CancellationToken:
         """Call `callback` if the token is set before or during the block.
 
         Args:
-            callback: function that unblocks the read in the block, such as a socket's shutdown. It must not block.
+            callback: function that unblocks the read in the block, such as a socket's shutdown. It must not block,
+                because it is called under the lock of the token.
         """
         with self._lock:
             self._callbacks.append(callback)
@@ -48,6 +49,6 @@ class CancellationToken:
         try:
             yield
         finally:
-            # Under the lock, so that no callback runs after the block, when its socket may serve another read.
+            # Take the lock, so that `callback` does not run after the block, when its socket may serve another read.
             with self._lock:
                 self._callbacks.remove(callback)

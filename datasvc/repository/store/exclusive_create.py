@@ -22,6 +22,7 @@ WRITABLE_STORES: Final = (
 # Drivers whose write requests carry a condition: If-None-Match for S3 and Azure, ifGenerationMatch for Google.
 # `Repository.create` checks that the store respects this condition.
 _PACKAGES: Final = frozenset({"adlfs", "gcsfs", "s3fs"})
+# A driver defines one of these; from the asynchronous `_pipe_file`, fsspec derives `pipe_file`.
 _METHODS: Final = frozenset({"pipe_file", "_pipe_file"})
 
 _memory_lock = threading.Lock()
@@ -29,13 +30,14 @@ _memory_lock = threading.Lock()
 
 def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
     """Return whether `create` is known to be atomic on this file system."""
-    # DirFileSystem passes every call with all its arguments to the wrapped driver. Other wrappers may not do so.
+    # DirFileSystem passes every call with all its arguments to the wrapped driver. Other wrappers and subclasses may
+    # not do so.
     inner = file_system.fs if type(file_system) is DirFileSystem else file_system
     return inherits_exclusive_create(type(inner))
 
 
 def inherits_exclusive_create(driver: type[fsspec.AbstractFileSystem]) -> bool:
-    """Return whether a driver inherits its `pipe_file` from an accepted class."""
+    """Return whether a driver inherits its `pipe_file` from an accepted class, and does not override it."""
     definer = next(base for base in driver.__mro__ if _METHODS.intersection(vars(base)))
     return definer is MemoryFileSystem or definer.__module__.partition(".")[0] in _PACKAGES
 

@@ -1,8 +1,8 @@
 """Age of stored files, which lets `gc` and running writers share a repository without messages between them.
 
-`gc` removes old files that no entry references. A writer that is about to reference an existing object resets its age
+`gc` deletes old files that no entry references. A writer that is about to reference an existing object resets its age
 first. For local files, both hold a lock on the file while they check and act: either the writer finds the file
-deleted or locked and writes it again, or `gc` finds it young, locked or replaced and keeps it.
+deleted or locked, and writes it again, or `gc` finds the file young, locked or replaced, and keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from datasvc.errors import ConfigError
 
 # The age of a remote object can be reset only by writing it again. Writers do so only if its age exceeds this time.
 REWRITE_S: Final = 24 * 3600
-# Names of the modification time in the drivers. The memory driver has only a creation time, but modifies no file.
+# Names of the modification time in the drivers. The memory driver has only a creation time, which is enough: it never
+# modifies a file, but replaces it.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -30,7 +31,7 @@ _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified"
 class StoredFile:
     """A file of a store, by its path below the root.
 
-    `modified_s` is the time of the last write or age reset, in seconds since 1970 of the store's clock.
+    `modified_s` is the time of the last write or age reset, in seconds since 1970, by the clock of the store.
     """
 
     path: str
@@ -81,11 +82,11 @@ def refresh_local(path: Path, size_bytes: int) -> bool:
     """Reset the age of a file; return False if it does not exist, has another size, or its age cannot be reset."""
     try:
         with path.open("rb") as file:
-            # Does not wait: every user who may read the file can lock it, for any time. The caller writes a file that
-            # is locked, by `gc` or by a stranger, again.
+            # Do not wait for the lock: any user who may read the file can hold it, for any time. If `gc` or somebody
+            # else holds it, the caller writes the file again.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
-            # No link left: gc deleted the file before this thread locked it.
+            # If no link is left, `gc` has deleted the file before this thread locked it.
             if not status.st_nlink or status.st_size != size_bytes:
                 return False
             os.utime(file.fileno())
@@ -116,8 +117,8 @@ def delete_local_if_older(path: Path, before_s: float) -> bool:
 
 def _delete_if_same(path: Path, expected: os.stat_result) -> bool:
     """Delete a file unless another one has replaced it; return whether it was deleted. Raise OSError on failure."""
-    # A writer that finds the file locked writes it again at any time, so the name may be that of a new file by now.
-    # The file that was renamed is the file that is deleted.
+    # A writer that finds the file locked may replace it at any time, so `path` may be a new file by now. Rename the
+    # file first: no writer uses the random name, so the file that is checked is also the file that is deleted.
     renamed = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
     path.rename(renamed)
     current = renamed.stat()
@@ -131,7 +132,7 @@ def _delete_if_same(path: Path, expected: os.stat_result) -> bool:
 
 def _open(path: Path) -> BinaryIO:
     try:
-        return path.open("r+b")  # NFS requires a file open for writing for an exclusive lock
+        return path.open("r+b")  # on NFS, an exclusive lock needs a file that is open for writing
     except PermissionError:
         return path.open("rb")
 

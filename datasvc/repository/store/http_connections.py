@@ -29,8 +29,8 @@ from datasvc.repository.store.response_head import read_head
 # Servers close idle connections, some after 5 s.
 _MAX_IDLE_S = 4.0
 _MAX_IDLE = 32  # connections per server
-_POLL_MS = 50
-_TIMEVAL = struct.Struct("ll")
+_POLL_MS = 50  # interval at which a connection attempt checks for its cancellation
+_TIMEVAL = struct.Struct("ll")  # `struct timeval` of the kernel: seconds and microseconds
 
 
 class Endpoint(NamedTuple):
@@ -49,8 +49,8 @@ class Timeouts:
         connect_s: maximum time to connect.
         silence_s: maximum time without a byte, and from the first byte of a response to the end of its headers. The
             default is that of botocore: a store may have to load cold data.
-        min_bytes_s: minimum throughput in bytes per second, measured over `window_s` of waiting.
-        window_s: waiting time after which the throughput is checked.
+        min_bytes_s: minimum throughput in bytes per second, see `MinThroughput`.
+        window_s: time of waiting after which the throughput is checked, and measured anew.
     """
 
     connect_s: float = 15
@@ -68,7 +68,7 @@ class Connection:
         interrupt: token that cancels the connection attempt.
 
     Attributes:
-        was_kept: whether the connection was used before; if so, the server may have closed it since.
+        was_kept: whether the connection has served a request before; if so, the server may have closed it since.
 
     Raises:
         OSError: the server does not respond, or its certificate is invalid.
@@ -83,7 +83,7 @@ class Connection:
         )
         self._http = make(server.host, server.port, timeout=timeouts.connect_s)
         with ExitStack() as connecting:
-            # http.client connects by calling this attribute.
+            # http.client connects by calling this attribute, which is `socket.create_connection` by default.
             cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001
             self._http.connect()
         self._socket: socket.socket = self._http.sock
@@ -138,10 +138,11 @@ class Connection:
         self._http.close()
 
     def _receive(self, buffer: memoryview) -> int:
+        """Read at least one byte of the body into `buffer`, and return the number; 0 at the end."""
         assert self._response is not None
         file = cast("Any", self._response.fp)
         if self._is_tls:
-            # Read from the TLS layer: the socket itself has only encrypted bytes.
+            # Read from the TLS layer: the kernel's socket has only encrypted bytes.
             return cast("int", file.readinto1(buffer))
         if self._num_buffered is None:
             self._num_buffered = len(file.peek())  # bytes of the body that arrived together with the headers
@@ -150,6 +151,7 @@ class Connection:
             num_bytes = cast("int", file.readinto1(buffer[: self._num_buffered]))
             self._num_buffered -= num_bytes
             return num_bytes
+        # Read past the response's buffer, so that the kernel writes into `buffer` and no copy is made.
         try:
             return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
         except BlockingIOError as error:
@@ -166,7 +168,7 @@ class Connections:
         self._process = os.getpid()
         weakref.finalize(self, _close_all, self._idle)
 
-    def take(self, server: Endpoint, interrupt: CancellationToken, *, fresh: bool = False) -> Connection:
+    def acquire(self, server: Endpoint, interrupt: CancellationToken, *, fresh: bool = False) -> Connection:
         """Return an idle connection, or a new one; with `fresh`, always a new one. Raise OSError on failure."""
         self._close_stale()
         with self._lock:
@@ -175,7 +177,7 @@ class Connections:
                 return idle.pop()[1]
         return Connection(server, self._timeouts, interrupt)
 
-    def give_back(self, server: Endpoint, connection: Connection) -> None:
+    def release(self, server: Endpoint, connection: Connection) -> None:
         """Return a connection to the pool after its last response was read completely."""
         self._close_stale()
         with self._lock:
@@ -210,7 +212,10 @@ def _connect(
     timeout_s: float,
     _source: object,
 ) -> socket.socket:
-    """Like socket.create_connection, but `interrupt` cancels the connection attempt until `connecting` is closed."""
+    """Like socket.create_connection, but `interrupt` cancels the attempt until `connecting` is closed.
+
+    So `interrupt` also cancels the TLS handshake, which http.client does after this call.
+    """
     error: OSError = ConnectionError(f"host name {address[0]} has no address")
     for family, kind, protocol, _, socket_address in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
         connection = socket.socket(family, kind, protocol)
@@ -231,6 +236,7 @@ def _connect(
 def _await_connection(
     connection: socket.socket, socket_address: Any, deadline_s: float, interrupt: CancellationToken
 ) -> None:
+    """Connect a socket, and check for a cancellation at intervals. Raise OSError if it does not succeed."""
     connection.setblocking(False)
     code = connection.connect_ex(socket_address)
     if code == errno.EINPROGRESS:

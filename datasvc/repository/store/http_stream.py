@@ -1,4 +1,4 @@
-"""HTTP client that streams file ranges from plain web servers through one small buffer.
+"""HTTP client that streams file ranges from plain web servers through one small buffer; used by `RangeReader`.
 
 fsspec's client collects each response in new memory, in one thread for all requests. This client sends only GET
 requests with a range. Custom client settings, redirects and encoded responses are left to fsspec's client.
@@ -62,7 +62,7 @@ class HttpStream:
 
     @classmethod
     def of(cls, file_system: fsspec.AbstractFileSystem) -> HttpStream | None:
-        """Return a reader that is equivalent to `file_system`, or None if there is none."""
+        """Return a reader of the same servers, or None if `file_system` is not fsspec's plain HTTP client."""
         protocol = file_system.protocol
         if "http" not in ((protocol,) if isinstance(protocol, str) else protocol):
             return None
@@ -132,7 +132,7 @@ class HttpStream:
                     while offset < stop:
                         num_bytes = connection.read_into(buffer[: stop - offset], throughput)
                         if interrupt.is_set:  # after a shutdown, bytes that arrived before can still be read
-                            raise ConnectionError
+                            raise ConnectionError  # `_as_os_errors` adds the message
                         if not num_bytes:
                             raise ConnectionError(f"the server closed the connection {stop - offset} bytes too early")
                         offset += num_bytes
@@ -140,14 +140,15 @@ class HttpStream:
                     is_reusable = connection.finish_response() and not interrupt.is_set
             finally:
                 if is_reusable:
-                    self._connections.give_back(request.server, connection)
+                    self._connections.release(request.server, connection)
                 else:
                     connection.close()
 
     def _request_range(
         self, request: _StreamRequest, byte_range: str, interrupt: CancellationToken
     ) -> tuple[Connection, http.client.HTTPResponse]:
-        connection = self._connections.take(request.server, interrupt)
+        """Send a request over an idle or new connection; return the connection and the response, its body unread."""
+        connection = self._connections.acquire(request.server, interrupt)
         while True:
             try:
                 with interrupt.on_cancel(connection.shut_down):
@@ -159,13 +160,13 @@ class HttpStream:
             except BaseException:
                 connection.close()
                 raise
-            # Servers close idle connections, which is not a failure: use a new one.
-            connection = self._connections.take(request.server, interrupt, fresh=True)
+            # The server has closed the idle connection, which is no failure: send the request over a new connection.
+            connection = self._connections.acquire(request.server, interrupt, fresh=True)
 
 
 @contextmanager
 def _as_os_errors(interrupt: CancellationToken) -> Generator[None, None, None]:
-    """Convert exceptions of http.client, and any exception of a cancelled read, to ConnectionError."""
+    """Convert exceptions of http.client, and all those of a cancelled read, to ConnectionError."""
     try:
         if interrupt.is_set:
             raise ConnectionError
@@ -173,6 +174,7 @@ def _as_os_errors(interrupt: CancellationToken) -> Generator[None, None, None]:
     except (OSError, http.client.HTTPException) as error:
         if interrupt.is_set:
             raise ConnectionError("the read was cancelled") from error
+        # RemoteDisconnected is both an HTTPException and an OSError: it is not converted.
         if isinstance(error, http.client.HTTPException) and not isinstance(error, OSError):
             raise ConnectionError(f"the response is not HTTP: {type(error).__name__}: {error}") from error
         raise
@@ -183,7 +185,8 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
 
     Raises:
         UnsupportedResponseError: the response is not supported.
-        FileNotFoundError, PermissionError, ConnectionError: the response has no bytes of the file, or other bytes.
+        FileNotFoundError, PermissionError: the server does not send the file.
+        ConnectionError: the server reports another error, or sends other bytes than the requested ones.
     """
     status = response.status
     if status == HTTPStatus.NOT_FOUND:
@@ -206,7 +209,8 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
     if status == HTTPStatus.PARTIAL_CONTENT:
         content_range = response.getheader("Content-Range", "")
         match = _CONTENT_RANGE.fullmatch(content_range)
-        if match is None or (int(match[1]), int(match[2])) != (offset, stop - 1) or response.length != length:
+        first_and_last = None if match is None else (int(match[1]), int(match[2]))
+        if first_and_last != (offset, stop - 1) or response.length != length:
             raise ConnectionError(
                 f"the server sends {response.length} bytes ({content_range!r}), expected {offset}-{stop - 1}"
             )

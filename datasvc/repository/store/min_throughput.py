@@ -10,11 +10,12 @@ from __future__ import annotations
 class MinThroughput:
     """Check of a sender's throughput over the time that a receiver waits for it.
 
-    The time in which the receiver processes the bytes does not count.
+    The time in which the receiver processes the bytes does not count. Each window is checked on its own, so a fast
+    start does not hide a later stall.
 
     Args:
         min_bytes_s: minimum throughput in bytes per second.
-        window_s: waiting time after which the throughput is checked.
+        window_s: length of a window in seconds of waiting.
     """
 
     def __init__(self, min_bytes_s: float, window_s: float) -> None:

@@ -57,7 +57,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
         advice = "check the credentials" if "://" in location else _what_denies(error, location)
         text = f"cannot {action} {location}: access denied ({redact_text(str(error))}); {advice}"
         raise ConfigError(text) from safe_cause(error)
-    except (OSError, TimeoutError) as error:
+    except OSError as error:
         raise UnavailableError(f"cannot {action} {location}: {redact_text(str(error))}") from safe_cause(error)
     except ImportError as error:
         raise ConfigError(
@@ -72,9 +72,9 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
 
 
 def _what_denies(error: PermissionError, location: str) -> str:
-    """Return which file or folder of this machine probably denies the access."""
+    """Return advice that names the file or folder of this machine that probably denies the access."""
     path = Path(str(error.filename or location))
-    # Not `Path.is_dir` and `Path.exists`, which raise PermissionError too.
+    # Use os.path: `Path.is_dir` and `Path.exists` raise PermissionError too.
     folders = [folder for folder in reversed(path.parents) if os.path.isdir(folder)]
     closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), None)
     if closed is None and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):

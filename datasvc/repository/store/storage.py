@@ -58,7 +58,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def _ignore_missing(_function: object, _path: str, error: Any) -> None:
-    """Error handler for rmtree: ignore files that another process has deleted."""
+    """Error handler for rmtree: ignore files that another process has deleted; `error` is that of `sys.exc_info`."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
@@ -106,8 +106,8 @@ class Storage:
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
-        # This thread drops cached listings before it lists, but another thread may cache them again in between. So
-        # also use the option that ignores the cache, if the driver has it.
+        # Option of `info` and `find` to ignore cached listings, if the driver has it. `_drop_listings` alone is not
+        # enough: another thread may cache a listing again before this thread reads it.
         self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         self._clock_offset_s: float | None = None  # the store's time minus `time.monotonic()`, once it is known
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
@@ -128,10 +128,11 @@ class Storage:
         Otherwise the pickle has the password, because a worker process could not open the store without it.
         """
         bare = redact_url(self.url)
-        if bare == self.url or "::" in self.url:
+        if bare == self.url or "::" in self.url:  # no password, or a chain of drivers, which is not compared
             return self.url
         driver = type(self._fs)
-        # Compare what fsspec would open, without opening it: options in FSSPEC_* variables and its files count.
+        # Compare the options that fsspec would use, without opening a store. FSSPEC_* variables and fsspec's
+        # configuration files may set the user and password too.
         options, bare_options = (
             apply_config(driver, driver._get_kwargs_from_urls(url))  # noqa: SLF001 - a driver's documented interface
             for url in (self.url, bare)
@@ -275,8 +276,8 @@ class Storage:
     def find(self, folder: str) -> Sequence[str]:
         """Return the paths of all files below `folder`, relative to it, in any order; [] if it does not exist.
 
-        Temporary files are included. On an object store, this takes one request per thousand files, however many
-        folders have them. Raises the errors of `map_exceptions`.
+        Temporary files are included, and links to local folders are followed. On an object store, this takes one
+        request per thousand files, however many folders have them. Raises the errors of `map_exceptions`.
         """
         full = self._full(folder)
         if self.is_local:
@@ -287,7 +288,7 @@ class Storage:
         def read_tree() -> Sequence[str]:
             self._drop_listings(None)
             paths: Sequence[str] = self._fs.find(full, **self._fresh)
-            self._drop_listings(None)
+            self._drop_listings(None)  # otherwise the listings of a whole repository stay in memory
             return paths
 
         prefix = f"{self._fs._strip_protocol(full)}/"  # noqa: SLF001 - fsspec's name for its documented rule
@@ -369,15 +370,17 @@ class Storage:
         file = self._file(path)
         if file is None or file.size_bytes != size_bytes:
             return False
+        # `now_s` takes requests, so ask once; later times follow from this machine's monotonic clock.
         if self._clock_offset_s is None:
             self._clock_offset_s = self.now_s() - time.monotonic()
-        return file.modified_s > self._clock_offset_s + time.monotonic() - file_age.REWRITE_S
+        store_now_s = self._clock_offset_s + time.monotonic()
+        return file.modified_s > store_now_s - file_age.REWRITE_S
 
     def now_s(self) -> float:
         """Return the time of the clock that dates the store's files, in seconds since 1970.
 
-        It is the modification time of a new temporary file. This machine's clock may differ, so ages are not measured
-        with it.
+        The result is the modification time of a new temporary file. Ages are not measured with this machine's clock,
+        because it may differ from the clock of the store.
 
         Raises:
             ConfigError: the store reports no modification times; or see `create_temporary`.
@@ -438,7 +441,7 @@ class Storage:
         def read_listing() -> Sequence[dict[str, Any]]:
             self._drop_listings(full)
             entries: Sequence[dict[str, Any]] = self._fs.ls(full, detail=True)
-            self._drop_listings(full)  # otherwise the listings of a whole repository stay in memory
+            self._drop_listings(full)  # see `find`
             return entries
 
         try:
@@ -450,6 +453,7 @@ class Storage:
         return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != itself]  # noqa: SLF001
 
     def _file(self, path: str) -> file_age.StoredFile | None:
+        """Return the size and the modification time of a file, or None if it does not exist."""
         info = self._info(path)
         if info is None:
             return None
@@ -467,7 +471,8 @@ class Storage:
             info = self._retry("look up", path, read_info)
         except NotFoundError:
             return None
-        # Some drivers report a file that is not in a cached listing as a folder; it counts as missing.
+        # Some drivers report a file that is not in a cached listing as a folder. A folder of a remote store counts as
+        # missing.
         return None if info["type"] == "directory" and not self.is_local else info
 
     def _retry(self, action: str, path: str, read: Callable[[], _Result]) -> _Result:
@@ -513,7 +518,7 @@ class Storage:
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
         except UnavailableError as error:
-            # The link may exist, because the sync after it may have failed.
+            # `create_file` links the finished file, then syncs the folder. If only the sync failed, `target` exists.
             if self._read_back(path, error) == content:
                 raise UnknownOutcomeError(
                     f"{target} was created, but may not survive a power cut ({error}); check the disk"
@@ -533,10 +538,15 @@ class Storage:
         if stored is not None:
             raise ConflictError(f"{self.location(path)} exists already") from failure
         reason = redact_text(str(failure)) if failure else "it does not exist after the write"
-        cause = failure and safe_cause(failure)
+        cause = safe_cause(failure) if failure else None
         raise UnavailableError(f"cannot create {self.location(path)}: {reason}") from cause
 
     def _read_back(self, path: str, failure: Exception | None) -> bytes | None:
+        """Return the content of a file after a create that may have ended with `failure`; None if there is no file.
+
+        Raises:
+            UnknownOutcomeError: the file cannot be read.
+        """
         try:
             return self.read(path)
         except NotFoundError:
