@@ -14,19 +14,22 @@ from datasvc.shards.format.ipc_reader import read_table
 
 
 def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None) -> bytes:
-    """Return a table as an Arrow IPC file. `metadata` is stored with its record batch; an empty table has none."""
+    """Return a table as an Arrow IPC file.
+
+    `metadata` is stored with the record batch. An empty table has no record batch, so its `metadata` is dropped.
+    """
     sink = pa.BufferOutputStream()
     # Arrow writes one record batch per chunk, so equal tables with different chunks would give different bytes.
     combined = table.combine_chunks()
     with pa.ipc.new_file(sink, combined.schema) as file:
         for batch in combined.to_batches():
-            # The batch gets the metadata, because Arrow stores a schema's metadata twice, in header and footer.
+            # Store the metadata with the batch, because Arrow stores that of a schema twice, in header and footer.
             file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def decode_metadata(content: bytes) -> dict[bytes, bytes]:
-    """Return the `metadata` that `encode_table` wrote. `decode_table` must have accepted `content`."""
+    """Return the `metadata` that `encode_table` wrote. The caller has validated `content` by `decode_table`."""
     file = pa.ipc.open_file(pa.py_buffer(content))
     metadata = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
     return dict(metadata or {})
@@ -65,7 +68,8 @@ def decode_table(
 def check_columns(table: pa.Table, columns: pa.Schema, message: str) -> None:
     """Raise CorruptDataError, which starts with `message`, if a table has other columns, or forbidden nulls."""
     if not table.schema.equals(columns):
-        found, expected = ([f"{field.name}: {field.type}" for field in schema] for schema in (table.schema, columns))
+        found = [f"{field.name}: {field.type}" for field in table.schema]
+        expected = [f"{field.name}: {field.type}" for field in columns]
         raise CorruptDataError(f"{message}: it has the columns {found}; expected {expected}")
     for field in columns:
         if not field.nullable and table.column(field.name).null_count:

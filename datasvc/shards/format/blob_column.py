@@ -34,7 +34,7 @@ class BlobColumn:
         start = self._offsets[-1]
         stop = start + size_bytes
         if stop > len(self._view):
-            # At least doubled, so that a growing buffer is copied only a few times.
+            # At least double the size, so that a growing buffer is copied only a few times.
             grown = np.empty(max(stop, 2 * len(self._buffer)), np.uint8)
             grown[:start] = self._buffer[:start]
             self._buffer, self._view = grown, grown.data
@@ -42,13 +42,13 @@ class BlobColumn:
         return reserved
 
     def append(self, blob: bytes | memoryview | npt.NDArray[np.uint8] | None) -> int:
-        """Add a blob and return its size in bytes. It is copied unless it is the result of the last `reserve`."""
+        """Add a blob, None for null, and return its size in bytes. The result of the last `reserve` is not copied."""
         offsets = self._offsets
         if blob is None:
             self._nulls.append(len(offsets) - 1)
             offsets.append(offsets[-1])
             return 0
-        # Compared by identity: only the memoryview that `reserve` returned has its bytes in the buffer already.
+        # Compare by identity: only the memoryview that `reserve` returned has its bytes in the buffer already.
         if blob is not self._reserved:
             view = np.frombuffer(blob, np.uint8)
             self.reserve(len(view))[:] = view.data
@@ -69,7 +69,7 @@ class BlobColumn:
 
 
 def _validity(count: int, nulls: list[int]) -> pa.Buffer | None:
-    """Return Arrow's validity bitmap, one bit per value, lowest bit first; None without nulls."""
+    """Return Arrow's validity bitmap, one bit per value, lowest bit first; None if no row is null."""
     if not nulls:
         return None
     valid = np.ones(count, np.bool_)

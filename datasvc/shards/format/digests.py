@@ -41,7 +41,7 @@ def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]
         blobs: digest of each blob that is not null, by column.
         values: result of `encode_value` for all other columns.
     """
-    # The byte 2 marks the digest of a blob; `encode_value` starts other values with other bytes.
+    # The byte 2 before the digest of a blob: `encode_value` starts other values with other bytes.
     encoded = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
     sample = xxh3_128_digest(_join(encoded))
     return sample, _payload([blobs[name] for name in sorted(blobs)], sample)
@@ -73,10 +73,12 @@ def digest_samples(
         blobs: by column, the digest of each blob, None for null.
         values: by column, the result of `encode_value` for each value; without keys and measured columns.
     """
-    # Names are put before values column by column, so that only the join is done per sample. Null adds no bytes.
+    # Hash the same bytes as `digest_sample` does, in less time: names are put before values column by column, so that
+    # only the join is done per sample. Null adds no bytes.
     parts = {name: _digest_parts(name, digests) for name, digests in blobs.items()}
     parts |= {name: _value_parts(name, column) for name, column in values.items()}
-    rows = zip(*(column for _, column in sorted(parts.items())), strict=True) if parts else [()] * num_samples
+    columns = [parts[name] for name in sorted(parts)]
+    rows = zip(*columns, strict=True) if columns else [()] * num_samples
     samples = [xxh3_128_digest(b"".join(row)) for row in rows]
     # The payload of a sample without blobs is the sample itself.
     if not blobs:
@@ -91,11 +93,13 @@ def digest_samples(
 
 
 def _digest_parts(name: str, digests: Sequence[bytes | None]) -> list[bytes]:
+    """Return the bytes by which `_join` would represent each digest of a blob in column `name`."""
     head = _prefix(name) + _LENGTH.pack(1 + DIGEST_BYTES) + b"\2"
     return [b"" if digest is None else head + digest for digest in digests]
 
 
 def _value_parts(name: str, encoded: Sequence[bytes | None]) -> list[bytes]:
+    """Return the bytes by which `_join` would represent each encoded value of column `name`."""
     prefix = _prefix(name)
     return [b"" if value is None else prefix + _sized(value) for value in encoded]
 
@@ -104,7 +108,7 @@ def encode_value(value: Any) -> bytes | None:
     """Return the canonical encoding of a Python value for digests; None for null."""
     if value is None:
         return None
-    # Tested before int, because bool is a subclass of int.
+    # Test this before int, because bool is a subclass of int.
     if isinstance(value, bool):
         return b"b1" if value else b"b0"
     if isinstance(value, int):
@@ -114,7 +118,7 @@ def encode_value(value: Any) -> bytes | None:
     if isinstance(value, str):
         return b"s" + value.encode()
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return b"\2" + digest_blob(value)  # the same mark as in `_digest_parts`
+        return b"\2" + digest_blob(value)  # the same first byte as in `_digest_parts`
     if isinstance(value, Mapping):
         return b"{" + _join({str(name): encode_value(item) for name, item in value.items()})
     if isinstance(value, Iterable):
@@ -141,7 +145,7 @@ class BlobViews:
     """The values of an array of blobs or texts as views of their bytes; the array must outlive the views."""
 
     def __init__(self, column: pa.Array) -> None:
-        # A view of Arrow's offsets: a list of Python numbers would take five times as much memory.
+        # Keep a view of Arrow's offsets: a list of Python numbers would take five times as much memory.
         self._offsets = value_offsets(column).data
         self._content = joined_bytes(column).data
         is_null = ~column.is_valid().to_numpy(zero_copy_only=False) if column.null_count else np.empty(0)
@@ -166,6 +170,7 @@ def _encode_column(column: pa.Array) -> list[bytes | None]:
 
 
 def _payload(blob_digests: Sequence[bytes], sample_digest: bytes) -> bytes:
+    """Return the payload digest of a sample from the digests of its blobs, sorted by column, without nulls."""
     if not blob_digests:
         return sample_digest
     # With one blob, its digest serves as the payload digest, without a second hash.
@@ -179,6 +184,7 @@ def _join(values: Mapping[str, bytes | None]) -> bytes:
 
 @cache
 def _prefix(name: str) -> bytes:
+    """Return the bytes that precede each value of column `name`."""
     return _sized(name.encode())
 
 

@@ -1,8 +1,8 @@
 """Writer of Arrow IPC files that records the layout of the file: the position of every record batch and its blobs.
 
 `ShardWriter` uses it, and the sample index stores the layout. To find the positions, no file is read again and
-nothing is copied: Arrow writes a file in small chunks, and the chunks that hold blobs are recognised by their memory
-address.
+nothing is copied: Arrow writes a file in small chunks of memory, and the chunks that hold blobs are recognised by
+their address.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from datasvc.shards.format.schema import is_blob
 
 # Length of "ARROW1" and its padding, which precede the schema.
 _MAGIC_BYTES: Final = 8
-# A frame (see `layout`) of more than 1/32 of its message is not kept, so that the sample index stays small.
-_FRAME_SHARE: Final = 32
+# The frame of a record batch is its message without the bytes of its blobs, see layout.py. It is kept only if the
+# message is at least 32 times as large as the frame, so that the sample index stays small.
+_MIN_MESSAGE_PER_FRAME: Final = 32
 # Smaller chunks are written together, because a record batch has a dozen chunks, most of them of a few bytes.
 _SMALL_BYTES: Final = 4096
 
@@ -52,7 +53,7 @@ class IpcWriter:
         """Append a record batch. Raise what the sink raises."""
         start_bytes = self._chunks.size_bytes
         self._file.write_batch(batch)
-        chunks = self._chunks.take()
+        chunks = self._chunks.take_chunks()
         if not self._batches:
             # Arrow writes the file's header together with the first record batch; the header's chunks are left out.
             header_bytes = _MAGIC_BYTES + self._schema.serialize().size
@@ -80,26 +81,29 @@ def describe_batch(
 
     Args:
         chunks: the chunks that Arrow wrote for the batch; their memory must be unchanged.
-        offset: position in the file of the batch's message, in bytes.
+        offset: byte position of the batch's message in the file.
         blobs: the buffer of each blob column, in the schema's order; None if it is empty.
         num_samples: number of samples of the batch.
     """
     # Arrow writes a column's buffer without a copy, so a chunk with the same address and size is that buffer.
-    blob_memory = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
+    # A region is a pair (address, size), or None for an empty buffer.
+    blob_regions = [(blob.address, blob.size) if blob is not None and blob.size else None for blob in blobs]
     blob_ranges: dict[tuple[int, int], ByteRange] = {}
     frame: list[Chunk] = []
     length = 0
     for chunk in chunks:
-        memory = (chunk.address, chunk.size) if isinstance(chunk, pa.Buffer) else None
-        if memory is not None and memory in blob_memory and memory not in blob_ranges:
-            blob_ranges[memory] = ByteRange(length, len(chunk))
+        region = (chunk.address, chunk.size) if isinstance(chunk, pa.Buffer) else None
+        # If two columns share a region, its second chunk goes to the frame, which is then too large to be kept.
+        if region is not None and region in blob_regions and region not in blob_ranges:
+            blob_ranges[region] = ByteRange(length, len(chunk))
         else:
             frame.append(chunk)
         length += len(chunk)
     message = ByteRange(offset, length)
     # A frame is useful only if it is small and the position of every blob buffer is known.
-    if set(blob_ranges) == set(blob_memory) - {None} and sum(map(len, frame)) * _FRAME_SHARE <= length:
-        spans = tuple(ByteRange(0, 0) if memory is None else blob_ranges[memory] for memory in blob_memory)
+    knows_all_blobs = set(blob_ranges) == set(blob_regions) - {None}
+    if knows_all_blobs and sum(map(len, frame)) * _MIN_MESSAGE_PER_FRAME <= length:
+        spans = tuple(ByteRange(0, 0) if region is None else blob_ranges[region] for region in blob_regions)
         return BatchLayout(message, num_samples, frame=b"".join(map(memoryview, frame)), blobs=spans)
     digest = xxh3_128()
     for chunk in chunks:
@@ -108,9 +112,12 @@ def describe_batch(
 
 
 class _ChunkRecorder:
-    """The file object that Arrow writes to: forwards chunks to the sink, and keeps them until `take` returns them."""
+    """The file object that Arrow writes to. It forwards chunks to the sink, and also keeps them for `take_chunks`.
 
-    closed = False  # Arrow reads this attribute
+    `closed`, `write`, `flush` and `close` are the parts of a file's interface that Arrow uses.
+    """
+
+    closed = False
 
     def __init__(self, sink: ByteSink) -> None:
         self._sink = sink
@@ -129,7 +136,8 @@ class _ChunkRecorder:
             self._sink.write(view)
         return view.nbytes
 
-    def take(self) -> list[Chunk]:
+    def take_chunks(self) -> list[Chunk]:
+        """Return the chunks that were written since the last call."""
         chunks, self._kept = self._kept, []
         return chunks
 

@@ -1,9 +1,9 @@
 """Layout of a shard's file: the positions of its record batches, for reading samples before the shard is fetched.
 
-The sample index contains the layout. For most record batches, the layout has the *frame*: the encapsulated IPC
-message without the bytes of its blobs. With a frame, a reader fetches single blobs, and verifies them by the payload
-digests of the sample index. If the frame is a large part of the message, as for text, the layout has a digest of the
-whole message instead.
+`ipc_writer` records the layout, the sample index stores it, and `partial_reader` uses it. In the file, a record batch
+is one IPC message of Arrow. For most record batches, the layout has the *frame*: the message without the bytes of its
+blobs. With a frame, a reader fetches single blobs, and verifies them by the payload digests of the sample index. If
+the frame is a large part of the message, as for text, the layout has a digest of the whole message instead.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class ShardLayout:
 
 
 def check_ranges(ranges: Iterable[ByteRange], size_bytes: int) -> None:
-    """Raise ValueError if ranges overlap or exceed `size_bytes`."""
+    """Raise ValueError if ranges overlap, have a negative length, or end after `size_bytes`."""
     position = 0
     for span in sorted(ranges, key=lambda span: span.offset):
         if span.length < 0 or span.offset < position or span.offset + span.length > size_bytes:
@@ -122,7 +122,7 @@ def check_ranges(ranges: Iterable[ByteRange], size_bytes: int) -> None:
 
 
 def _decode_batch(row: dict[str, Any]) -> BatchLayout:
-    # A frame or a digest is needed to verify the bytes of the batch, and a writer never stores both.
+    # Without a frame or a digest, the bytes of the batch could not be verified. A writer never stores both.
     if (row["frame"] is None) == (row["digest"] is None):
         raise ValueError("a record batch needs either a digest or a frame")
     message = ByteRange(row["offset"], row["length"])

@@ -1,6 +1,6 @@
-"""Local files that are mapped into memory, and can also be read by position without touching mapped pages.
+"""Local files that are mapped into memory, and can also be read by position, without an access to mapped pages.
 
-`Shard.map` opens shards with it. For the reason to read by position, see `Shard.read`.
+`Shard.map` opens shards as such files. `Shard.read` explains why images are read by position.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MappedFile:
         # The file is not closed at exit, when other threads may still read it; the kernel closes it anyway.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
-            # Python's mmap, because Arrow's memory map takes ten times as long to create.
+            # Use Python's mmap, because Arrow's memory map takes ten times as long to create.
             self.mapping = _with_raised_limit(lambda: mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ), path)
         except ValueError as error:
             raise CorruptDataError(f"{path} is not an Arrow IPC file: it is empty") from error
@@ -56,7 +56,7 @@ class MappedFile:
             buffer: `uint8[size]`.
 
         Returns:
-            The buffer; or the view itself if it is not a view of the mapping.
+            `buffer`; or `view` itself if it is not a view of the mapping, and so has no position in the file.
 
         Raises:
             CorruptDataError: the file was truncated.
@@ -92,7 +92,8 @@ def _with_raised_limit(open_file: Callable[[], Opened], path: Path | str) -> Ope
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise UnavailableError(f"{path} cannot be opened: {error}; check the disk and its permissions") from error
-    # A mapping and its file need a descriptor each, and many systems allow a process only 1,024 by default.
+    # The limit of open files is reached: a mapping and its file need a descriptor each, and many systems allow a
+    # process only 1,024 by default.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # if the limit stays, the second call reports it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

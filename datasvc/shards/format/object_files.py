@@ -1,6 +1,6 @@
 """Stored objects as files for Arrow's own readers: local ones are mapped, remote ones are read by byte range.
 
-SQL queries use these files, because a query reads only some columns of a shard.
+SQL queries and scans use these files, because they read only some columns of a shard; `verify` reads only metadata.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.repository import Digest, Objects, Storage
 from datasvc.repository.store.retries import map_exceptions
 
-_TAIL_BYTES: Final = 16 << 10
+_TAIL_BYTES: Final = 16 << 10  # of the end of a file, read by one request; also the maximum size of a kept read
 
 
 class ObjectFiles:
@@ -29,8 +29,8 @@ class ObjectFiles:
         sizes: expected size of each object in bytes.
 
     Attributes:
-        failure: the first datasvc error that a read raised. It is kept here because a library that calls Arrow, such
-            as DuckDB, passes on only the text of an error.
+        failure: the first datasvc error that an open or a read raised. It is kept here because a library that calls
+            Arrow, such as DuckDB, passes on only the text of an error.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[Digest, int]) -> None:
@@ -83,7 +83,7 @@ class _RangedFile:
         self._size_bytes = size_bytes
         self._offset = 0
         self._tail: bytes | None = None
-        self._last = (0, b"")  # offset and bytes of the last read
+        self._last = (0, b"")  # offset and bytes of the last read before the tail, without bytes if it was large
 
     def read(self, length: int = -1) -> bytes:
         remaining = max(self._size_bytes - self._offset, 0)

@@ -29,7 +29,7 @@ Content = bytes | memoryview
 Run = tuple[int, int]
 """Samples of a record batch as a half-open range `start, stop`."""
 
-_MIN_BITS: Final = 32  # an offset
+_MIN_BITS: Final = 32  # of a text, blob or list: each has an offset
 _ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
@@ -75,13 +75,17 @@ class FramedBatch:
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def _check_spans(self) -> None:
-        """Raise CorruptDataError if the layout's blobs are not those of the batch: `add` writes where they are."""
+        """Raise CorruptDataError if the layout's blobs are not those of the batch.
+
+        `add` writes blobs at the layout's positions, but readers take them from the positions in the batch.
+        """
         start = _address_of(self._memory)
         buffers = [self.batch.column(name).buffers()[2] for name in self._columns]
         spans = [
             ByteRange(buffer.address - start, buffer.size) if buffer is not None and buffer.size else ByteRange(0, 0)
             for buffer in buffers
         ]
+        # A writer keeps no frame for a batch without blob columns: its frame would be as large as the message.
         if not spans or spans != [span if span.length else ByteRange(0, 0) for span in self._layout.blobs]:
             raise CorruptDataError(
                 f"{self._name}: its sample index lists blobs at other positions than its frame; restore the index "
@@ -90,14 +94,14 @@ class FramedBatch:
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
         """Return the runs that cover `rows` (`plan_runs`), each with the byte range to read for each blob column."""
-        # Sums over the blob columns, so that a gap counts the bytes between two samples in all of them.
+        # Add the positions of all blob columns: a gap then counts the bytes between two samples in all of them.
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]
 
     def add(self, run: Run, contents: Sequence[Content]) -> None:
         """Store the bytes of a run's blobs. Raise CorruptDataError, without any change, if a digest differs."""
         views = [memoryview(content) for content in contents]
-        # Bounds within `contents`, which begin at the first sample of the run.
+        # Bounds within `contents`, whose first bytes are those of the run's first sample.
         starts = self._starts - self._starts[:, run[0], None]
         stops = self._stops - self._starts[:, run[0], None]
         for row in range(*run):
@@ -106,15 +110,17 @@ class FramedBatch:
                 for number, name in enumerate(self._columns)
                 if self._valid[number, row]
             }
-            # The payload digest depends on the blobs alone, so the other columns are left out.
+            # The payload digest depends on the blobs alone, so the other columns are left out. A sample without blobs
+            # has no bytes in `contents` to verify.
             if blobs and digest_sample(blobs, {})[1] != self._payloads[row].tobytes():
                 raise CorruptDataError(f"{self._name}: the bytes read for its sample {row} are corrupt; {_ADVICE}")
-        # Stored only after all samples of the run are verified, because readers use this memory without a copy.
+        # Store bytes only after all samples of the run are verified, because readers use this memory without a copy.
         for number, view in enumerate(views):
             start = self._layout.blobs[number].offset + int(self._starts[number, run[0]])
             self._memory[start : start + len(view)] = view
 
     def _spans(self, start: int, stop: int) -> tuple[ByteRange, ...]:
+        """Return the range in the shard's file of the blobs of samples `start` to `stop`, for each blob column."""
         message_offset = self._layout.message.offset
         return tuple(
             ByteRange(message_offset + span.offset + int(starts[start]), int(stops[stop - 1] - starts[start]))
@@ -137,7 +143,7 @@ class WholeBatch:
         self._layout = layout
         self._name = name
         count = layout.num_samples
-        # Checked before the placeholder is made: its values take as much memory as those of the message.
+        # Check this before the placeholder is made: its null values take as much memory as those of the message.
         if count * sum(_fixed_bits(field.type) for field in schema) > 8 * layout.message.length:
             raise CorruptDataError(
                 f"{name}: its sample index lists {count} samples in {layout.message.length} bytes; restore the index "
@@ -188,7 +194,7 @@ def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int)
 
 
 def reserve_memory(size_bytes: int) -> mmap.mmap:
-    """Return anonymous memory. Only the pages that are written to take space.
+    """Return memory of the size of a shard's file. Only the pages that are written to take space.
 
     Raises:
         CorruptDataError: no process has so much memory, so the size in the shard table is wrong.
@@ -213,7 +219,8 @@ def _place_frame(layout: BatchLayout, memory: mmap.mmap) -> pa.Buffer:
         raise ValueError("its record batch does not fit into the shard")
     check_ranges([span for span in layout.blobs if span.length], layout.message.length)
     position = 0
-    # The frame has no bytes of blobs: each part of it goes between the ranges of two blobs.
+    # The frame has no bytes of blobs: its first part goes before the blobs of the first column, the next part between
+    # those of the first and the second column, and so on.
     for span in sorted(layout.blobs, key=lambda span: span.offset):
         if span.length:
             memory[start + position : start + span.offset] = frame[: span.offset - position]

@@ -2,7 +2,8 @@
 
 With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified.
 A *frame* (a record batch without the bytes of its blobs, see `layout`) is verified by the digest of the sample index
-that contains it, a blob by the payload digest of its sample, and a record batch without a frame by its own digest.
+that contains it. A blob is verified by the payload digest of its sample, and a record batch without a frame by its
+own digest.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class PartialShard(Shard):
 
     `has` returns whether samples are readable, and `fetch` makes them readable. Instead of `fetch`, a caller may read
     the ranges of `plan` itself and pass their bytes to `add`. For samples that are not readable, `blobs`, `is_valid`
-    and `sample` raise IndexError, and `column` and `values` have arbitrary content. Threads may add and read
-    concurrently.
+    and `sample` raise IndexError, and the results of `column` and `values` have arbitrary content. Threads may call
+    `add` and read samples concurrently.
 
     Args:
         info: digest and size of the shard.
@@ -102,6 +103,7 @@ class PartialShard(Shard):
                 else FramedBatch(batch, layout.schema, memory, batch_payloads, batch_name)
             )
         super().__init__(layout.schema, [partial.batch for partial in self._partial], name)
+        # Begin with an empty array: the shard may have no record batches.
         self._is_readable = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
 
     def has(self, rows: Integers) -> bool:
@@ -113,7 +115,7 @@ class PartialShard(Shard):
 
         Args:
             rows: `int64[n]` in range(num_samples).
-            gap_bytes: samples of a record batch that are no farther apart are read together, including the gap.
+            gap_bytes: maximum gap between samples of a record batch that are read together; the gap is read too.
         """
         missing = np.unique(rows[~self._is_readable[rows]])
         batches = np.searchsorted(self._starts, missing, side="right") - 1
@@ -135,12 +137,12 @@ class PartialShard(Shard):
         with self._lock:
             partial = self._partial[read.batch]
             partial.add((read.start, read.stop), contents)
-            # A batch without a frame replaces its placeholder now, so arrays made from the placeholder are dropped.
+            # A `WholeBatch` has replaced its placeholder by the record batch. Drop arrays made from the placeholder.
             if partial.batch is not self._batches[read.batch]:
                 self._batches[read.batch] = partial.batch
                 self._drop_cached_columns()
             first = int(self._starts[read.batch])
-            # Set last, because `has` reads the flags without the lock.
+            # Set the flags last, because `has` reads them without the lock.
             self._is_readable[first + read.start : first + read.stop] = True
 
     def fetch(self, objects: RangedObjects, rows: Integers, *, pool: Executor | None = None) -> int:
@@ -193,6 +195,7 @@ class PartialShard(Shard):
             return super().sample(row)
 
     def _check(self, rows: Integers) -> None:
+        """Raise IndexError unless all of `rows` are readable."""
         if not self.has(rows):
             missing = rows[~self._is_readable[rows]].tolist()
             raise IndexError(

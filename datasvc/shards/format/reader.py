@@ -1,7 +1,6 @@
 """Reader of one shard: blobs as zero-copy views, other columns as arrays.
 
-The structure of a shard is checked when it is opened, so that no later read leaves the bytes of the file.
-
+The structure of a shard is checked when it is opened, so that no later read accesses memory outside of the file.
 Views are slices of Arrow's own buffers, because a slice takes about a thirtieth of the time of an Arrow scalar.
 """
 
@@ -40,7 +39,7 @@ class Shard:
 
     Raises:
         ConfigError: the shard has a newer format than this datasvc reads.
-        CorruptDataError: it has no column of keys, or a record batch is corrupt.
+        CorruptDataError: the shard has no column of keys, or a record batch is corrupt.
     """
 
     def __init__(self, schema: pa.Schema, batches: Iterable[pa.RecordBatch], name: str) -> None:
@@ -59,12 +58,12 @@ class Shard:
     def map(path: Path | str) -> Shard:
         """Open a local file by mapping it, so that only accessed pages are read.
 
-        The mapping stays valid if the file is deleted. Raise NotFoundError, CorruptDataError, ConfigError.
+        The mapping stays valid if the file is deleted. Raise the errors of `MappedFile` and of this class.
         """
         file = MappedFile(path)
         shard = _open_file(pa.py_buffer(file.mapping), str(path))
         shard._file = file  # noqa: SLF001 - this class
-        file.release_pages()  # the check of the record batches read all texts
+        file.release_pages()  # the check of the record batches has mapped pages, such as those of the keys
         return shard
 
     @staticmethod
@@ -75,9 +74,9 @@ class Shard:
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
         """Return the bytes of a view of this shard, read from the file and not from the mapped pages.
 
-        An access to a mapped page maps up to 2 MiB around it. So reads at random positions would soon map complete
+        An access to a mapped page maps up to 2 MiB around it. So accesses at random positions would soon map complete
         shards, which count against the memory limit of the process. Also, an error of the disk raises an exception
-        here, while it kills a process that accesses a mapped page.
+        here, but kills a process that accesses a mapped page.
 
         Args:
             view: a view from `blobs`.
@@ -180,6 +179,7 @@ class Shard:
 
     @cached_property
     def _blob_parts(self) -> dict[str, list[BlobPart]]:
+        """The result of `blob_part` for each record batch, by blob column."""
         parts: dict[str, list[BlobPart]] = {}
         for name in (field.name for field in self.schema if is_blob(field.type)):
             parts[name] = []
@@ -189,7 +189,7 @@ class Shard:
         return parts
 
     def _detached(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        # These small arrays are used for every read, so they are copied. Views would keep their pages mapped.
+        # Copy these small arrays, because every read uses them: as views, they would keep their pages mapped.
         return array if self._file is None else array.copy()
 
     def _release_pages(self) -> None:
@@ -228,7 +228,11 @@ def _open_file(content: pa.Buffer, name: str) -> Shard:
 
 @contextmanager
 def text_errors(name: str) -> Iterator[None]:
-    """Raise CorruptDataError if a text of the shard `name`, which becomes a Python value, is not UTF-8."""
+    """Convert the error that Arrow raises for a text that is not UTF-8; `name` is the shard's, for the message.
+
+    Raises:
+        CorruptDataError: a text that became a Python value in the block is not UTF-8.
+    """
     try:
         yield
     except UnicodeDecodeError as error:
@@ -242,6 +246,6 @@ def blob_part(array: pa.Array) -> BlobPart:
     offsets = value_offsets(array)
     starts, stops = offsets[:-1], offsets[1:]
     if array.null_count:
-        # Arrow allows a null value to have bytes; they must not appear as a blob.
+        # Arrow allows a null value to have bytes. They must not appear as a blob, so make the range empty.
         stops = np.where(array.is_valid().to_numpy(zero_copy_only=False), stops, starts)
     return joined_bytes(array), starts, stops

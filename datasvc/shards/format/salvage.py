@@ -1,6 +1,6 @@
 """Intact samples of a corrupt shard, found in the record batches that still parse.
 
-`verify --deep` reports the other samples of the shard, those that are lost.
+`verify --deep` uses this module, to report which samples of the shard are lost: all others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader, check_sche
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 
-# Errors that Arrow and Python raise while they parse corrupt bytes.
-_PARSE_ERRORS: Final = (CorruptDataError, ArithmeticError, LookupError, MemoryError, *PARSE_ERRORS)
+# Errors that Arrow and Python raise while they parse corrupt bytes, or make Python values and digests of them.
+_DAMAGE_ERRORS: Final = (CorruptDataError, ArithmeticError, LookupError, MemoryError, *PARSE_ERRORS)
 # An Arrow IPC file is an IPC stream between this magic number (padded to 8 bytes) and a footer.
 _MAGIC_BYTES: Final = 8
 
@@ -40,7 +40,7 @@ def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
     for batch in _readable_batches(content):
         try:
             identities.update(sample_identities(batch))
-        except _PARSE_ERRORS:
+        except _DAMAGE_ERRORS:
             continue
     return identities
 
@@ -48,22 +48,22 @@ def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
 def missing_rows(index: SampleIndex, identities: Iterable[SampleIdentity]) -> Integers:
     """Return the rows of the samples in `index` that are not among `identities`: `int64[n]`, ascending."""
     present = set(identities)
-    columns = (index.table.column(name).to_pylist() for name in index.table.schema.names)
-    return np.array(
-        [row for row, identity in enumerate(zip(*columns, strict=True)) if identity not in present], np.int64
-    )
+    columns = [index.table.column(name).to_pylist() for name in index.table.schema.names]
+    listed = zip(*columns, strict=True)  # key, sample digest and payload digest: the columns of the index
+    return np.array([row for row, identity in enumerate(listed) if identity not in present], np.int64)
 
 
 def _readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches that parse; without a readable footer, only those at the start of the file."""
     try:
         reader = IpcReader(pa.BufferReader(content), "the shard")
-    except _PARSE_ERRORS:
+    except _DAMAGE_ERRORS:
         yield from _leading_batches(content)
         return
     for number in range(reader.num_batches):
         try:
             yield reader.batch(number)
-        except _PARSE_ERRORS:
+        except _DAMAGE_ERRORS:
             continue
 
 
@@ -75,5 +75,5 @@ def _leading_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
         check_schema(schema)
         for message in messages:
             yield read_batch(message, schema)
-    except _PARSE_ERRORS:
+    except _DAMAGE_ERRORS:
         return

@@ -1,7 +1,7 @@
 """The sample index of a shard: the key and the digests of each sample, and the layout of the shard's record batches.
 
-It is a small object of its own. With it, an append, a diff and the search for duplicates read no images, and a
-loader can verify single samples of a shard that is not fetched completely yet.
+The sample index is a small object of its own. With it, an append, a diff and the search for duplicates read no
+images, and a loader can verify single samples of a shard that is not fetched completely yet.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class SampleIndex:
     """Keys and digests of a shard's samples, in the shard's order.
 
     Attributes:
-        table: Arrow table with the columns `key`, `sample` and `payload`, see `digests`.
-        layout: layout of the shard; None for shards without samples or written before layouts existed.
+        table: Arrow table with the columns `key`, `sample` and `payload`; for the two digests, see digests.py.
+        layout: layout of the shard; None if the shard has no samples, or was written before layouts existed.
     """
 
     table: pa.Table
@@ -90,7 +90,7 @@ class SampleIndex:
         return keys
 
     def digests(self, column: str) -> Digests:
-        """Return the digests of `column` ("sample" or "payload"): `void16[num_samples]`, to compare or sort."""
+        """Return the digests of `column` ("sample" or "payload"): `V16[num_samples]`, to compare or sort."""
         values = self.table.column(column).combine_chunks()
         raw = np.frombuffer(values.buffers()[1] or b"", f"V{DIGEST_BYTES}")
         return raw[values.offset : values.offset + len(values)]

@@ -15,15 +15,15 @@ _FORMAT: Final = b"datasvc.shard.format"
 _METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
-_KIND: Final = b"datasvc.kind"
+_KIND: Final = b"datasvc.kind"  # of a column of a source: its value `image` stands for encoded images
 _PREFIX: Final = b"datasvc."
-_MAX_DIGITS: Final = 10
+_MAX_DIGITS: Final = 10  # a format number has fewer digits; a longer one is damage
 
 
 def image_schema(*, labelled: bool) -> pa.Schema:
     """Return the schema of image samples.
 
-    `image` has the encoded file unchanged. `width` and `height` are pixels after the EXIF rotation, so that a crop
+    `image` has the encoded file unchanged. `width` and `height` are in pixels after the EXIF rotation, so that a crop
     can be chosen before the image is decoded. `label` is an index into the class names of the shard table.
     """
     fields = [pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE)]
@@ -74,7 +74,7 @@ def shard_schema(fields: list[pa.Field], metadata: Mapping[bytes, bytes] | None 
         raise ConfigError(f"column names must be unique; got {names}")
     if KEY not in names or fields[names.index(KEY)].type != pa.string():
         raise ConfigError(f"a shard needs a column {KEY!r} of strings, unique in its split; got the columns {names}")
-    # The format number comes last, because the given metadata must not override it.
+    # The format number comes last, so that `metadata` does not override it.
     return pa.schema(fields, metadata={**(metadata or {}), **_METADATA})
 
 
@@ -105,8 +105,8 @@ def check_shard_schema(schema: pa.Schema, name: str) -> None:
     """Check the schema of a stored shard.
 
     Raises:
-        ConfigError: it has no shard format, or a newer one than this datasvc reads.
-        CorruptDataError: its format is not a number, or it has no column `key` of strings.
+        ConfigError: the schema has no shard format, or a newer one than this datasvc reads.
+        CorruptDataError: the format is not a number, or there is no column `key` of strings.
     """
     stored = (schema.metadata or {}).get(_FORMAT)
     if stored is not None and not (stored.isdigit() and len(stored) < _MAX_DIGITS):

@@ -1,7 +1,7 @@
 """The shard table of a split: one row per shard. It is stored as an object, so its digest identifies the samples.
 
 The table stores nothing per sample, and a row takes a few hundred bytes. So a split of a billion samples opens in
-seconds.
+seconds. An entry of a data set names the table of each split.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ _COLUMNS = pa.schema(
     ]
 )
 _METADATA_KEY = b"datasvc.table"
+# Label counts of more labels are not stored: such labels are arbitrary integers, and the table would grow with them.
 MAX_CLASSES = 1 << 16
-# Sums of counts and sizes up to this one are exact in int64.
+# Counts and sizes with a sum up to this limit are added exactly in int64.
 _MAX_TOTAL = 1 << 60
 
 Value = TypeVar("Value")
@@ -101,7 +102,6 @@ class ShardTable:
             pa.table(columns, schema=_COLUMNS),
             sample_schema,
             tuple(classes),
-            # Labels that are arbitrary integers are not counted, because the table must not grow with the samples.
             label_counts if len(label_counts) <= MAX_CLASSES else {},
             _total(shard.image_kinds for shard in statistics),
         )
@@ -145,7 +145,8 @@ class ShardTable:
                 "datasvc"
             )
         try:
-            # Tables of format 1 lack two columns, which `_upgraded` adds, and the fields that `get` reads below.
+            # Tables of format 1 lack two columns, which `_upgraded` adds. They also lack the fields that `get` reads
+            # below.
             rows = rows if format_number > 1 else _upgraded(rows)
             check_columns(rows, _COLUMNS, f"{name} is not a shard table")
             _check_rows(rows)
@@ -153,7 +154,7 @@ class ShardTable:
             return cls(
                 rows,
                 schema,
-                tuple(_checked(name, str) for name in described["classes"]),
+                tuple(_checked(class_name, str) for class_name in described["classes"]),
                 {int(label): _checked(count, int) for label, count in described.get("label_counts", {}).items()},
                 {kind: _checked(count, int) for kind, count in described.get("image_kinds", {}).items()},
                 parse_digest(deletions) if deletions is not None else None,
@@ -197,7 +198,7 @@ class ShardTable:
         return int(self.bytes_per_shard.sum())
 
     def largest(self, statistic: str) -> int:
-        """Return the largest value of a statistics column, 0 without shards."""
+        """Return the largest value of a column of statistics, such as "max_width"; 0 without shards."""
         return int(self.rows.column(statistic).to_numpy().max(initial=0))
 
     def shard(self, number: int) -> ObjectInfo:
@@ -214,7 +215,7 @@ class ShardTable:
         """Return an opened shard if its columns, image sizes and number of samples are those that this table lists.
 
         Raises:
-            CorruptDataError: it has others, so the rows of the access order are not those of the shard.
+            CorruptDataError: one of them differs, so the access order or a loader would use wrong numbers.
         """
         count = int(self.rows.column("samples")[number].as_py())
         if shard.num_samples != count:
@@ -230,10 +231,11 @@ class ShardTable:
                     f"{listed.get(column.name, 'no such column')}: restore both from another copy"
                 )
         for name, statistic in ((WIDTH, "max_width"), (HEIGHT, "max_height")):
+            # Measured sizes are int32. A column of this name and another type belongs to the source.
             if name not in measured_columns(shard.schema) or listed.get(name) != pa.int32():
                 continue
             sizes, largest = shard.values(name), int(self.rows.column(statistic)[number].as_py())
-            # Loaders allocate memory for these sizes; 0 is the size of an image that is null.
+            # Loaders allocate memory for these sizes. The size of an image that is null is 0.
             if sizes.min(initial=0) < 0 or sizes.max(initial=0) > largest:
                 raise CorruptDataError(
                     f"{shard.name} has images with a {name} of {sizes.min(initial=0)} to {sizes.max(initial=0)} "
@@ -272,7 +274,7 @@ def _check_rows(rows: pa.Table) -> None:
     """Raise ValueError if a count or a size is out of range."""
     columns = {name: rows.column(name).to_numpy() for name in ("samples", "bytes", "deleted")}
     for name, values in columns.items():
-        # As floats, because a sum of hostile integers may overflow.
+        # Add them as floats, because a sum of hostile integers may overflow.
         if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > _MAX_TOTAL:
             raise ValueError(f"column {name!r} has values that are negative or too large")
     if (columns["deleted"] > columns["samples"]).any():
@@ -280,12 +282,14 @@ def _check_rows(rows: pa.Table) -> None:
 
 
 def _checked(value: Any, expected: type[Value]) -> Value:
+    """Return a value of the table's JSON metadata. Raise TypeError if it is not of the expected type."""
     if not isinstance(value, expected):
         raise TypeError(f"{str(value)[:80]!r} is not of type {expected.__name__}")
     return value
 
 
 def _total(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
+    """Return the sum of the counts of all shards by label or image kind, in ascending order of these."""
     total: Counter[Any] = Counter()
     for counter in counts:
         total.update(counter)

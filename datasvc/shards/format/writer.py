@@ -146,7 +146,7 @@ class ShardWriter:
             raise ConfigError(f"the samples have the columns {sorted(names)}; expected {sorted(self._schema.names)}")
         self._flush()
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
-        # Average size of a sample's other columns. They count too, because lists may be larger than any blob.
+        # Average size of the other columns per sample. It counts too, because lists may be larger than any blob.
         other_bytes = values.nbytes // max(1, values.num_rows)
         start = size_bytes = 0
         for row in range(values.num_rows):
@@ -160,15 +160,15 @@ class ShardWriter:
                 start, size_bytes = row + 1, 0
 
     def blob_buffer(self, column: str, size_bytes: int) -> memoryview:
-        """Return memory for the next blob of `column`. Fill it and pass it to `append`; another call discards it."""
+        """Return memory for the next blob of `column`. Fill it and pass it to `append`; a second call discards it."""
         return self._blobs[column].reserve(size_bytes)
 
     def close(self) -> ShardStatistics:
         """Write the remaining samples and the file's footer; return the statistics, without image kinds."""
         self._flush()
         self._file.close()
-        # The next shard is written while this one is synced to disk. The buffers are freed now, so that memory holds
-        # the buffers of one shard only.
+        # Free the buffers now: the next shard is written while this one is synced to disk, and memory should hold the
+        # buffers of one shard only.
         self._blobs, self._blob_columns, self._texts = {}, (), {}
         return self.statistics
 
@@ -176,7 +176,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error, the object is incomplete: its owner discards it, so no footer is written.
+        # After an error, the shard is incomplete. The owner of the sink discards the object, so no footer is needed.
         if kind is None:
             self.close()
 
@@ -191,11 +191,13 @@ class ShardWriter:
         return self._file.layout
 
     def _flush(self) -> None:
+        """Write the samples of `append` that are not in a record batch yet."""
         values, self._values = self._values, {name: [] for name in self._values}
         self.end_batch(values)
 
     def _write(self, columns: Sequence[pa.Array | None]) -> None:
         """Write a record batch; None stands for a column of blobs or texts that were collected in its buffer."""
+        # Blob bytes of each sample: `int64[samples]`; the number 0 without blob columns.
         sample_bytes = sum(column.sizes for column in self._blobs.values())
         gathered = self._blobs | self._texts
         arrays = [
@@ -222,7 +224,7 @@ def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
 
 
 def _largest(batch: pa.RecordBatch, column: str) -> int:
-    # Without a column `image`, columns named `width` and `height` come from the source.
+    # Without a column `image`, columns named `width` and `height` come from the source, and are not image sizes.
     is_measured = IMAGE in batch.schema.names and column in batch.schema.names
     return int(batch.column(column).to_numpy().max()) if is_measured else 0
 

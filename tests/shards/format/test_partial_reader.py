@@ -82,7 +82,7 @@ def write(given_samples, share=32, schema=SCHEMA, batch_bytes=2000, batch_sample
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
         patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", batch_samples)
-        patch.setattr("datasvc.shards.format.ipc_writer._FRAME_SHARE", share)
+        patch.setattr("datasvc.shards.format.ipc_writer._MIN_MESSAGE_PER_FRAME", share)
         with ShardWriter(sink, schema) as writer:
             for sample in given_samples:
                 writer.append(sample)
