@@ -169,9 +169,9 @@ class Repository:
     ) -> dict[str, int]:
         """Return the result of `tags`; for `move_numbers`, see `Tags.current_versions`."""
         versions, errors = self._tags(kind, name).current_versions(move_numbers)
+        command = "datasvc models tag" if kind == "models" else "datasvc tag"
         for tag, error in errors.items():
-            models = "models " if kind == "models" else ""
-            text = f"{error}; `datasvc {models}tag {name}@VERSION {tag}` sets the tag {tag!r} again"
+            text = f"{error}; `{command} {name}@VERSION {tag}` sets the tag {tag!r} again"
             if strict:
                 raise type(error)(text) from error
             message = f"{name}@{tag} is left out: {text}"
@@ -269,7 +269,7 @@ class Repository:
         return self._resolve(kind, reference, logs, removed_numbers, accept_removed=removed)
 
     def state(self, kind: Kind, name: str) -> NameState:
-        """Return the versions, tags and removals of `name` with one listing; `versions` is () for an unknown name.
+        """Return the versions, tags and removals of `name` with one listing; `versions` is empty for an unknown name.
 
         Raises:
             ConfigError: `name` is not a valid name.
@@ -282,13 +282,15 @@ class Repository:
         reference = parse_reference(str(ref), _KIND_NAMES[kind])
         logs = self._list_logs(kind, reference.name)
         state = self._state(kind, reference.name, logs)
-        # `state` already has the present version of each tag, so such a reference needs no further request.
-        tagged = None if reference.tag is None or reference.moves_back else state.tags.get(reference.tag)
-        if tagged is not None and tagged in state.versions:
-            return Resolved(kind, reference.name, tagged), state
+        if reference.tag is not None and not reference.moves_back:
+            # `state` has the present version of each tag, so no further request is needed.
+            tagged = state.tags.get(reference.tag)
+            if tagged is not None and tagged in state.versions:
+                return Resolved(kind, reference.name, tagged), state
         return self._resolve(kind, reference, logs, state.removed, accept_removed=removed), state
 
     def _state(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> NameState:
+        """Return the state of `name`; `logs` is the result of `_list_logs`."""
         move_numbers = {
             path.removeprefix("tags/"): numbers for path, numbers in logs.items() if path.startswith("tags/")
         }

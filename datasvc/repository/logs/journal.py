@@ -1,6 +1,6 @@
 """Journals of unfinished work.
 
-An ingest records its finished parts: if its process is killed, the next one does only the rest. A transfer between
+An ingest records its finished parts: if its process is killed, a later process does only the rest. A transfer between
 repositories records the objects that it is going to reference, which protects them from `gc`.
 
 A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified when it

@@ -96,6 +96,7 @@ class Connection:
 
     def send_get(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""
+        # Python's timeout ends the read of the head; for the body, `_receive` leaves only the kernel's.
         self._socket.settimeout(self._timeouts.silence_s)
         self._http.request("GET", target, headers=headers)
         self._response, self._num_buffered = read_head(self._http, silence_s=self._timeouts.silence_s), None
@@ -163,6 +164,7 @@ class Connections:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
+        # By server, oldest first: the time since which a connection is idle, and the connection.
         self._idle: defaultdict[Endpoint, list[tuple[float, Connection]]] = defaultdict(list)
         self._lock = threading.Lock()
         self._process = os.getpid()

@@ -24,7 +24,8 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, i
 BATCH_BYTES = 4 << 20
 # Upper bound on the samples of a record batch; tiny samples reach it first.
 BATCH_SAMPLES = 1 << 16
-# Initial buffer sizes: `_BLOB_BYTES` for the blobs of a full record batch, `_TEXT_BYTES` for keys and other texts.
+# Initial buffer sizes: `_BLOB_BYTES` for the blobs of a full record batch, whose last may exceed `BATCH_BYTES`,
+# and `_TEXT_BYTES` for keys and other texts.
 _BLOB_BYTES = BATCH_BYTES + (BATCH_BYTES >> 2)
 _TEXT_BYTES = 256 << 10
 
