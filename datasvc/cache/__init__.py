@@ -1,4 +1,7 @@
-"""The cache of a node: one folder with a hard budget. All processes of the node share it, without a daemon."""
+"""The cache of a node: one folder, whose objects never exceed a budget in bytes.
+
+All processes of the node open the folder themselves, as a `Cache`; no daemon is needed.
+"""
 
 from datasvc.cache.cache import Cache
 from datasvc.cache.cached_shards import CachedShards

@@ -1,7 +1,8 @@
-"""The handle of one job on a node's cache: everything that depends on the job, its tenant and its peers.
+"""The operations of one job on a node's cache: acquire, prefetch and release objects, and declare their next uses.
 
-A job is a process that has the cache open, or one access order of such a process, with a clock of its own. The
-layer below is the catalogue, whose transactions decide what is resident.
+A job is a process that has the cache open, or one access order of such a process, with a clock of its own. Loaders
+and the stager use a `CacheJob`; `Cache` adds the operations on the whole cache. The transactions of the catalogue
+decide what is resident.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from datasvc.repository import Digest, ObjectInfo
 Outcome = Literal["resident", "origin", "peer", "busy", "later"]
 """How an object became resident; "busy" and "later" mean that it did not, see `CacheJob.prefetch`."""
 
-_ROWS_AT_ONCE = 1000
+_RECORDS_PER_TRANSACTION = 1000
 
 
 class Acquired(NamedTuple):
@@ -68,7 +69,7 @@ class CacheJob:
         opened = join_folder(folder)
         self.id = job_id or opened.lease_id
         self._opened: CacheFolder | None = opened
-        # The finalizer also runs if this object is garbage-collected without `close`.
+        # `close` calls this finalizer; it also runs if this object is garbage-collected without `close`.
         self._leave = weakref.finalize(self, leave_folder, folder, opened)
 
     @property
@@ -96,7 +97,7 @@ class CacheJob:
     def hold(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> tuple[str, Outcome]:
         """Like `acquire`, but return the path as text, because creating a `Path` takes longer than opening a file."""
         opened = self._open()
-        # The hold comes first: from here on, no process can evict an object that the catalogue says is resident.
+        # The hold comes before the look-up: no process can evict an object between the look-up and its use.
         opened.locks.acquire(info.digest)
         try:
             if opened.catalogue.is_ready(info):
@@ -137,7 +138,8 @@ class CacheJob:
 
         Args:
             digest: the object.
-            reuse: next use by this job; None: unknown. Ignored if another job needs the object sooner.
+            reuse: next use by this job; None: unknown. Ignored if another running job needs the object at the same
+                distance or sooner.
 
         Raises:
             ConfigError: this process has no hold on the object.
@@ -152,18 +154,19 @@ class CacheJob:
             opened.locks.release(digest)
 
     def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False) -> None:
-        """Declare the next uses of objects by this job; those that are resident are assigned to it.
+        """Declare the next uses of objects by this job. Objects without a file are skipped.
 
-        An object that another running job needs at the same time or sooner stays assigned to that job.
+        The record of an object has one job and its next use. This job is recorded, unless another running job needs
+        the object at the same distance or sooner.
 
         Args:
             next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
             now: current value of the job's clock. Bytes.
-            passed_only: of the job's own objects, change only those whose recorded next use is before `now`.
+            passed_only: do not change objects for which this job has already recorded a next use at `now` or later.
         """
         catalogue, remaining = self._open().catalogue, iter(next_uses.items())
-        # In chunks: a write transaction blocks the writes of all other processes.
-        while chunk := dict(islice(remaining, _ROWS_AT_ONCE)):
+        # Several short transactions: a write transaction blocks the writes of all other processes.
+        while chunk := dict(islice(remaining, _RECORDS_PER_TRANSACTION)):
             catalogue.expect(chunk, self.id, now, passed_only=passed_only)
 
     @contextmanager
@@ -187,7 +190,11 @@ class CacheJob:
         self._open().catalogue.count({name: number})
 
     def abandon(self, held: Counter[Digest]) -> None:
-        """Release holds whose user was garbage-collected. For finalizers: never blocks; no effect after a fork."""
+        """Release holds whose user was garbage-collected; do nothing in a forked child. For finalizers: never blocks.
+
+        Args:
+            held: number of holds to release, by object.
+        """
         if self._opened is not None and self._opened.process == os.getpid():
             self._opened.locks.abandon(held.elements())
 
@@ -226,13 +233,18 @@ class CacheJob:
         prefetch: NextUse | None = None,
         evict: bool = True,
     ) -> Outcome:
-        """Make an object resident in the catalogue; a prefetch does not wait for other fetches."""
+        """Make an object resident in the catalogue.
+
+        With `prefetch`, the next use of the object, the call does not wait for other fetches. Without it, the caller
+        needs the object now, and the result is neither "busy" nor "later".
+        """
         catalogue, files = opened.catalogue, opened.files
         try:
             while True:
                 reservation = catalogue.reserve(info, self.id, self.tenant, prefetch=prefetch, evict=evict)
                 if isinstance(reservation, NoSpaceYet):
-                    # A fetch always ends, successful or not. Then the reservation may succeed, or name another fetch.
+                    # A fetch always ends, successful or not. The next reservation succeeds or names another fetch, or
+                    # raises CacheFullError if none is left.
                     files.wait_for_incoming(reservation.digest)
                 elif reservation == "busy" and prefetch is None:
                     files.wait_for_incoming(info.digest)
@@ -241,12 +253,12 @@ class CacheJob:
                 else:
                     break
             # The file may exist: a scan found it, or a process published it and was killed before its commit.
-            is_there = opened.fetcher.is_intact(info.digest)
+            is_published = opened.fetcher.is_intact(info.digest)
             outcome: Outcome = "resident"
             counts = {"hits": 1}
-            if not is_there:
+            if not is_published:
                 outcome, counts = opened.fetcher.fetch(info, repository, self.peers, progress)
-            catalogue.complete(info.digest, self.id, publish=not is_there, reuse=prefetch, counts=counts)
+            catalogue.complete(info.digest, self.id, publish=not is_published, reuse=prefetch, counts=counts)
             files.unlock(info.digest)
         except OSError as error:
             raise UnavailableError(

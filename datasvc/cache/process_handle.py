@@ -1,6 +1,7 @@
 """The handle of a process on a cache folder: database, locks and lease are open once per process.
 
-All `Cache` objects of a process on the same folder share one handle, which is closed with the last of them.
+All `Cache` and `CacheJob` objects of a process on the same folder share one `CacheFolder`, which is closed with the
+last of them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CacheFolder:
             self._lease = self._new_lease()
             self.lease_id = self._lease.id
             self.catalogue.register(self.lease_id, "")
-            # All steps have succeeded, so from here on `close` closes all parts.
+            # All steps have succeeded: keep the parts open after this block. From here on, `close` closes them.
             opened.pop_all()
         self._requests = RequestPool()
         self.fetcher = Fetcher(self.catalogue, self.files, self._requests)
@@ -56,6 +57,7 @@ class CacheFolder:
         self.num_users = 0
 
     def _new_lease(self) -> Lease:
+        """Create the lease. If the disk has no inode for its file, evict an object first."""
         try:
             return Lease(self.files.leases)
         except ConfigError as error:
@@ -75,7 +77,7 @@ class CacheFolder:
         self._open_lock.close()
 
     def close_locks(self) -> None:
-        """Close the inherited descriptors in a forked child: they would keep the locks after the parent's exit."""
+        """Close the inherited descriptors in a forked child, which would keep the locks after the parent's exit."""
         self.locks.close_after_fork()
         self.files.abandon()
         self._open_lock.close()
@@ -113,8 +115,8 @@ class CacheFolder:
         return {"hits": taken} if taken else {}
 
 
-# The open folders of this process. `leave_folder` must not block, so it adds its arguments to `_leaving`; they are
-# handled when the lock is free.
+# The open folders of this process. `leave_folder` must not block, so it adds its arguments to `_leaving`. The thread
+# that next has the lock ends these uses.
 _folders: dict[Path, CacheFolder] = {}
 _folders_lock = threading.Lock()
 _leaving: deque[tuple[Path, CacheFolder]] = deque()
@@ -164,6 +166,7 @@ def _forget_folders() -> None:
     """Close the inherited descriptors in a forked child, because the locks belong to the parent process."""
     global _folders_lock  # noqa: PLW0603  a thread that does not exist in the child may have locked it
     _folders_lock = threading.Lock()
+    # The folders stay in `_folders`, so that `join_folder` refuses to open them again in the child.
     for opened in _folders.values():
         opened.close_locks()
 

@@ -1,4 +1,6 @@
-"""Fetch one object into its incoming file, for which the caller has a reservation in the catalogue, and verify it.
+"""Fetch one object into its incoming file, and verify it. `CacheJob` does so for each object that is not resident.
+
+Before the fetch, the caller has reserved the object's space in the catalogue, and has locked the incoming file.
 
 An object of a repository is verified by its digest. The content digest of a remote file is unknown, so the state that
 its store reports is compared before and after the transfer.
@@ -34,13 +36,17 @@ class Fetcher:
         self._requests = requests
 
     def is_intact(self, digest: Digest) -> bool:
-        """Return whether the object's file exists and has the right digest; quarantine a corrupt file."""
+        """Return whether the file of an object that this thread has reserved exists and has the right digest.
+
+        A corrupt file is moved to the quarantine.
+        """
         path = self._files.object_path(digest)
         try:
             # The target of a link may change at any time, so a link is never intact; the fetched file replaces it.
             file_digest = None if path.is_symlink() else digest_of_file(path)
         except FileNotFoundError:
             return False
+        # Only a staged remote file has a content digest on record; the name of another object is its digest.
         intact = file_digest == (FileLink(self._files.folder, digest).content_digest or digest)
         if not intact:
             self._catalogue.quarantine(digest)
@@ -84,9 +90,9 @@ class Fetcher:
                 if error.errno not in DISK_FULL:
                     raise
                 # Each call frees space, by evictions or by removing leftovers, or raises: the loop ends.
-                self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)
+                self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)  # blocks of 512 bytes
         if isinstance(repository, RemoteFile):
-            # The file may have changed between two ranges. The digest names its state at the first request.
+            # The file may have changed between two ranges. Its object is named by its state before the first range.
             repository.check_unchanged()
             FileLink(self._files.folder, info.digest).record_content(report.content)
         counts = {f"{kind}_bytes": count for kind, count in report.bytes_by_kind.items()}
@@ -97,13 +103,17 @@ class Fetcher:
         origin = OriginSource(repository.objects, info.digest, self._requests)
         if peers is None or isinstance(repository, RemoteFile):
             return [origin]  # bytes from peers could not be verified: the digest of a remote file is unknown
-        # First come the nodes that rank higher for this object: the highest one reads it from the origin, and the
-        # others read it from that node. Nodes that rank lower receive a request only after the origin has failed.
+        # First come the nodes that rank above this one for the object (see `placement`): the node with the highest
+        # rank reads the object from the origin, and the others read it from that node. Nodes that rank below this one
+        # receive a request only after the origin has failed.
         return [*peers.sources(info, repository.url), origin, *peers.fallback_sources(info)]
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
-    """Allocate disk space before the transfer; without support by the file system, set only the size of the file."""
+    """Allocate disk space before the transfer, so that a full disk is reported before bytes are received.
+
+    If the file system cannot allocate space, set only the size of the file.
+    """
     if size_bytes:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)

@@ -1,9 +1,12 @@
-"""The incoming file of an object during a transfer: received ranges, bytes per source, and an incremental hash.
+"""The incoming file of an object during a transfer: which bytes arrived, from which source, and their digest.
 
-Each byte is written once, unless `reset` discards all bytes. Bytes are hashed in order: from the receive buffer if
-all bytes before them are hashed already, otherwise from the file. So bytes of an earlier process are verified from
-the file. Most bytes of this process are verified from the receive buffer, so a fault while they are written is not
-detected. A part is `PART_BYTES` of the object; the list of received parts survives a killed process.
+`transfer` fills it from one source after the other. Each byte is written once, unless `reset` discards all bytes.
+
+Bytes are hashed in order: from the receive buffer if all bytes before them are hashed already, otherwise from the
+file. So bytes of an earlier process are verified from the file. Most bytes of this process are verified from the
+receive buffer, so a fault while they are written is not detected.
+
+A part is `PART_BYTES` of the object. The list of received parts is a file, which survives a killed process.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
 
 _READ_BACK_BYTES = 1 << 20
-# Most bytes to read back per received buffer: while a thread hashes, it does not read from its connection.
+# Most bytes to read back and hash per received buffer: while a thread hashes, it does not read from its connection.
 _MAX_READ_BACK_BYTES = 8 << 20
 
 
@@ -52,7 +55,7 @@ class PartialFile:
         self._hashing = threading.Lock()  # guards the next two attributes
         self._hash = blake3()
         self._hashed_bytes = 0
-        self._filled = [  # received bytes of each part
+        self._filled = [  # number of received bytes of each part, which arrive in order inside the part
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
         self.bytes_by_source: Counter[ObjectSource] = Counter()
@@ -90,7 +93,7 @@ class PartialFile:
         return Digest(self._hash.hexdigest())
 
     def _missing(self) -> list[tuple[int, int]]:
-        """Return the missing ranges, ascending; adjacent ones are merged."""
+        """Return start and stop of each missing range, ascending; adjacent ranges are merged."""
         ranges: list[tuple[int, int]] = []
         for number, filled in enumerate(self._filled):
             start, stop = number * PART_BYTES + filled, number * PART_BYTES + self._part_bytes(number)
@@ -116,6 +119,7 @@ class PartialFile:
             view, offset = view[written:], offset + written
 
     def _record(self, offset: int, length: int) -> None:
+        """Count received bytes in `_filled`, and add the parts that are now complete to the list."""
         while length:
             number, inside = divmod(offset, PART_BYTES)
             assert inside == self._filled[number], "the bytes of a part must arrive in order, and once"
@@ -127,8 +131,8 @@ class PartialFile:
             offset, length = offset + part_length, length - part_length
 
     def _hash_arrived(self, offset: int, view: memoryview) -> None:
-        """Hash some of the contiguous bytes, unless another thread is hashing."""
-        # Never waits: the other thread, or a later call, hashes these bytes from the file.
+        """Hash a received buffer if it is the next to hash, then some of the bytes after it that arrived earlier."""
+        # Never waits for a thread that is hashing: that thread, or a later call, hashes these bytes from the file.
         if not self._hashing.acquire(blocking=False):
             return
         try:
@@ -141,6 +145,7 @@ class PartialFile:
             self._hashing.release()
 
     def _hash_file_to(self, stop: int) -> None:
+        """Hash the bytes before `stop` that are not hashed yet, from the file."""
         buffer = memoryview(bytearray(min(_READ_BACK_BYTES, max(0, stop - self._hashed_bytes))))
         while self._hashed_bytes < stop:
             num_bytes = os.preadv(self._descriptor, [buffer[: stop - self._hashed_bytes]], self._hashed_bytes)
@@ -152,12 +157,14 @@ class PartialFile:
     def _contiguous_bytes(self) -> int:
         """Return the number of bytes at the start of the file without a gap."""
         with self._lock:
-            number = self._hashed_bytes // PART_BYTES
+            number = (
+                self._hashed_bytes // PART_BYTES
+            )  # all parts before this one are complete, because they are hashed
             while number < len(self._filled) and self._filled[number] == self._part_bytes(number):
                 number += 1
-            return min(
-                number * PART_BYTES + (self._filled[number] if number < len(self._filled) else 0), self._size_bytes
-            )
+            if number == len(self._filled):
+                return self._size_bytes
+            return number * PART_BYTES + self._filled[number]
 
     def _part_bytes(self, number: int) -> int:
         return min(PART_BYTES, self._size_bytes - number * PART_BYTES)

@@ -1,6 +1,6 @@
 """Fill one incoming file with a verified object: each source continues where the previous one failed.
 
-`fetch` chooses the sources and their order: peers and the origin.
+`Fetcher.fetch` calls `transfer`, and chooses the sources, which are peers and the origin, and their order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FetchReport:
         bytes_by_kind: bytes received by kind of source, those of wrong objects included.
         num_corrupt: number of times that wrong bytes were received.
         kind: kind of the source that sent most bytes; None: an earlier fetch had received all of them.
-        content: digest of the bytes.
+        content: digest of the bytes. It differs from the name of the object only if this is a remote file.
     """
 
     bytes_by_kind: Mapping[Kind, int]
@@ -45,10 +45,10 @@ def transfer(
 ) -> FetchReport:
     """Fill a file with an object, and verify it.
 
-    When a source fails, the next one continues the transfer. When the complete bytes are wrong, this is recorded for
-    each source that sent some of them, and the transfer restarts with the next source. The origin gets a second try,
-    because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept. While
-    the file contains some of these, wrong bytes are recorded for no source, because their sender is unknown.
+    When a source fails, the next one continues the transfer. When the complete bytes are wrong, the error is recorded
+    for each source that sent some of them, and the transfer restarts with the next source. The origin gets a second
+    try, because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept.
+    While the file contains some of these, wrong bytes are recorded for no source, because their sender is unknown.
 
     Args:
         info: the object.
@@ -104,7 +104,7 @@ class _Transfer:
         return FetchReport(self._file.bytes_by_kind, self._num_corrupt, kind, self._file.digest())
 
     def _has_object(self) -> bool:
-        """Return whether the file contains the object; discard complete but wrong bytes."""
+        """Return whether the file contains the object. If all bytes are there but wrong, discard them."""
         if not self._file.is_complete:
             return False
         digest = self._file.digest()
@@ -121,8 +121,8 @@ class _Transfer:
                 "the shard table or index that names this object is wrong"
             )
         if self._file.has_earlier_bytes:
-            # The wrong bytes may be those of the earlier process, so the sources of this process get a second try.
-            # Sources that have failed get none, because the transfer must end.
+            # The wrong bytes may be those of the earlier process, so the sources of this process get a second try,
+            # in their old order. Sources that have failed get none, because the transfer must end.
             failed = {source for source, _ in self._failures}
             self._untried.extendleft(source for source in reversed(bytes_by_source) if source not in failed)
         else:
@@ -136,7 +136,8 @@ class _Transfer:
 
     def _record_corrupt(self, source: ObjectSource, error: CorruptDataError) -> None:
         self._failures.append((source, error))
-        # A bit error in transfer is not likely to repeat, but wrong bytes in the store are read again: try once more.
+        # A bit error in transfer is not likely to repeat, so the origin is tried again. It is tried only once more,
+        # because bytes that are wrong in the store stay wrong.
         if source.kind == "origin" and source not in self._tried_again:
             self._tried_again.add(source)
             self._untried.append(source)

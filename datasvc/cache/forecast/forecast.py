@@ -1,9 +1,9 @@
 """Forecast of the traffic of a training run between caches, peers and origin, before it starts. Pure.
 
-The first epochs are simulated with the eviction policy of the real cache (see `replay`); all nodes read at the same
-rate, and own equal numbers of shards. Of a large data set, every n-th shard is simulated with a budget reduced in
-proportion: such sampling preserves the hit ratio of a cache (Waldspurger et al., "Efficient MRC Construction with
-SHARDS", FAST 2015).
+`datasvc cache plan` prints the forecast. The first epochs are simulated with the eviction policy of the real cache
+(see `replay`). All nodes read at the same rate, and own equal numbers of shards. Of a large data set, only every n-th
+shard is simulated, with a budget reduced in proportion. This preserves the hit ratio of a cache (Waldspurger et al.,
+"Efficient MRC Construction with SHARDS", FAST 2015).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.order import OrderConfig
 
 _EPOCHS: Final = 6
-_STEADY_EPOCHS: Final = 2  # the last of the simulated epochs, which stand for all later ones
-_MAX_SHARDS: Final = 30_000  # a simulation of some seconds
+_STEADY_EPOCHS: Final = 2  # the last simulated epochs; their mean stands for all later epochs
+_MAX_SHARDS: Final = 30_000  # their simulation takes some seconds
 _OWNERS: Final = 48  # purpose of the keys, see `derive_keys`
 
 
@@ -134,6 +134,8 @@ def derive_order(
 
 
 def _need(samples_per_shard: Integers, bytes_per_shard: Integers) -> Need:
+    """Return the function that computes the bytes that an order of these shards needs at once."""
+
     def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
         return window_bytes(samples_per_shard, bytes_per_shard, order, batches.run, skipped=batches.skipped)
 
@@ -149,9 +151,11 @@ def _replay_chosen(
     nodes = _nodes_of(uses, workload)
     owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
     used, chosen_bytes = bytes_per_shard[samples_per_shard > 0], int(bytes_per_shard[chosen].sum())
-    # On the disk, files occupy whole blocks; in the simulation, shards have their exact size.
+    # The share of the budget that the chosen shards get. On the disk, files occupy whole blocks; in the simulation,
+    # shards have their exact size.
     budget = int(budget_bytes * chosen_bytes / int(footprint(used).sum()))
-    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window.
+    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window, and the
+    # simulation would fail.
     min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
     result = replay(
         nodes,
@@ -162,6 +166,7 @@ def _replay_chosen(
     )
     epochs = result.epochs
     if not workload.splits_lanes:
+        # Only node 0 was simulated.
         owned_share = 1.0 if owners is None else int(bytes_per_shard[chosen & (owners == 0)].sum()) / chosen_bytes
         epochs = [_of_all_nodes(epoch, workload.nodes, owned_share, has_peers=owners is not None) for epoch in epochs]
     scale = int(used.sum()) / chosen_bytes
@@ -185,19 +190,27 @@ def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
 
 
 def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned_share: float, *, has_peers: bool) -> EpochTraffic:
-    """Return the traffic of all nodes from that of one, which owns `owned_share` of the shards; all read the same."""
+    """Return the traffic of all nodes, which read the same shards, from that of one.
+
+    The simulated node owns `owned_share` of the bytes, and reads only these from the origin.
+    """
     if not has_peers:
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
     origin = traffic.origin_bytes / owned_share
-    # One node may own all of very few shards: then each other node would read all of them from it.
-    per_peer = traffic.peer_bytes / (1 - owned_share) if owned_share < 1 else origin
-    peers = (nodes - 1) * per_peer
+    # What a node without own shards reads from its peers. One node may own all of very few shards: then each other
+    # node would read all of them from it.
+    all_from_peers = traffic.peer_bytes / (1 - owned_share) if owned_share < 1 else origin
+    # The shares that the nodes do not own add up to `nodes - 1`.
+    peers = (nodes - 1) * all_from_peers
     return EpochTraffic(used, round(used - origin - peers), round(origin), round(peers))
 
 
 def _draw_owners(chosen: npt.NDArray[np.bool_], workload: Workload) -> Integers:
-    """Return the owner of each shard, `int64[num_shards]`; each node owns the same number of simulated shards."""
+    """Draw the owner of each shard to simulate, `int64[num_shards]`; each node owns the same number of them.
+
+    Shards that are not simulated have the value 0.
+    """
     key = derive_keys(workload.order.seed, 0, _OWNERS, 1)[0]
     numbers = np.flatnonzero(chosen)
     owners = np.zeros(len(chosen), np.int64)
@@ -214,12 +227,16 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
-    # For each sample that one node trains: bytes that all nodes read from the origin, and that it reads from peers.
+    # While one node trains one sample, every node does: bytes that all nodes together read from the origin meanwhile,
+    # and bytes that one node reads from its peers.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}
     fed = min((limit / per_sample[name] for name, limit in given_limits.items() if per_sample[name]), default=None)
     rate = rates.samples_per_second
+    starves = None
+    if rate is not None and given_limits:
+        starves = fed is not None and fed < rate
     return EpochForecast(
         used_bytes=traffic.used_bytes,
         hit_bytes=traffic.hit_bytes,
@@ -228,7 +245,7 @@ def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rate
         origin_rate=None if rate is None else rate * per_sample["origin"],
         peer_rate=None if rate is None else rate * per_sample["peers"],
         fed_samples_per_second=fed,
-        starves=None if rate is None or not given_limits else fed is not None and fed < rate,
+        starves=starves,
     )
 
 

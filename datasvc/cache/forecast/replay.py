@@ -16,7 +16,8 @@ from datasvc.cache.forecast.simulated_cache import SimulatedCache
 from datasvc.errors import CacheFullError
 from datasvc.keyed_random import Integers
 
-_RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2  # events at the same time are sorted by these
+# Kinds of events. Those at the same time are sorted by these numbers: a release comes first, because it makes space.
+_RELEASE, _ACQUIRE, _PREFETCH = 0, 1, 2
 
 
 @dataclass
@@ -69,7 +70,7 @@ def replay(
         ahead_bytes: fetch shards that are needed within this distance, unless the fetch would evict shards needed
             sooner; 0: fetch a shard when it is needed.
         owners: `int64[num_shards]`, the node that reads each shard from the origin for all; None: each node reads
-            all its shards from the origin. An owner outside of `nodes` always has its shards.
+            all its shards from the origin. An owner outside of `nodes` is not simulated, and always has its shards.
 
     Raises:
         CacheFullError: the shards in use at once exceed the budget.
@@ -147,7 +148,8 @@ class _SimulatedCaches:
         if missing and cache.make_resident(shard, now, min_distance_bytes=needed_at - now):
             self._prefetched.add((node, shard))
             self._fetch(node, shard, missing, now, traffic)
-        # The release also declares the next use of a shard that was already resident, perhaps for a peer.
+        # The release also declares the next use of a shard that was already resident. If the node had fetched it for
+        # another node, no next use was known.
         cache.release(shard, needed_at)
 
     def _fetch(self, node: int, shard: int, missing: int, now: int, traffic: EpochTraffic) -> None:

@@ -1,6 +1,6 @@
 """A simulated cache: its resident shards and evictions, by the policy of the real cache, without any data. Pure.
 
-`replay` simulates each node with one.
+`replay` creates one for each node.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from datasvc.repository import Digest
 
 
 class SimulatedCache:
-    """A cache that evicts the shard with the furthest next use, by `eviction.choose_victims`, unless it is in use.
+    """A cache of shards. `eviction.choose_victims` chooses the shards to evict among those without a hold.
 
-    `sizes` are the bytes of each shard.
+    Args:
+        sizes: bytes of each shard, by number.
+        budget_bytes: most bytes of all resident shards.
     """
 
     def __init__(self, sizes: Sequence[int], budget_bytes: int) -> None:
@@ -69,6 +71,7 @@ class SimulatedCache:
         victims = choose_victims(
             self._candidates(now), account, DEFAULT_TENANT, needed, min_distance_bytes=min_distance_bytes
         )
+        # `choose_victims` has subtracted the victims from `account`.
         if account.missing(DEFAULT_TENANT, needed) > 0:
             return False
         for victim in victims:
@@ -80,7 +83,9 @@ class SimulatedCache:
 
     def _candidates(self, now: int) -> Iterator[EvictionCandidate]:
         for next_use, shard in reversed(self._evictable):
+            # The policy does not look into digests, so the number of the shard stands for its digest.
             yield EvictionCandidate(Digest(str(shard)), self._sizes[shard], DEFAULT_TENANT, next_use - now)
 
     def _remove_evictable(self, shard: int) -> None:
-        del self._evictable[bisect.bisect_left(self._evictable, (self._next_uses.pop(shard), shard))]
+        entry = (self._next_uses.pop(shard), shard)
+        del self._evictable[bisect.bisect_left(self._evictable, entry)]

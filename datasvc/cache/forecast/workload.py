@@ -21,7 +21,7 @@ class Workload:
         batch_size: samples per rank and step.
         nodes: number of nodes, each with a separate cache.
         ranks_per_node: data-parallel ranks on each node.
-        prefetch: batches that each rank prepares in advance.
+        prefetch: batches that each rank prepares in advance, at least 0.
         has_peers: whether nodes read shards from each other.
 
     Raises:
@@ -50,6 +50,7 @@ class Workload:
     @property
     def splits_lanes(self) -> bool:
         """Whether each rank reads separate lanes, so that a node reads only the lanes of its ranks."""
+        # Either all ranks have lanes of their own or none has, so rank 0 stands for all.
         rank_lanes = lanes_of_rank(self._global_batch, rank=0, world_size=self._world_size, lanes=self.order.lanes)
         return rank_lanes is not None
 

@@ -1,7 +1,8 @@
 """Read and verify single samples by range while their shards are in transfer, so that a run can start sooner.
 
-A shard takes a second or more to arrive, and a sample takes some milliseconds. But each byte that is read early is
-transferred twice, so only a small share of the data is read in this way.
+A shard takes a second or more to arrive, and a sample takes some milliseconds. But each byte that is read early
+arrives again with its shard, so only a small share of the data is read in this way. `PrefetchingShardStore` uses this
+module.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from datasvc.repository import Digest, Objects
 from datasvc.shards import Shard, ShardRequest
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
 
-_MAX_SHARE = 0.02
-_MAX_BYTES = 512 << 20
+_MAX_SHARE = 0.02  # of the bytes of a split, for all ranks together
+_MAX_BYTES = 512 << 20  # per process: samples stay in memory until their shards are resident
 _MAX_REQUESTS = 16
 
 
@@ -33,13 +34,15 @@ class PartialShardReader:
         self, objects: Objects, split_bytes: int, *, num_ranks: int = 1, count: Callable[[str, int], None]
     ) -> None:
         self._objects = objects
-        # The absolute limit bounds the memory, because samples stay in memory until their shards are resident.
         self._remaining_bytes = min(int(split_bytes * _MAX_SHARE) // num_ranks, _MAX_BYTES)
         self._count = count
-        self._partial: dict[Digest, PartialShard | None] = {}
+        self._partial: dict[Digest, PartialShard | None] = {}  # None: the shard cannot be read by samples
 
     def read(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards that contain the requested rows; {} if the limit is reached, or the rows cannot be read."""
+        """Return shards that contain the requested rows; {} if the limit is reached, or a row cannot be read.
+
+        In both cases, no more samples are read afterwards.
+        """
         if not requests or not self._remaining_bytes:
             return {}
         try:
@@ -70,11 +73,13 @@ class PartialShardReader:
         }
         reads = [(partial, read) for request, partial in opened.items() for read in partial.plan(request.rows)]
         size_bytes = sum(read.size_bytes for _, read in reads)
+        # If one shard cannot be read by samples, the batch waits for this shard, and early reads of the others do not
+        # make it ready sooner.
         if len(opened) < len(requests) or size_bytes > self._remaining_bytes:
             self.stop()
             return {}
         self._remaining_bytes -= size_bytes
-        # The requests of all shards run in parallel.
+        # The requests of all shards run in parallel; their results come in the order of `spans`.
         spans = [(partial.info.digest, span) for partial, read in reads for span in read.spans]
         contents = pool.map(lambda pair: self._objects.read_range(pair[0], pair[1].offset, pair[1].length), spans)
         for partial, read in reads:

@@ -58,12 +58,12 @@ class PrefetchingShardStore:
         self._stager_job = StagerJob(self._job, split, config, lanes, epoch=0, position=0, step_bytes=step_bytes)
         self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
-        self._cursor = (0, 0)  # epoch and position
+        self._cursor = (0, 0)  # epoch and position before which all samples were served
         self._early = PartialShardReader(
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=self._job.count
         )
         self._stager: Stager | None = None
-        self._fetching: set[Digest] = set()
+        self._fetching: set[Digest] = set()  # shards that the threads of this process fetch
         self._threads: ThreadPoolExecutor | None = None
 
     def open_shard(self, info: ObjectInfo) -> Shard:
@@ -83,7 +83,11 @@ class PrefetchingShardStore:
         return self._shards.is_resident(info)
 
     def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards still in transfer whose wanted samples were read early; see `PartialShardReader`."""
+        """Start to fetch missing shards, and read the wanted samples of these shards early, by `PartialShardReader`.
+
+        Returns:
+            The missing shards, each with its wanted samples; {} if none is missing, or samples cannot be read early.
+        """
         missing = [request for request in wanted if not self._shards.is_resident(request.info)]
         if missing and self._stager is None:
             self._start()
@@ -113,17 +117,17 @@ class PrefetchingShardStore:
             self._stager = None
 
     def _fetch(self, info: ObjectInfo) -> None:
-        """Start a fetch of a shard that is needed now. An error is reported when the shard is opened."""
+        """Start a fetch of a shard that is needed now, unless too many are in progress."""
 
         def fetch() -> None:
             now = self._timeline.clock(*self._cursor)
             try:
-                with suppress(DatasvcError):  # opening the shard raises the same error
+                with suppress(DatasvcError):  # `open` meets and reports the same error
                     self._job.prefetch(info, self._split.repository, NextUse(now, now))
             finally:
                 self._fetching.discard(info.digest)
 
-        # Above this limit, a shard is fetched by the stager, in the order of need, or when it is opened.
+        # Above this limit, the stager fetches the shard, in the order of need, or `open` does.
         if info.digest in self._fetching or len(self._fetching) >= _MAX_FETCHES:
             return
         if self._threads is None:

@@ -1,8 +1,8 @@
 """The stager: a child process of a job that fetches shards ahead, so that I/O stays out of the training process.
 
-It receives the position of the job, fetches the shards in the order of need, across the end of the epoch, and pauses
-when the next shard would evict one that is needed sooner. The job fetches missing shards itself, so a stager that is
-late or has crashed makes the job slower, but its data stays the same.
+The stager receives each new position of the job. It fetches the shards in the order of need, across the end of the
+epoch, and pauses when the fetch of the next shard would evict a shard that is needed sooner. The job fetches missing
+shards itself, so a stager that is late or has crashed makes the job slower, but its data stays the same.
 
 It is a separate program (`python -m datasvc.cache.prefetch.stager`), and exits when the job exits: see
 `ChildProcess`.
@@ -32,18 +32,21 @@ from datasvc.errors import DatasvcError
 from datasvc.order import NextUse, OrderConfig
 from datasvc.shards import Split
 
-# Each shard is fetched by many ranged requests; small shards have fewer, so more shards are fetched at once.
+# The fetch of a large shard sends many ranged requests at once, that of a small one few. So the number of shards to
+# fetch at once follows from their bytes.
 _MIN_SHARDS_AT_ONCE = 4
-_BYTES_AT_ONCE = 256 << 20
+_MAX_BYTES_AT_ONCE = 256 << 20
+# Shards in transfer occupy cache space too: they may take at most 1/16 of the budget, or the space of 4 shards.
 _BUDGET_DIVISOR = 16
 
 
 @dataclass(frozen=True)
 class StagerJob:
-    """The input of a stager: the split that a job reads, the job's access order, and its cursor at the start.
+    """The input of a stager: the split that a job reads, the job's access order, and its position at the start.
 
     Attributes:
-        cache: handle of the job on the cache; unpickled in another process, it opens the cache there.
+        cache: handle of the job on the cache. Unpickled in another process, the handle opens the cache there.
+        config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
         step_bytes: see `UseTimeline`.
     """
@@ -68,24 +71,28 @@ class Stager:
         self._program.send((epoch, position))
 
     def close(self) -> None:
-        """End the stager and its fetches. Closing again does nothing, and neither does a forked child."""
+        """End the stager and its fetches. Does nothing in a forked child, or if the stager is closed already."""
         self._program.close()
 
 
 class JobPrefetcher:
-    """Chooses the shards that one job needs next, and fetches `num_at_once` in parallel while the cache has space."""
+    """Chooses the shards that one job needs next, and fetches them while the cache has space. Safe for threads.
+
+    Attributes:
+        num_at_once: number of shards that `next_shard` returns before one of them has been fetched.
+    """
 
     def __init__(self, job: StagerJob) -> None:
         self._job = job.cache
         self._split = job.split
         self._timeline = UseTimeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
-        self._cursor = job.epoch, job.position
+        self._cursor = job.epoch, job.position  # all samples before it were served
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, self._job.budget_bytes)
         self.num_at_once = _choose_shards_at_once(job.split, self._job.budget_bytes)
         self._waiting: deque[NeededShard] = deque()
         self._deferred: list[tuple[int, NeededShard]] = []  # with the clock value at which to try again
-        self._in_progress: set[int] = set()
-        self._is_blocked = False
+        self._in_progress: set[int] = set()  # numbers of the shards that are being fetched
+        self._is_blocked = False  # whether the next shard had no space since the job last advanced
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -100,8 +107,9 @@ class JobPrefetcher:
             self._is_blocked = False
             now = self._timeline.clock(epoch, position)
             if epoch != previous[0] or self._cursor < previous:
-                # A new epoch, or an earlier state was restored: declare the next uses again, because shards whose
-                # declared use was skipped would seem to be needed now.
+                # A new epoch, or an earlier state was restored. Declare the next uses again: a shard whose declared
+                # use the job has skipped would seem to be needed now. After a restore, every use is declared again,
+                # because a shard may be needed sooner than declared.
                 self._expect(passed_only=self._cursor > previous)
                 self._waiting = deque(self._timeline.needed_shards(epoch, position))
                 self._deferred.clear()
@@ -146,13 +154,16 @@ class JobPrefetcher:
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:
         info = self._split.table.shard(needed.shard)
-        # Further ahead, a fetch evicts no shard that a running job may need again: keeping it is worth more.
+        # For a shard that is needed later than this, no shard is evicted that a running job may need again: to keep
+        # that shard is worth more than to have the new one early.
         evict = needed.first - now <= self._ahead_bytes
         # A shard at the border of two lanes has several uses, and one of these may come before `needed`.
         next_use = self._timeline.next_use(needed.shard, *self._cursor)
+        # The use may be in progress, and have begun before `now`: then the shard is needed now.
         reuse = NextUse(now, max(now, next_use))
         outcome = self._job.prefetch(info, self._split.repository, reuse, evict=evict)
         if outcome == "resident":
+            # `prefetch` declares the next use only of a shard that it fetches.
             self._job.expect({info.digest: next_use}, now)
         return outcome
 
@@ -166,9 +177,9 @@ class JobPrefetcher:
 
 def _choose_shards_at_once(split: Split, budget_bytes: int) -> int:
     """Return how many shards to fetch in parallel."""
-    # Shards in transfer occupy cache space too, so they may take only a small share of the budget.
     largest = int(split.table.bytes_per_shard.max(initial=1))
-    return max(_MIN_SHARDS_AT_ONCE, min(_BYTES_AT_ONCE, budget_bytes // _BUDGET_DIVISOR) // largest)
+    bytes_at_once = min(_MAX_BYTES_AT_ONCE, budget_bytes // _BUDGET_DIVISOR)
+    return max(_MIN_SHARDS_AT_ONCE, bytes_at_once // largest)
 
 
 def serve(pipe: BinaryIO) -> None:
@@ -196,11 +207,11 @@ def _finished(events: queue.SimpleQueue[tuple[int, int] | None], fetch: Future[N
 
 
 def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -> None:
-    """Pass on the positions of the job; exit the process when the job has exited, whatever it is doing."""
+    """Pass on the positions of the job. When the job has exited, exit this process at once, during fetches too."""
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.put(pickle.load(pipe))  # noqa: S301 - from our own parent process
-    os._exit(0)  # the kernel releases locks and leases; the next fetch of the object resumes an interrupted one
+    os._exit(0)  # the kernel releases locks and leases; the next fetch of an object resumes the interrupted one
 
 
 def main() -> None:
@@ -210,9 +221,9 @@ def main() -> None:
     except (DatasvcError, OSError) as error:
         sys.stderr.write(f"datasvc: nothing is fetched ahead: {error}\n")
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - the top of this process, whose reading thread still runs
+    except BaseException:  # noqa: BLE001 - the top of this process
         traceback.print_exc()
-    os._exit(1)
+    os._exit(1)  # without waiting for the threads of the fetches
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Timeline of one job: when its access order uses each shard, on the clock that compares the jobs of a cache. Pure.
+"""Timeline of one job: when its access order uses each shard, on the job's clock. Pure.
 
-The clock counts the bytes that the order has served since epoch 0, see `next_use`. The timeline covers this epoch and
-the next one. This is enough to find each shard's next use, because every shard is used in each epoch. A lane is a
+The stager plans its fetches with a timeline, and `PrefetchingShardStore` finds the next use of a released shard. The
+clock counts the bytes that the order has served since epoch 0, see `next_use`. A timeline covers the present epoch
+and the next one. This is enough to find each shard's next use, because every shard is used in each epoch. A lane is a
 span of the data set; an order reads its lanes in parallel.
 """
 
@@ -69,22 +70,24 @@ class UseTimeline:
         The uses by all lanes count, because another rank of this node may read them.
         """
         now = self.clock(epoch, position)
+        # A released shard is not in use, so only uses that begin from now on count.
         return NextUse(now, _first_use(shard, ((uses, uses.first >= now) for uses, _ in self._uses_of(epoch))))
 
     def next_use(self, shard: int, epoch: int, position: int) -> int:
         """Return the next use of a shard by this process, until the end of the next epoch; NEVER if there is none."""
         now = self.clock(epoch, position)
+        # A use that has begun and has not ended counts too.
         return _first_use(shard, ((local, local.stop > now) for _, local in self._uses_of(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
-        """Return, by shard number, when this process needs each shard next, from a position on."""
+        """Return when this process needs each shard next, by shard number; see `needed_shards`."""
         uses: dict[int, int] = {}
         for needed in self.needed_shards(epoch, position):
             uses.setdefault(needed.shard, needed.first)
         return uses
 
     def needed_shards(self, epoch: int, position: int) -> list[NeededShard]:
-        """Return the uses from a position on until the end of the next epoch, in order of time."""
+        """Return the uses by this process that end after a position, until the end of the next epoch, by time."""
         now = self.clock(epoch, position)
         return [
             NeededShard(shard, first, stop)
@@ -96,7 +99,7 @@ class UseTimeline:
         ]
 
     def _uses_of(self, epoch: int) -> Iterator[tuple[Uses, Uses]]:
-        """Yield, for an epoch and the next one, the uses by all lanes and those by the lanes of this process."""
+        """Yield a pair for an epoch and for the next one: the uses by all lanes, and by the lanes of this process."""
         for number in (epoch, epoch + 1):
             pair = self._epochs.get(number)
             if pair is None:

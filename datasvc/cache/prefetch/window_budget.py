@@ -1,7 +1,7 @@
 """Cache space of an access order: shards in use at the same time, and the distance to fetch ahead. Pure.
 
-Loaders and forecasts refuse an order that does not fit. Loaders derive a windowed order that does. The stager and
-forecasts choose how far to fetch ahead.
+Loaders and forecasts refuse an order that does not fit into the budget (`check_window`). Loaders derive a windowed
+order that fits (`choose_windowed`). The stager and forecasts choose how far to fetch ahead (`choose_ahead_bytes`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from datasvc.order import OrderConfig, Tail
 from datasvc.sizes import format_size
 
 _MIN_SHARDS_AHEAD = 4
-_MAX_LANES: Final = 8  # a multiple of most numbers of nodes, so that each can read lanes of its own
+_MAX_LANES: Final = 8  # 1, 2, 4 or 8 nodes can each read lanes of their own
 _MAX_SHARDS_PER_BLOCK: Final = 4
-_AHEAD_SHARE: Final = 4
-_UNCACHED_SHARE: Final = 4  # without a budget, a derived order uses at most a quarter of the data at once
+_AHEAD_DIVISOR: Final = 4  # a derived order leaves a quarter of the budget free for shards that are fetched ahead
+_UNCACHED_DIVISOR: Final = 4  # without a budget, a derived order uses at most a quarter of the data at once
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class BatchesAtOnce:
 
     @property
     def global_batch(self) -> int:
-        """Number of positions of a step."""
+        """Number of positions in one step of all ranks."""
         return self.batch_size * self.num_ranks
 
     @property
     def num_batches(self) -> int:
         """Number of global batches in progress at once: one in use, those prefetched, and one for a faster rank."""
-        # Ranks share the cache of their node, and one of them may be a step ahead of the others.
+        # The ranks of a node share its cache, and one of them may be a step ahead of the others.
         return 1 + self.prefetch + (self.num_ranks > 1)
 
     @property
@@ -103,12 +103,17 @@ def window_bytes(
     # With sticky lanes, the parts of a shard that two lanes share may be anywhere in these lanes.
     num_shared = lanes - 1 if config.sticky else 0
     span = min(blocks_at_once(config, run) * block, lane_size)
+    # Each end of a lane's span may cut a shard. At least one sample of each cut shard is inside, so all other shards
+    # of the span together have at most `span - 2` samples.
     inside = _max_of_spans(counts, sizes, span - 2, lanes, 2 * lanes + num_shared)
     # At the end of an epoch, the last blocks of each lane and the first blocks of the next epoch are in use. Without
     # sticky lanes, lanes also cut shards in two where they end and begin, except at the ends of the data.
     num_cut = 2 * lanes + num_shared if config.sticky else 4 * lanes - 2
-    spans = _max_boundary_samples(num_samples // lanes, lane_size, block, -(-(run + skipped) // lanes) + 1)
-    return min(total, max(inside, _max_of_spans(counts, sizes, spans - 2, lanes, num_cut)))
+    # A lane's positions are rounded up in each of the two epochs: at most one more than the whole run rounded up.
+    run_of_lane = -(-(run + skipped) // lanes) + 1
+    boundary_span = _max_boundary_samples(num_samples // lanes, lane_size, block, run_of_lane)
+    at_boundary = _max_of_spans(counts, sizes, boundary_span - 2, lanes, num_cut)
+    return min(total, max(inside, at_boundary))
 
 
 def blocks_at_once(config: OrderConfig, run: int) -> int:
@@ -121,12 +126,13 @@ def _max_in_sequence(counts: Integers, sizes: Integers, run: int, skipped: int) 
     """Return the largest sum of sizes of the shards of `run` positions in the order of the shard table."""
     stops = np.cumsum(counts)
     num_samples = int(stops[-1])
-    # The largest sums begin with the last sample of a shard. The first epoch is followed by a second one.
+    # The largest sums begin with the last sample of a shard, which is at `stops - 1`. `last` is the last of the `run`
+    # positions, in two epochs one after the other, without the skipped positions between them.
     last = stops + run - 2
     last += np.where(last >= num_samples - skipped, skipped, 0)
     ends = np.searchsorted(np.concatenate([stops, stops + num_samples]), last, side="right")
-    before = np.concatenate([[0], np.cumsum(np.concatenate([sizes, sizes]))])
-    return int((before[np.minimum(ends + 1, 2 * len(sizes))] - before[np.arange(len(sizes))]).max())
+    bytes_before = np.concatenate([[0], np.cumsum(np.concatenate([sizes, sizes]))])
+    return int((bytes_before[np.minimum(ends + 1, 2 * len(sizes))] - bytes_before[np.arange(len(sizes))]).max())
 
 
 def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
@@ -153,19 +159,21 @@ def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_
     Args:
         counts: `int64[n]`, samples of each shard, at least 1.
         sizes: `int64[n]`, bytes of each shard.
-        span: samples of the shards that are completely inside the span of one lane.
+        span: most samples of all shards that are completely inside the span of one lane; below 0: as 0.
         lanes: number of spans.
-        num_cut: number of shards that are only partly inside.
+        num_cut: most shards, of all spans together, that are only partly inside.
     """
     span = max(span, 0)
     by_count = np.argsort(counts, kind="stable")
     ascending, small = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
     largest = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
-    # First bound: most shards are inside if they are the smallest ones.
+    # First bound: the number of shards inside is largest if they have the fewest samples. Assume that these shards, and
+    # the cut ones, have the most bytes.
     num_inside = lanes * int(np.searchsorted(np.cumsum(ascending), span, side="right"))
     most = int(largest[min(num_inside + num_cut, len(counts))])
-    # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards that are
-    # smaller than shard i, and as many of its size as fit into each span.
+    # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards with
+    # fewer samples than shard i, and as many of the others as would fit if they were not longer than shard i. This
+    # holds for every i, so the smallest of these sums is a bound.
     num_large = np.minimum(lanes * (span // ascending) + num_cut, len(counts))
     mixed = int((small[:-1] + largest[num_large]).min())
     # Third bound, for long spans: all samples have the highest bytes per sample.
@@ -202,15 +210,15 @@ def choose_windowed(
         for block in dict.fromkeys([*sizes, 1])
         if lanes <= max(num_shards, 1)
     ]
+    # The order that shuffles most comes first: the most samples in a block of all lanes, then the most lanes.
     candidates.sort(key=lambda order: (order.lanes * (order.block or 1), order.lanes), reverse=True)
-    everything = need(OrderConfig(seed), batches)
-    limits = (
-        [everything // _UNCACHED_SHARE]
-        if budget_bytes is None
-        else [budget_bytes - budget_bytes // _AHEAD_SHARE, budget_bytes]
-    )
-    if budget_bytes is not None and everything <= budget_bytes:
-        limits = [budget_bytes]
+    all_shards_bytes = need(OrderConfig(seed), batches)
+    if budget_bytes is None:
+        limits = [all_shards_bytes // _UNCACHED_DIVISOR]
+    elif all_shards_bytes <= budget_bytes:
+        limits = [budget_bytes]  # no space is left free, because the shards to fetch ahead fit too
+    else:
+        limits = [budget_bytes - budget_bytes // _AHEAD_DIVISOR, budget_bytes]
     for limit in limits:
         for order in candidates:
             if need(order, batches) <= limit:
@@ -244,7 +252,7 @@ def check_window(
         need: returns the bytes that an order needs at once.
         budget_bytes: bytes available.
         samples_per_shard: `int64[num_shards]`, of all splits.
-        what: the access order in the message.
+        what: name of the access order, for the message.
     """
     needed = need(order, batches)
     if needed <= budget_bytes:
@@ -274,24 +282,29 @@ def _describe(order: OrderConfig, batches: BatchesAtOnce) -> str:
 def _advise(
     order: OrderConfig, batches: BatchesAtOnce, need: Need, budget_bytes: int, samples_per_shard: Integers
 ) -> str:
-    """Return what fits: the largest lanes, block and batch, each with the others unchanged, or another order."""
+    """Return advice for an order that does not fit: the largest lanes, block and batch, or another order.
+
+    Each of these values fits while the others are unchanged.
+    """
 
     def fits(order: OrderConfig, batches: BatchesAtOnce = batches) -> bool:
         return need(order, batches) <= budget_bytes
 
-    found: dict[str, tuple[int, int]] = {}  # name -> value and its bytes
+    fitting: dict[str, tuple[int, int]] = {}  # name -> value, and the bytes that the order then needs
     if order.shuffle == "windowed":
-        lanes = _largest_that(lambda value: fits(replace(order, lanes=value)), order.lanes - 1)
-        block = _largest_that(lambda value: fits(replace(order, block=value)), (order.block or 1) - 1)
+        lanes = _largest_fitting(lambda value: fits(replace(order, lanes=value)), order.lanes - 1)
+        block = _largest_fitting(lambda value: fits(replace(order, block=value)), (order.block or 1) - 1)
         if lanes:
-            found["lanes"] = lanes, need(replace(order, lanes=lanes), batches)
+            fitting["lanes"] = lanes, need(replace(order, lanes=lanes), batches)
         if block:
-            found["block"] = block, need(replace(order, block=block), batches)
-    batch_size = _largest_that(lambda value: fits(order, replace(batches, batch_size=value)), batches.batch_size - 1)
+            fitting["block"] = block, need(replace(order, block=block), batches)
+    batch_size = _largest_fitting(
+        lambda value: fits(order, replace(batches, batch_size=value)), batches.batch_size - 1
+    )
     if batch_size:
-        found["batch_size"] = batch_size, need(order, replace(batches, batch_size=batch_size))
-    if found:
-        parts = [f"{name}={value} ({format_size(size)})" for name, (value, size) in found.items()]
+        fitting["batch_size"] = batch_size, need(order, replace(batches, batch_size=batch_size))
+    if fitting:
+        parts = [f"{name}={value} ({format_size(size)})" for name, (value, size) in fitting.items()]
         return f"give one of the largest values that fit, with all others unchanged: {', '.join(parts)}"
     windowed = choose_windowed(samples_per_shard, batches, seed=order.seed, need=need, budget_bytes=budget_bytes)
     size = need(windowed, batches)
@@ -303,7 +316,7 @@ def _advise(
     )
 
 
-def _largest_that(fits: Callable[[int], bool], most: int) -> int:
+def _largest_fitting(fits: Callable[[int], bool], most: int) -> int:
     """Return the largest value from 1 to `most` that fits, by bisection; 0 if none does."""
     low, high = 0, most
     while low < high:

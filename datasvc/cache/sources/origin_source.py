@@ -1,8 +1,7 @@
 """Sources of objects: the interface of every source, and the origin, read by parallel ranged requests.
 
-One request to an object store transfers some 35-90 MB/s, so many run at once. Their number is limited over all
-objects that a process fetches. So a single shard arrives as fast as many together, and many shards send no more
-requests than one.
+One request to an object store transfers some 35-90 MB/s, so many run at once. The limit of their number holds for
+the process, not for each object: one shard alone can use all requests, and many shards share them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Kind = Literal["origin", "peer"]
 
 T = TypeVar("T")
 
-# These threads write and hash collected answers while the next requests are in progress.
+# Threads in addition to one per request, to write and hash complete answers while the next requests are in progress.
 _WRITING_THREADS = 4
 
 
@@ -44,8 +43,9 @@ class ObjectSource(Protocol):
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass `length` bytes from `offset` to `sink`, each byte once.
 
-        The sink may be called from several threads and out of order, but in order inside each part of `PART_BYTES`.
-        It is not called after this method has returned or raised.
+        The sink may be called from several threads. Parts (`received_parts.PART_BYTES` bytes each) may arrive in any
+        order, and the bytes inside one part arrive in order. The sink is not called after this method has returned or
+        raised.
 
         Raises:
             NotFoundError: the source does not have the object.
@@ -55,7 +55,7 @@ class ObjectSource(Protocol):
         """
 
     def record_integrity(self, *, intact: bool) -> None:
-        """Record whether an object that has bytes from this source has the right digest."""
+        """Record whether an object, of which this source sent some bytes, was complete with the right digest."""
 
 
 class Origin(Protocol):
@@ -97,7 +97,8 @@ class RequestPool:
 
     Args:
         num_requests: most requests at once, at least 1. Each needs 512 KiB of memory if the store's client can
-            stream, otherwise up to 16 MiB, and a few more answers are in memory while they are written.
+            stream. Otherwise each needs up to 16 MiB, and `_WRITING_THREADS` more answers may be in memory until they
+            are written.
     """
 
     def __init__(self, num_requests: int = 16) -> None:
@@ -111,7 +112,7 @@ class RequestPool:
         _pools.add(self)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work`, which sends its requests inside `slot`, in a thread. Raises UnavailableError after `close`."""
+        """Run `work` in a thread. It must send each request inside `slot`. Raises UnavailableError after `close`."""
         try:
             return self._threads.submit(work)
         except RuntimeError as error:  # raised by the executor after its shutdown
@@ -119,7 +120,7 @@ class RequestPool:
 
     @contextmanager
     def sharing(self, interrupt: CancellationToken) -> Iterator[None]:
-        """Count one more object among those that share the requests, inside the block; `close` sets `interrupt`."""
+        """Inside the block, one more object shares the requests; `close` ends those of the object by `interrupt`."""
         with self._lock:
             self._in_progress.add(interrupt)
         try:
@@ -176,7 +177,8 @@ class OriginSource:
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """See `ObjectSource`."""
         assert info.digest == self._digest
-        # Read once per object: `can_stream` may change, and a request of streaming size needs much memory without it.
+        # Read once per call, because `can_stream` may become False during the transfer. The way to read a range must
+        # match its length: an answer of streaming length that is collected in memory needs much memory.
         is_streamed = self._origin.can_stream
         gate = RequestGate(sink)
         ranges = RangeRequests(offset, offset + length, STREAMED_PARTS if is_streamed else GATHERED_PARTS)
@@ -189,7 +191,7 @@ class OriginSource:
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # A request that cannot be cancelled is not waited for: the closed gate drops its bytes.
+                # This does not wait for a request that cannot be cancelled: the closed gate drops its bytes.
                 for future in futures:
                     future.cancel()
                 gate.close()
@@ -215,13 +217,13 @@ class OriginSource:
         """Deliver the bytes of a range as they arrive."""
         offset = start
 
-        def take(view: memoryview) -> None:
+        def receive(view: memoryview) -> None:
             nonlocal offset
             gate.deliver(offset, view)
             offset += len(view)
 
         try:
-            self._origin.stream_range(self._digest, start, stop - start, take, gate.interrupt)
+            self._origin.stream_range(self._digest, start, stop - start, receive, gate.interrupt)
         except UnavailableError:
             # After `close`, report the closed cache instead of the cancelled request.
             self._requests.check_open()

@@ -1,6 +1,6 @@
-"""Ranged requests for one object: `OriginSource` sends them.
+"""Divides the range of an object into requests, and passes on the bytes of their answers. `OriginSource` sends them.
 
-`RangeRequests` divides a range into requests. `RequestGate` passes on their bytes until the transfer has ended.
+`RangeRequests` chooses the requests. `RequestGate` passes their bytes to the incoming file until the transfer ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ Sink = Callable[[int, memoryview], None]
 """Receives the bytes at an offset of the object; the view is valid during the call only."""
 
 # A longer request spends a smaller share of its time on latency: 4 parts at 35 MB/s lose 4 % to a latency of 20 ms.
+# An answer that is collected needs as much memory as its length.
 GATHERED_PARTS: Final = 4
 """Most parts of a request whose answer is collected in memory."""
 STREAMED_PARTS: Final = 16
@@ -25,10 +26,10 @@ STREAMED_PARTS: Final = 16
 class RangeRequests:
     """Divides a range of an object into requests of whole parts. Safe for threads.
 
-    The length of each request is chosen when it starts. It is long while the requests are shared with other objects,
-    because every request pays the latency once. It is shorter while one object has several requests, so that its
-    beginning arrives soon and can be hashed during the transfer. It is short at the end of the range, so that all
-    requests end at about the same time.
+    The length of each request is chosen when the request starts. It is long while the object has one request at a
+    time, because every request pays the latency once. It is shorter while the object has several requests, so that
+    its first bytes arrive soon and can be hashed during the transfer. It is short at the end of the range, so that
+    all requests end at about the same time.
 
     Args:
         start: first byte of the range.
@@ -57,19 +58,23 @@ class RangeRequests:
             start, num_parts = self._start, self.num_parts
             if not num_parts:
                 return None
-            even_parts = -(-num_parts // -(-num_parts // self._max_parts))  # equal lengths: no short last request
-            length = even_parts if num_concurrent == 1 else min(max(1, num_parts // num_concurrent), GATHERED_PARTS)
-            self._start = min(self._stop, (start // PART_BYTES + length) * PART_BYTES)
+            if num_concurrent == 1:
+                num_requests = -(-num_parts // self._max_parts)
+                length_parts = -(-num_parts // num_requests)  # equal lengths: no short last request
+            else:
+                length_parts = min(max(1, num_parts // num_concurrent), GATHERED_PARTS)
+            self._start = min(self._stop, (start // PART_BYTES + length_parts) * PART_BYTES)
             return start, self._start
 
 
 class RequestGate:
-    """Passes the bytes of requests to a sink until it is closed; after `close` returns, the sink is not called.
+    """Passes the bytes of requests to a sink until `close`. After `close` has returned, the sink is not called.
 
     A request that cannot be cancelled in time may continue after `close`; its bytes are dropped.
 
     Attributes:
-        interrupt: setting it also closes the gate, but does not wait for calls of the sink in progress.
+        interrupt: cancels the requests. When it is set, the gate drops bytes too, but calls of the sink that are in
+            progress continue.
     """
 
     def __init__(self, sink: Sink) -> None:

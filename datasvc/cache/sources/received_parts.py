@@ -19,7 +19,7 @@ _COMPLEMENT = 0xFFFFFFFF
 
 
 class ReceivedParts:
-    """The received parts of one object. Open it only while the incoming file is locked by the caller.
+    """The received parts of one object. The caller has locked the incoming file while this list is open.
 
     Args:
         path: file of the list, created if missing.
@@ -54,7 +54,7 @@ class ReceivedParts:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of the object."""
+        """Number of parts of the complete object."""
         return -(-self.size_bytes // PART_BYTES)
 
     @property
@@ -77,7 +77,8 @@ class ReceivedParts:
     def _parse(self, content: bytes) -> set[int] | None:
         """Return the part numbers in the file; None if it is not a valid list for an object of this size."""
         body = content.removeprefix(self._header)
-        if len(body) == len(content) or len(body) % _RECORD.size:
+        has_header = len(body) < len(content)
+        if not has_header or len(body) % _RECORD.size:
             return None
         records = list(_RECORD.iter_unpack(body))
         if any(number ^ _COMPLEMENT != check or number >= self.num_parts for number, check in records):

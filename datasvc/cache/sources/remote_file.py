@@ -67,17 +67,21 @@ class RemoteFile:
                 "of the file could not be detected; download the file instead of staging it"
             )
         self._ranges = RangeReader(self._fs)
-        name = f"datasvc file\0{url}\0{state}\0{metadata['size']}"
-        self.info = ObjectInfo(Digest(blake3(name.encode()).hexdigest()), int(metadata["size"]))
+        # The digest of this text names the object, because the digest of the content is not known before the fetch.
+        identity = f"datasvc file\0{url}\0{state}\0{metadata['size']}"
+        self.info = ObjectInfo(Digest(blake3(identity.encode()).hexdigest()), int(metadata["size"]))
 
     def check_unchanged(self) -> None:
-        """Raise SourceChangedError if the store reports another state of the file than at first."""
+        """Raise SourceChangedError if the store reports another state of the file than when this object was created.
+
+        Raises the errors of `RemoteFile` too.
+        """
         if RemoteFile(self.url).info != self.info:
             raise SourceChangedError(f"{redact_url(self.url)} changed while it was staged; stage it again")
 
     @property
     def objects(self) -> RemoteFile:
-        """This file, as the store of its only object."""
+        """This file as the `Origin` of its only object, as `Repository.objects` is that of many objects."""
         return self
 
     def location(self, _digest: Digest) -> str:
@@ -102,7 +106,7 @@ class RemoteFile:
 
 
 def _file_name(path: str, url: str) -> str:
-    """Return the last part of a store's path. Raises ConfigError if it is not a plain file name."""
+    """Return the last part of a store's path, or of a URL. Raises ConfigError if it is not a plain file name."""
     parts = urlsplit(path)
     if parts.scheme in {"http", "https"}:
         path = unquote(parts.path)  # before the split: "%2F" must not become a slash in the file name
