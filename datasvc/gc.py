@@ -67,8 +67,9 @@ class GcReport:
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
         num_kept: number of objects that are kept.
-        num_young: number of kept objects that nothing references, but that are younger than the grace period.
-        young_bytes: total size of these in bytes.
+        num_young: number of objects that nothing references, and that are kept only because they are younger than the
+            grace period.
+        young_bytes: total size of the young objects in bytes.
         clock_warning: reason why a dry run on a read-only store measures ages by the clock of this machine, or None.
     """
 
@@ -125,33 +126,34 @@ def gc(
     if now_s is None:
         now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
     before_s = now_s - grace_s
-    # List objects before reading references: an entry that is committed in between is read. An entry committed later
-    # references objects that were written, or whose age was reset, after the listing; `sweep` checks the age again.
+    # List objects before reading references: an entry that is committed in between is read. A later entry references
+    # objects that were written, or whose age was reset, after the listing; `sweep` finds that they are young.
     garbage = list_old(repository, before_s)
     num_listed = len(garbage.objects) + len(garbage.young)
     try:
         discard_referenced(garbage, referenced_objects(repository, before_s))
     except DatasvcError as error:
         raise type(error)(f"{error}. Nothing was deleted: gc must be able to read all references") from error
-    young = garbage.young
-    if not dry_run:
-        garbage = sweep(repository, garbage, before_s)
-    objects = tuple(ObjectInfo(digest, size) for digest, size in sorted(garbage.objects.items()))
+    reported = garbage if dry_run else sweep(repository, garbage, before_s)
+    objects = tuple(ObjectInfo(digest, size) for digest, size in sorted(reported.objects.items()))
     return GcReport(
-        dry_run,
-        objects,
-        tuple(sorted(garbage.pointers.values())),
-        tuple(sorted(garbage.temporary_files)),
-        tuple(sorted(garbage.journals)),
-        num_listed - len(objects),
-        len(young),
-        sum(young.values()),
-        clock_warning,
+        dry_run=dry_run,
+        objects=objects,
+        pointers=tuple(sorted(reported.pointers.values())),
+        temporary_files=tuple(sorted(reported.temporary_files)),
+        journals=tuple(sorted(reported.journals)),
+        num_kept=num_listed - len(objects),
+        num_young=len(garbage.young),
+        young_bytes=sum(garbage.young.values()),
+        clock_warning=clock_warning,
     )
 
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
-    """Return the time of the store's clock, which dates the files, and None; or this machine's time and a warning."""
+    """Return the time of the store's clock, which dates the files, and None; or this machine's time and a warning.
+
+    Raises ConfigError or UnavailableError: see `gc`.
+    """
     # Use the store's clock: if the clock of this machine is fast, all files look old by it. But reading the store's
     # clock needs a write, and a dry run must be possible without write access.
     own_s = time.time()
@@ -206,7 +208,10 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, which names the chunk's pointer. Journals last changed before
-    `before_s` are ignored. Errors are those of `gc`; they are raised at the end, and name all unreadable versions.
+    `before_s` are ignored.
+
+    Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
+    raised at the end, in one error that names all unreadable versions.
     """
     # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
@@ -237,11 +242,12 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
-    """Delete the garbage that is still old; return the deleted files."""
+    """Delete the garbage that is still older than `before_s`; return the deleted files."""
     storage, swept = repository.storage, Garbage()
     # Delete journals first: a journal must never reference deleted objects.
     newest = _journals(storage)
     for folder in garbage.journals:
+        # The default is for a journal that its writer has removed since.
         if newest.get(folder, before_s) < before_s:
             storage.delete_folder(folder)
             swept.journals.append(folder)
@@ -310,9 +316,10 @@ def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tabl
             records = read_table(objects, table)
         except NotFoundError as error:
             raise NotFoundError(f"the tensor table of {version} is missing: {error}") from error
-        for chunk in (chunk for record in records for chunk in record.chunks):
-            yield chunk.digest
-            yield from (link.object for link in chunk.chain)
+        for record in records:
+            for chunk in record.chunks:
+                yield chunk.digest
+                yield from (link.object for link in chunk.chain)  # the objects that the chunk is decoded from
 
 
 def _digests_in(value: Any) -> Iterator[Digest]:
@@ -330,7 +337,7 @@ def _journals(storage: Storage) -> dict[str, float]:
     """Return the time of the last change of each journal, by its folder."""
     newest: dict[str, float] = {}
     for file in storage.walk(JOURNALS):
-        folder = "/".join(file.path.split("/")[:2])
+        folder = "/".join(file.path.split("/")[:2])  # a file of a journal is JOURNALS/ID/...
         newest[folder] = max(newest.get(folder, 0.0), file.modified_s)
     return newest
 

@@ -1,7 +1,8 @@
 """Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk.
 
-Objects on which jobs have holds (locks against eviction) are checked too. A job with a hold on a corrupt object may
-have read wrong bytes, so the report lists the object as `held`.
+`Cache.scrub` checks all objects, and `Cache.check` one. Objects on which jobs have holds (locks against eviction) are
+checked too. A job with a hold on a corrupt object may have read wrong bytes, so the report lists the object
+as `held`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def scrub_folder(folder: CacheFolder, progress: Progress = NO_PROGRESS) -> Scrub
         finding = _check(folder, digest)
         if finding == "gone":
             continue
-        corrupt += [digest] if finding in {"corrupt", "held"} else []
-        held += [digest] if finding == "held" else []
+        if finding in {"corrupt", "held"}:
+            corrupt.append(digest)
+        if finding == "held":
+            held.append(digest)
         num_checked += 1
         checked_bytes += record.size_bytes
         progress.advance(record.size_bytes)
@@ -94,10 +97,12 @@ def _finding_of(outcome: EvictOutcome) -> Finding | Literal["held"]:
 
 
 def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:
-    # Hold the object, so that neither it nor the recorded digest of a staged file is evicted during the check.
+    # Hold the object, so that neither its file nor the recorded digest of a staged file is removed during the check.
+    # The hold ends before `invalidate`, which reports the holds that are left.
     folder.locks.acquire(digest)
     try:
         expected = FileLink(folder.files.folder, digest).content_digest or digest
+        # Read the open file, because another process may have replaced the file at the object's path.
         intact = digest_of_file(Path(f"/proc/self/fd/{descriptor}")) == expected
         if intact:
             folder.catalogue.mark_verified(digest)

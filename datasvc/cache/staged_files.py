@@ -2,7 +2,9 @@
 
 The content behind a URL may change, so the object of a staged file is named by the URL and the state that the store
 reports (ETag, or time and size): a changed file is another object. The digest of the content is not known before the
-transfer. It is computed on arrival and recorded in `CACHE/links/`, so that `scrub` and a restart can verify the file.
+transfer. That digest is computed on arrival and recorded in `CACHE/links/`, so that a scrub, or the first use after a
+restart of the machine, can verify the file.
+
 The returned path is a link with the original file name. Each object has a separate folder for its link, so that files
 with equal names do not collide.
 """
@@ -26,7 +28,12 @@ _MAX_FILES_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class StagedFile:
-    """A staged file, at `path` on this node; `outcome` is "resident" if it was on the node already, else "origin"."""
+    """A staged file.
+
+    Attributes:
+        path: link to the file on this node, with the original file name.
+        outcome: "resident" if the file was on the node already, else "origin".
+    """
 
     url: str
     path: Path
@@ -67,6 +74,7 @@ def _stage(cache: Cache, urls: Sequence[str], progress: Progress) -> list[Staged
     try:
         return map_in_threads(stage_one, urls, _MAX_FILES_AT_ONCE)
     finally:
-        # Held until all files have arrived, so that the fetch of one file does not evict another.
+        # Held until all files have arrived, so that the fetch of one file does not evict another. No fetch runs here:
+        # `map_in_threads` waits for its threads after an error too.
         for digest in held:
             cache.release(digest)

@@ -18,7 +18,7 @@ from datasvc.threads import run_in_threads
 
 _MIN_THREADS = 8
 _MAX_THREADS = 64
-_BYTES_AT_ONCE = 512 << 20
+_BYTES_AT_ONCE = 512 << 20  # objects to fetch at once, by their mean size
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def stage_objects(
     num_threads: int | None,
     stop: threading.Event,
 ) -> StageReport:
-    """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that no fetch evicts one."""
+    """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that no fetch evicts it."""
     objects = {info.digest: (info, repository) for info, repository in requests}
     needed = sum(footprint(info.size_bytes) for info, _ in objects.values())
     # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
@@ -88,7 +88,7 @@ def stage_objects(
 
 
 def _choose_threads(num_objects: int, needed_bytes: int) -> int:
-    """Return how many objects to fetch at once: more if they are small, because these need fewer requests each."""
+    """Return how many objects to fetch at once: more if they are small, because a small object has few requests."""
     mean_bytes = max(1, needed_bytes // max(1, num_objects))
     return min(max(_MIN_THREADS, _BYTES_AT_ONCE // mean_bytes), _MAX_THREADS)
 

@@ -69,7 +69,7 @@ class CacheStatus:
 
 def read_status(folder: CacheFolder) -> CacheStatus:
     """Return the status of a cache; jobs of ended processes are not included."""
-    # Read in one transaction, so that the numbers belong to the same moment.
+    # Read in one transaction, so that the numbers belong to the same moment. Holds, pins and jobs are read later.
     account, configuration, pinned, records, counters = folder.catalogue.read(
         lambda tables: (
             tables.account(),
@@ -91,7 +91,7 @@ def read_status(folder: CacheFolder) -> CacheStatus:
     return CacheStatus(
         folder=str(folder.files.folder),
         budget_bytes=configuration.budget_bytes,
-        limit_bytes=account.budget_bytes,
+        limit_bytes=account.budget_bytes,  # an account has the present limit as its budget
         resident_bytes=resident,
         reserved_bytes=reserved,
         quarantined_bytes=account.quarantined_bytes,

@@ -1,4 +1,7 @@
-"""Run a node for `datasvc serve` or `embedded`: listen, respond, and shut down gracefully."""
+"""Runs a node: listens, responds, and stops. For `datasvc serve`, and for the child process of a job (`embedded`).
+
+When a node stops, it starts no new work, and gives the transfers in progress a grace period to end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ _logger = logging.getLogger(__name__)
 # An idle connection is closed after this time; peers open a new one for the next request.
 _IDLE_S = 60.0
 _HANDSHAKE_S = 5.0
-# After a response, unread bytes of a request's body are dropped for this time, so that the client reads the response.
+# After a response, unread bytes of a request's body are received and dropped for this time, so that the client reads
+# the response.
 _LINGERING_S = 1.0
 
 
@@ -37,7 +41,8 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
         Whether all threads have ended; if not, the caller must end the process without waiting for them.
 
     Raises:
-        ConfigError: another process serves this cache, or the address cannot be used; or see `Cache`.
+        ConfigError: another process serves this cache, the address or the certificate cannot be used, or see
+            `Service`.
         NotFoundError: an origin does not exist.
         UnavailableError: an origin does not respond; or the disk of the cache failed, so that the node has ended.
     """
@@ -46,7 +51,7 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
 
 async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_requested: asyncio.Event) -> bool:
     """Like `serve`, but run the node until `stop_requested` is set."""
-    # Loaded first, so that a wrong certificate fails before the cache is opened.
+    # Loaded before the cache is opened, so that a wrong certificate has no side effect.
     context = settings.tls()
     service = Service(settings, stop_requested.set)
     try:
@@ -55,7 +60,7 @@ async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_re
         ended = await asyncio.to_thread(service.close)
         _logger.info("stopped%s", "" if ended else ", with transfers in progress")
     if service.failure is not None:
-        # A new process can open the catalogue: a service manager starts the node again.
+        # A new process can open the catalogue. The error ends this one, so that a service manager starts a new one.
         raise service.failure
     return ended
 
@@ -95,7 +100,7 @@ async def _respond_until(
         service.stop()
         listener.close()
         service.close_pending()
-        # `cleanup` waits up to the grace period for the open ones.
+        # `cleanup` waits up to the grace period for the other connections.
     finally:
         await runner.cleanup()
 

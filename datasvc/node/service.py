@@ -1,6 +1,6 @@
 """Create and close the parts of a node: cache, origins, peers, staging jobs, and the web application.
 
-`server` runs the application. This module guards that only one process serves a cache.
+`server` runs the application. This module ensures that only one process serves a cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from datasvc.node.transfers.origins import Origins
 from datasvc.node.transfers.sending import Sender
 from datasvc.node.transfers.staging_jobs import StageJobs
 
-_MAX_BODY_BYTES = 64 << 10
+_MAX_BODY_BYTES = 64 << 10  # of a request
 _LOCK_NAME = "serve.lock"
 
 
@@ -56,7 +56,7 @@ class Service:
         failure: why the node cannot go on; None if it can.
 
     Raises:
-        ConfigError: another process serves this cache; or see `Cache` and `parse_membership`.
+        ConfigError: another process serves this cache, or see `Cache` and `parse_membership`.
         NotFoundError: an origin does not exist.
         UnavailableError: an origin or the list of peers cannot be read.
     """
@@ -72,9 +72,10 @@ class Service:
         with ExitStack() as opening:
             cache = opening.enter_context(Cache(settings.folder, budget=settings.budget, tenant=settings.tenant))
             opening.enter_context(_lock_for_serving(settings.folder))
-            # Staging may read from peers; fetches for peers must not, see `fetching`. So there are two handles.
+            # Two handles of the same cache: staging may read from peers, but fetches for peers read only from the
+            # origin, see `fetching`.
             staging = opening.enter_context(Cache(settings.folder, tenant=settings.tenant, peers=self._peers))
-            self._closing = opening.pop_all()
+            self._closing = opening.pop_all()  # all parts are open: `close` closes them
         self._cache = cache
         self._loop = asyncio.get_running_loop()
         self._jobs = StageJobs(staging, stop_node=self._fail_from_thread)
@@ -101,7 +102,7 @@ class Service:
         return application
 
     def describe(self) -> dict[str, Any]:
-        """Return the document of `/status`, `/metrics` and `datasvc top`; it blocks, so call it in a thread.
+        """Return the document of `/status`, `/metrics` and `datasvc top`. Call this in a thread, because it blocks.
 
         Raises:
             UnavailableError: the catalogue of the cache does not respond.

@@ -26,7 +26,7 @@ class NodeSettings:
         certificate: PEM file of the node's certificate and its issuers; None: plain HTTP.
         certificate_key: PEM file of the private key.
         ca_file: CA certificates for peers with "https"; None: those of the system.
-        tls_name: name in the certificates of all peers; None: each certificate has the name of its host.
+        tls_name: name in the certificates of all peers; None: each certificate has the name of the peer's host.
         budget: budget of the cache, see `Cache`; None: unchanged.
         tenant: tenant whose quota is charged for what the node fetches.
         peers: the nodes as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
@@ -81,7 +81,7 @@ class NodeSettings:
         if self.certificate is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # No session tickets: a peer that waits for the first byte of a response would mistake a ticket for it.
+        # No session tickets: a peer that waits for the first byte of a response would mistake a ticket for this byte.
         context.num_tickets = 0
         try:
             # Without a password callback, OpenSSL would prompt on the terminal.

@@ -1,7 +1,7 @@
 """The list of nodes: fixed, from a file that may change while a job runs, or from the addresses of a DNS name.
 
-An invalid list at the start is an error. While a list is invalid later, the last valid one stays in use, so a typing
-error or a short failure of a name server does not end a job.
+`Peers` gets the current nodes before each fetch. An invalid list at the start is an error. While a list is invalid
+later, the last valid one stays in use, so a typing error or a short failure of a name server does not end a job.
 
 Each node identifies itself in the list, because a node that requests an object from itself would deadlock.
 """
@@ -74,8 +74,8 @@ class FileMembership:
         local_url: see `FixedMembership`; while the job runs, the local node may be removed and added again.
 
     Raises:
-        ConfigError: the file cannot be read, a line is not a base URL, there is no line, or `local_url` is not
-            listed.
+        ConfigError: the file cannot be read, a line is not a base URL, there is no line, `local_url` is not listed,
+            or several hosts are this machine.
     """
 
     def __init__(self, path: Path, *, local_url: str | None = None) -> None:
@@ -97,7 +97,11 @@ class FileMembership:
         return self._current[1]
 
     def _read(self, to_nodes: Callable[[tuple[str, ...], str | None], Nodes]) -> tuple[tuple[int, int, int], Nodes]:
-        """Return the identity of the file, and its nodes."""
+        """Return the identity of the file, and its nodes.
+
+        Args:
+            to_nodes: `_nodes_at_start` or `_nodes_while_running`.
+        """
         try:
             with self._path.open(encoding="utf-8") as file:
                 # Taken before the content is read, so that the next call notices a change during the read.
@@ -124,6 +128,7 @@ class DnsMembership:
         clock: monotonic clock in seconds.
 
     Raises:
+        ConfigError: `local_url` is not a base URL, or several addresses are this machine's and `local_url` is None.
         UnavailableError: the name cannot be resolved.
     """
 
@@ -172,9 +177,10 @@ class DnsMembership:
 
     def _refresh(self) -> None:
         host, port, scheme = self._address
-        # Set before the name is resolved, so that the next attempt waits for the interval after a failure too.
+        # Set before the name is resolved, so that there is one attempt per interval after a failure too.
         self._resolved_s = self._clock()
         urls = _parse_urls(f"{scheme}://{bracketed(address)}:{port}" for address in self._resolve(host))
+        # At the start too, a node that is not listed is no error: its address may not be published yet.
         self._nodes = _nodes_while_running(urls, self._local_url)
 
 
@@ -208,6 +214,7 @@ def parse_node(text: str) -> str:
         host, port = split.hostname, split.port
     except ValueError:
         host = port = None
+    # A base URL has none of these parts. `isprintable` is for tabs and line breaks, which `urlsplit` removes.
     extra_parts = (split.path.rstrip("/"), split.query, split.fragment, split.username) if host else ()
     if not host or not port or split.scheme not in ("http", "https") or any(extra_parts) or not text.isprintable():
         raise ConfigError(f"{text!r} is not a valid node; expected http://HOST:PORT or https://HOST:PORT")
@@ -222,6 +229,7 @@ def _parse_urls(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _nodes_at_start(urls: tuple[str, ...], local_url: str | None) -> Nodes:
+    """Return the nodes. Raises ConfigError if `local_url` is not one of `urls`."""
     nodes = _nodes_while_running(urls, local_url)
     if local_url is not None and nodes.local_url is None:
         # A node that is listed under another URL would request its own objects from itself, and deadlock.
@@ -233,6 +241,7 @@ def _nodes_at_start(urls: tuple[str, ...], local_url: str | None) -> Nodes:
 
 
 def _nodes_while_running(urls: tuple[str, ...], local_url: str | None) -> Nodes:
+    """Return the nodes. If `local_url` is not one of `urls`, this node only reads, see `Nodes.local_url`."""
     if local_url is None:
         return Nodes(urls, find_local_url(urls))
     local_url = parse_node(local_url)

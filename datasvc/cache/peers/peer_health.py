@@ -1,6 +1,7 @@
 """Health of a peer: after failures, requests to it pause for a growing time; after corrupt data, for longer.
 
-Without these pauses, the timeouts of a failed peer would delay every object.
+Without these pauses, the timeouts of a failed peer would delay every object. `Peers` has one health for each peer;
+`PeerSource` records the results of its requests there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PeerReport:
 
 
 class _Streak:
-    """Consecutive faults of one kind, and the pause that follows: each fault doubles it."""
+    """Consecutive faults of one kind, and the pause that follows: each further fault doubles the pause."""
 
     def __init__(self, first_pause_s: float, max_pause_s: float) -> None:
         self._first_pause_s, self._max_pause_s = first_pause_s, max_pause_s
@@ -53,7 +54,7 @@ class _Streak:
 class PeerHealth:
     """Results of the requests to one peer, and whether to send the next one. Safe for threads.
 
-    The first failure after a success, and the first success after a failure, are logged.
+    The first failure after a success, the first success after a failure, and all wrong bytes are logged.
 
     Args:
         clock: monotonic clock in seconds.
@@ -67,6 +68,7 @@ class PeerHealth:
         self._failures = _Streak(first_pause_s=1, max_pause_s=60)
         self._corruptions = _Streak(first_pause_s=60, max_pause_s=3600)
         self._paused_until_s = clock()
+        # Whether a request tries the peer after a pause: its failure counts, although the next pause has begun.
         self._is_on_trial = False
         self._report = PeerReport()
 
@@ -105,7 +107,7 @@ class PeerHealth:
             self._log_back()
 
     def record_failure(self, reason: object = "a request failed") -> None:
-        """Record a request that the peer refused, stalled or broke off, and why."""
+        """Record a request that the peer refused or did not complete, and why."""
         with self._lock:
             was_well = self._is_well()
             self._report.num_failed += 1
@@ -137,11 +139,14 @@ class PeerHealth:
         return not (self._failures.length or self._corruptions.length)
 
     def _extend(self, streak: _Streak) -> None:
-        # The requests of several threads may fail at the same time: failures during a pause count as one fault.
+        """Add a fault, and begin its pause."""
+        # The requests of several threads may fail at the same time: failures during a pause add no fault, except that
+        # of the request that tries the peer again.
         if not streak.length or self._is_on_trial or self._clock() >= self._paused_until_s:
             streak.length += 1
             self._is_on_trial = False
         self._pause()
 
     def _pause(self) -> None:
+        """Begin a pause now, or begin it again."""
         self._paused_until_s = self._clock() + max(self._failures.pause_s, self._corruptions.pause_s)

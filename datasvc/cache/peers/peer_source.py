@@ -114,7 +114,7 @@ class PeerSource:
         self.name = url
         self._digest = digest
         # Credentials are removed from the URL: the peer uses its own to read from the origin.
-        self._origin = {} if origin_url is None else {"origin": redact_url(origin_url)}
+        self._origin_query = {} if origin_url is None else {"origin": redact_url(origin_url)}
         self._settings = settings
         self._health = health
         self._tls = tls
@@ -122,9 +122,10 @@ class PeerSource:
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """See `ObjectSource`. Calls the sink in order, from the calling thread."""
         # Without an origin, the peer is a fallback, whose health was not checked when the list of sources was made.
-        if not self._origin and not self._health.may_request():
+        if not self._origin_query and not self._health.may_request():
             raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
         with closing(self._receive(info, offset, length)) as views:
+            # Errors of the sink are not failures of the peer, so the sink is called outside of `_receive`.
             for view in views:
                 self._health.record_bytes(len(view))
                 sink(offset, view)
@@ -164,11 +165,12 @@ class PeerSource:
     def _request(
         self, connection: http.client.HTTPConnection, info: ObjectInfo, offset: int, length: int
     ) -> http.client.HTTPResponse:
-        query = urlencode({**self._origin, "size": info.size_bytes})
+        query = urlencode({**self._origin_query, "size": info.size_bytes})
         headers = self._headers()
         if length != info.size_bytes:
             stop = offset + length
-            headers["Range"] = f"bytes={offset}-{'' if stop == info.size_bytes else stop - 1}"
+            last = "" if stop == info.size_bytes else str(stop - 1)  # without a last byte: to the end of the object
+            headers["Range"] = f"bytes={offset}-{last}"
         connection.request("GET", f"/objects/{info.digest}?{query}", headers=headers)
         # Kept, because `getresponse` removes the socket from the connection if the peer closes it after the answer.
         connected_socket = connection.sock
@@ -183,6 +185,7 @@ class PeerSource:
         return response
 
     def _check(self, response: http.client.HTTPResponse, info: ObjectInfo, offset: int, length: int) -> None:
+        """Raise NotFoundError or ConnectionError unless the response has the requested bytes of the object."""
         status = response.status
         if status == HTTPStatus.NOT_FOUND:
             raise NotFoundError(f"{self.name} does not have the object")
@@ -210,7 +213,7 @@ class PeerSource:
         deadline = time.monotonic() + self._settings.answer_timeout_s
         poll = select.poll()
         poll.register(connected_socket, select.POLLIN)
-        while not poll.poll(1000 * self._settings.stall_timeout_s):
+        while not poll.poll(1000 * self._settings.stall_timeout_s):  # milliseconds
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"it sent no answer within {self._settings.answer_timeout_s} s")
             if not self._is_alive():
@@ -218,7 +221,7 @@ class PeerSource:
                     f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
                     f"health check (limit {self._settings.connect_timeout_s} s)"
                 )
-        # With TLS, the received bytes may be a message that precedes the answer.
+        # With TLS, the received bytes may be a message that precedes the answer, so the rest of the time is left.
         remaining_s = 0.0 if self._tls is None else deadline - time.monotonic()
         return max(remaining_s, self._settings.stall_timeout_s)
 

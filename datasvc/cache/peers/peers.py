@@ -1,9 +1,9 @@
 """The other nodes, as sources of objects before and after the origin.
 
-A node requests an object only from nodes that rank above it, see `placement`. A requested node fetches the object
-from its origin if it does not have it, so that all nodes together read it once. The owner ranks first, so it reads
-from the origin. Other nodes skip a peer that is paused after a failure, and use the next node in rank as the owner.
-If the origin fails, the nodes that rank below the requesting one send the objects that they have.
+For each object, `placement` ranks the nodes; the first one is the owner. A node requests an object only from nodes
+that rank above itself. A requested node without the object fetches it from the origin. So the object is read from the
+origin once, by its owner. Other nodes skip a peer that is paused after a failure, and use the next node in rank as
+the owner. If the origin fails, the nodes that rank below the requesting one send the objects that they have.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.repository import Digest, ObjectInfo
 
 
 class Peers:
-    """The other nodes, and the health of each by the requests of this process.
+    """The other nodes, and the health of each, as the requests of this process have shown it. Safe for threads.
 
     Args:
         membership: list of nodes.
@@ -92,6 +92,7 @@ class Peers:
         """Return the nodes that rank above this node for an object, and those below it."""
         nodes = self._membership.nodes()
         ranked = rank_nodes(digest, nodes.urls)
+        # A node that is not in the list ranks below all others, so it reads from them and gets no requests.
         rank = ranked.index(nodes.local_url) if nodes.local_url is not None else len(ranked)
         return ranked[:rank], ranked[rank + 1 :]
 

@@ -1,4 +1,4 @@
-"""Placement: the owner of each object, computed alike on every node with the same list of nodes. Pure.
+"""Placement: the owner of each object. Nodes with the same list of nodes compute the same owner. Pure.
 
 Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", IEEE/ACM Transactions
 on Networking, 1998): each node has a pseudo-random weight for each object, and the node with the largest weight is
@@ -20,10 +20,11 @@ from datasvc.repository import Digest
 
 
 def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
-    """Return `nodes` by descending weight for an object: the first is the owner, the second replaces it.
+    """Return `nodes` by descending weight for an object. The first is the owner; if it has failed, the second is.
 
     The order of `nodes` does not matter.
     """
+    # Equal weights are sorted by name, so that the order of `nodes` never matters.
     return sorted(nodes, key=lambda node: (-_weight(digest, node), node))
 
 

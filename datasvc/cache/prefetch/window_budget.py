@@ -167,8 +167,8 @@ def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_
     by_count = np.argsort(counts, kind="stable")
     ascending, small = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
     largest = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
-    # First bound: the number of shards inside is largest if they have the fewest samples. Assume that these shards, and
-    # the cut ones, have the most bytes.
+    # First bound: the number of shards inside is largest if they have the fewest samples. Assume that these shards,
+    # and the cut ones, have the most bytes.
     num_inside = lanes * int(np.searchsorted(np.cumsum(ascending), span, side="right"))
     most = int(largest[min(num_inside + num_cut, len(counts))])
     # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards with

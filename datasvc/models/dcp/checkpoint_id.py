@@ -1,6 +1,6 @@
 """Parses the argument `checkpoint_id` of torch's `dcp.save` and `dcp.load`, for `DcpWriter` and `DcpReader`.
 
-With them, it names a repository, a model or version, or both.
+With this writer and reader, a `checkpoint_id` names a repository, a model or version, or both.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class CheckpointId:
             TypeError: `checkpoint_id` is neither a text nor a path.
         """
         text = os.fspath(checkpoint_id)
-        url, mark, ref = text.rpartition("#")
-        if not mark:
-            # A name has no slash, so a text with a slash is a path or URL.
+        url, separator, ref = text.rpartition("#")
+        if not separator:
+            # The text is only one of the two parts. A name has no slash, so a text with a slash is a path or URL.
             is_url = isinstance(checkpoint_id, os.PathLike) or "/" in text or os.sep in text
             url, ref = (text, "") if is_url else ("", text)
         if not url and not ref:
@@ -51,7 +51,7 @@ class CheckpointId:
 
 @dataclass
 class VersionStorageMeta(StorageMeta):
-    """Torch's ids of a save or load, of which `checkpoint_id` is what the caller gave; and the version.
+    """The ids of a save or load, as torch stores them, and the version. `checkpoint_id` is the caller's argument.
 
     Attributes:
         reference: the version that was saved or read, as "URL#NAME@3", which `DcpReader` and `dcp.load` accept.

@@ -80,10 +80,11 @@ def load_items(
     began_s = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
-    # Reads fill the planner's own tensors in place; detach them, because autograd forbids that for parameters.
+    # Reads fill the planner's own tensors in place. Detach them, because autograd forbids to write to parameters.
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
     inner_records = _find_tensors_in_values(stored, value_items)
+    # Of each planned tensor only the planned chunks, of a tensor inside a value all.
     needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *inner_records]
     with stored.copies.open_source(needed) as source:
         read_chunks(source, reads)
@@ -96,7 +97,7 @@ def load_items(
 
 
 def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
-    """Return the tensor and the box that an item reads.
+    """Return the record of the tensor and the block of it that an item reads, as a box: start and shape.
 
     Raises ConfigError: the version does not have them, for example because the rank planned for another version.
     """
@@ -122,15 +123,18 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
 
 
 def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -> list[TensorRecord]:
-    """Return the distinct records of tensors inside values. Raises CorruptDataError: a tensor is not in the table."""
+    """Return the records of the tensors inside values, each once; a value may be a tuple of tensors, for example.
+
+    Raises CorruptDataError: a tensor is not in the table.
+    """
     used = _UsedRecords(stored.records)
     for item in items:
-        unflatten(_skeleton_of(stored, item), used)
+        unflatten(_skeleton_of(stored, item), used)  # looks up every tensor of the value
     return list(used.values())
 
 
 class _UsedRecords(dict[str, Any]):
-    """Map from tensor names to records. A look-up adds the record, so the dict has only the records in use."""
+    """Map from tensor names to records. A look-up adds the record, so in the end the dict has the records in use."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()
@@ -154,6 +158,7 @@ def _load_value(
     *,
     planner_bytes: bool,
 ) -> None:
+    """Give a value to the planner: pickled by torch, or, if only its planner can read it, as the stored bytes."""
     key = item.storage_index.fqn
     value = unflatten(_skeleton_of(stored, item), tensors)
     if key in stored.sharding.opaque:

@@ -1,9 +1,9 @@
 """Encodes torch's `Metadata` as the sharding object of a version, for `DcpWriter`, and decodes it, for `DcpReader`.
 
-The sharding object is JSON with the blocks of each tensor, and the path of each value in the state tree. Torch
-pickles its metadata, but reading JSON executes no code. Shapes and dtypes are only in the tensor table, and values
-only in the state, so that nothing is stored twice. The blocks are checked against the table before memory is
-allocated for them.
+The sharding object is JSON with the blocks of each tensor, and the path of each value in the state tree. It is not a
+pickle, as torch's own file of metadata is, because reading JSON executes no code. Shapes and dtypes are only in the
+tensor table, and values only in the state, so that nothing is stored twice. The blocks are checked against the table
+before memory is allocated for them. Torch calls the blocks of a tensor chunks.
 """
 
 from __future__ import annotations
@@ -59,10 +59,17 @@ class Sharding:
 
 
 def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> bytes:
-    """Return the bytes of the sharding object of a save; `opaque` are the keys as in `Sharding`.
+    """Return the bytes of the sharding object of a save.
 
-    Raises ConfigError: see `planned_paths`; or the result is larger than `MAX_SHARDING_BYTES`.
+    Args:
+        metadata: torch's metadata of the save.
+        opaque: keys as in `Sharding`.
+        save_id: torch's id of the save.
+
+    Raises:
+        ConfigError: see `planned_paths`; or the result is larger than `MAX_SHARDING_BYTES`.
     """
+    # As a skeleton, because JSON has no tuples, which the paths are.
     skeleton, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
         "format": SHARDING_FORMAT,
@@ -74,7 +81,9 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
             for key, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         },
-        "values": [k for k, item in metadata.state_dict_metadata.items() if isinstance(item, BytesStorageMetadata)],
+        "values": [
+            key for key, stored in metadata.state_dict_metadata.items() if isinstance(stored, BytesStorageMetadata)
+        ],
         "opaque": sorted(opaque),
     }
     raw = json.dumps(described, sort_keys=True, allow_nan=False).encode()
@@ -108,7 +117,8 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
     """
     try:
         described = json.loads(raw)
-        # Compare the format first: a later format may have other fields.
+        # Compare the format first: a later format may have other fields. Its ConfigError is a ValueError, so raise it
+        # after this block, where it is not reported as damage.
         is_later = int(described["format"]) > SHARDING_FORMAT
         sharding = None if is_later else _build_sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -155,7 +165,7 @@ def _build_sharding(described: Mapping[str, Any], records: Mapping[str, TensorRe
     stored: dict[str, Any] = {
         key: _decode_tensor(tensor, records[key]) for key, tensor in described["tensors"].items()
     }
-    names = {key: key for key in stored}
+    names = {key: key for key in stored}  # a sharded save names the tensors in the table by their keys
     stored.update({str(key): BytesStorageMetadata() for key in described["values"]})
     planner_data = check_paths(unflatten(described["planner_data"], {}))
     if planner_data is not None:
@@ -184,7 +194,8 @@ def _encode_tensor(stored: TensorStorageMetadata) -> dict[str, Any]:
 
 def _decode_tensor(described: Mapping[str, Any], record: TensorRecord) -> TensorStorageMetadata:
     boxes = [(_sizes(start), _sizes(shape)) for start, shape in described["chunks"]]
-    # Elements that no chunk covers would keep their old values in the caller's tensor without an error.
+    # Elements that no chunk covers would keep their old values in the caller's tensor without an error. A chunk
+    # without elements is valid, but `is_tiling` does not accept it.
     if not is_tiling(record.shape, [box for box in boxes if math.prod(box[1])]):
         raise ValueError(f"the chunks of {record.name!r} do not cover each element exactly once")
     return _tensor_metadata(

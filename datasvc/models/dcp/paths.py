@@ -1,7 +1,8 @@
 """Paths in the state tree, for the modules that save and load sharded checkpoints.
 
 Torch's planner flattens the tree to a dict. The path of a key of this dict is the place of its value in the tree:
-dict keys and list indices from the root. Paths in a stored version are checked before a tree is built from them.
+dict keys and list indices from the root. The planner's data maps each key to its path; it is None if the planner did
+not flatten the tree. Paths in a stored version are checked before a tree is built from them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ Path = tuple[str | int, ...]
 def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
     """Check and return a planner's data: None, or a path for each key as a tuple of dict keys and list indices.
 
-    Raises ValueError: the data has another form; the message names the key.
+    Raises ValueError: the data has another form. The message names the key; the caller reports it with its own error.
     """
     if planner_data is None:
         return None
     if not isinstance(planner_data, Mapping):
-        raise ValueError(f"it is a {type(planner_data).__name__}; expected a dict with a path for each key")  # noqa: TRY004 - as below
+        raise ValueError(f"it is a {type(planner_data).__name__}; expected a dict with a path for each key")  # noqa: TRY004 - one class for every wrong form
     for key, path in planner_data.items():
         if not isinstance(key, str) or not isinstance(path, tuple) or not path or not all(map(_is_step, path)):
             raise ValueError(f"for {key!r} it has {path!r}; expected a path of dict keys and list indices")
@@ -34,7 +35,8 @@ def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
 
     Trees are built from paths, so a path with a huge list index would allocate memory for elements that do not exist.
     """
-    # Keep the children, by id of their parent, so that a wide dict is decoded once and not once per path.
+    # Keep the children, by id of their parent, so that a wide dict is decoded once and not once per path. The ids are
+    # unique, because `skeleton` keeps all parents alive.
     children: dict[int, Any] = {}
     for path in paths:
         part = skeleton
@@ -66,7 +68,7 @@ def _children(part: Any, path: Path) -> Any:
     if not isinstance(part, dict):
         return part
     if "$dict" not in part:
-        # A key with "$" marks an encoded value, such as a tensor or a tuple.
+        # A key that begins with "$" marks an encoded value, such as a tensor or a tuple, which has no children.
         return None if any(name.startswith("$") for name in part) else part
     try:
         return {str(name): child for name, child in part["$dict"]}
@@ -75,6 +77,7 @@ def _children(part: Any, path: Path) -> Any:
 
 
 def _child_at(children: Any, key: Any, path: Path) -> Any:
+    """Return the child with a key. Raises CorruptDataError if there is none; the message names `path`."""
     if not isinstance(children, dict | list):
         raise CorruptDataError(f"the state has nothing at {_dotted(path)}: the path leads through a value")
     try:

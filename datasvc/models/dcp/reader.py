@@ -105,7 +105,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
     def read_metadata(self) -> Metadata:
         """Return the metadata of the version to read.
 
-        If it cannot be read, the result raises the error of `read_sharded` at its first use.
+        If the version cannot be read, the result raises the error of `read_sharded` at its first use.
         """
         try:
             with picklable_errors():
@@ -150,10 +150,10 @@ class DcpReader(CheckpointIdMixin, StorageReader):
         assert self._stored is not None, "torch reads the metadata before the data"
         with picklable_errors():
             stored = self._stored
-            agreed = plan.storage_data or stored.version.version
             # If this rank has resolved another version than the coordinator, read that of the coordinator.
-            if agreed != stored.version.version:
-                ref = f"{stored.version.name}@{agreed}"
+            coordinator_version = plan.storage_data or stored.version.version
+            if coordinator_version != stored.version.version:
+                ref = f"{stored.version.name}@{coordinator_version}"
                 stored = read_sharded(stored.repository, stored.copies, ref, trusted_keys=self._trusted_keys)
             self._stored, self.version = stored, stored.version
             self.report = load_items(stored, plan.items, planner, planner_bytes=self._planner_bytes)
@@ -165,7 +165,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
 
 
 class _UnreadMetadata(Metadata):
-    """Placeholder for metadata that could not be read; it raises the error when torch or a planner uses it."""
+    """Placeholder for metadata that could not be read. Its use by torch or a planner raises the error."""
 
     def __init__(self, error: DatasvcError) -> None:
         self.error = error

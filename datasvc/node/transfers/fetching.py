@@ -1,8 +1,8 @@
 """Serves objects of a node's cache to peers; concurrent requests for one object share one fetch.
 
-Objects are fetched only from the origin, never from a peer. A peer requests an object from this node because the
-peer's list of nodes ranks this node higher. If another list ranks the peer higher, the two nodes would otherwise wait
-for each other forever.
+The routes of `/objects` use it. Objects are fetched only from the origin, never from a peer. A peer requests an
+object from this node because the peer's list of nodes ranks this node higher. If the list of this node ranks the peer
+higher, the two nodes would otherwise wait for each other forever.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from datasvc.repository import Digest, ObjectInfo, Repository
 
 
 class _Fetch(Progress):
-    """One fetch in progress, and the number of requests that wait for its object or read it."""
+    """One fetch, and the requests that wait for its object or read it.
+
+    Attributes:
+        num_users: number of these requests.
+        is_running: whether a thread has begun the fetch.
+        progressed_at: time of the last progress of the fetch, on the clock of the event loop. Seconds.
+    """
 
     def __init__(self, fetches: Fetches) -> None:
         self._fetches, self._loop = fetches, asyncio.get_running_loop()
@@ -65,6 +71,7 @@ class Fetches:
     @asynccontextmanager
     async def resident(self, digest: Digest) -> AsyncIterator[Path | None]:
         """Yield the object's file, protected from eviction while the block runs; None if it is not resident."""
+        # A stack, because the hold begins in one thread and ends in another.
         acquired = ExitStack()
         entering = self._hold_threads.submit(lambda: acquired.enter_context(self._cache.resident(digest)))
         try:
@@ -95,8 +102,9 @@ class Fetches:
             fetch.num_users -= 1
             if not fetch.num_users:
                 del self._in_progress[info]
-                fetch.future.cancel()  # has an effect only if it has not started
-                # The last user releases the object: after an earlier release, it might be evicted and fetched again.
+                fetch.future.cancel()  # has an effect only if the fetch has not started
+                # The last user releases the object: after an earlier release, the object might be evicted, and fetched
+                # again for the next request.
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
     def close(self, timeout_s: float) -> bool:

@@ -67,7 +67,7 @@ class RateLimitedStorage(Storage):
 
 
 class Origins:
-    """The open repositories of a node. Close it to make waiting reads fail.
+    """The open repositories of a node. `close` makes reads fail that wait for the rate limit.
 
     Args:
         urls: URLs of the repositories.
@@ -86,6 +86,7 @@ class Origins:
             repository = Repository.open(url)
             if bucket is not None:
                 repository = Repository(RateLimitedStorage(url, bucket, self._closing))
+            # A request may spell the URL as in the settings, or as `Repository.url` does, such as an absolute path.
             self._repositories[_normalized(url)] = self._repositories[_normalized(repository.url)] = repository
 
     def find(self, url: str | None) -> Repository:
@@ -111,6 +112,8 @@ class Origins:
         self._closing.set()
 
     def _only(self) -> Repository | None:
+        """Return the repository of a node that reads only one; None if it reads none or several."""
+        # A repository may be in the dict under two URLs.
         different = {id(repository): repository for repository in self._repositories.values()}
         return next(iter(different.values())) if len(different) == 1 else None
 

@@ -1,6 +1,7 @@
 """Send files as response bodies: in large writes, in a limited number of streams, under a common rate limit.
 
-Under a rate limit, few streams run at a time, because a peer ends a stream that is too slow.
+The routes of `/objects` use it. A stream is one response in progress. Under a rate limit, few streams run at a time,
+because a peer ends a stream that is too slow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from datasvc.node.transfers.waiting import wait_for_progress
 # Measured on loopback: writes of 4 MiB are 1.6 times as fast as sendfile.
 _MAX_WRITE_BYTES = 4 << 20
 _MIN_WRITE_BYTES = 64 << 10
-_MAX_STREAMS = 32
+_MAX_STREAMS = 32  # each has a buffer of up to `_MAX_WRITE_BYTES`
 # Twice the 1 MiB/s below which a peer ends a stream, see `PeerSettings.min_bytes_s`.
 _MIN_STREAM_BYTES_S = 2 << 20
 _STALL_TIMEOUT_S = 30.0
@@ -86,11 +87,14 @@ class Sender:
         self._slots = asyncio.Semaphore(self._plan.num_streams)
         self._buffers: list[memoryview] = []
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="datasvc-read")
-        self._progressed_at = 0.0
+        self._progressed_at = 0.0  # time of the last write of any response, on the clock of the event loop
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[None]:
-        """Wait for a free stream, and occupy it while the block runs. Raise UnavailableError if none becomes free."""
+        """Wait until another stream may run, and count as one while the block runs.
+
+        Raises UnavailableError if no stream makes progress during the wait, see `wait_for_progress`.
+        """
         loop = asyncio.get_running_loop()
         started = loop.time()
         slot = loop.create_task(self._slots.acquire())
@@ -98,7 +102,8 @@ class Sender:
             await wait_for_progress(slot, idle_s=lambda: loop.time() - max(started, self._progressed_at))
         except BaseException:
             slot.cancel()
-            slot.add_done_callback(self._release_slot)  # the cancellation may come after the acquisition
+            # The cancellation may come after the acquisition: then the slot is released again.
+            slot.add_done_callback(self._release_slot)
             raise
         self.sent.num_streams += 1
         try:
@@ -154,13 +159,14 @@ class Sender:
     async def _send_pieces(
         self, request: web.Request, response: web.StreamResponse, file: int, start: int, stop: int, buffer: memoryview
     ) -> AsyncIterator[int]:
-        """Send piece by piece; yield the bytes of each piece."""
+        """Send piece by piece; yield the number of bytes of each piece that was sent."""
         loop = asyncio.get_running_loop()
         writer = await response.prepare(request)
         assert writer is not None
         assert request.transport is not None
-        # The next read overwrites the buffer, so a drained transport must not refer to it: hence a limit of 0. A TLS
-        # transport has copied the bytes, and with a limit of 0 it would never report that it is drained.
+        # The next read overwrites the buffer, so `drain` must wait until the transport does not refer to the buffer any
+        # more: hence a limit of 0 bytes. A TLS transport has copied the bytes, and with a limit of 0 it would never
+        # report that it is drained.
         is_secure = request.transport.get_extra_info("sslcontext") is not None
         request.transport.set_write_buffer_limits(high=1 if is_secure else 0)
         writer.send_headers()  # now: otherwise aiohttp copies the first piece to send it with the headers
@@ -177,6 +183,7 @@ class Sender:
 
 
 def _read_full(file: int, piece: memoryview, offset: int) -> None:
+    """Fill `piece` from a file at `offset`. Raises EOFError if the file is shorter, or OSError."""
     filled = 0
     while filled < len(piece):
         count = os.preadv(file, [piece[filled:]], offset + filled)

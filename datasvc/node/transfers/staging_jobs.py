@@ -1,6 +1,6 @@
 """Staging jobs of a node: each brings a data set into the cache in the background, and can be watched and cancelled.
 
-The routes of `/stage` start them.
+The routes of `/stage` start, list and cancel them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StageJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is done, failed or cancelled."""
+        """Whether the job is done, failed or cancelled."""
         return self.state in _ENDED
 
     @property
@@ -88,7 +88,7 @@ class StageJob:
             }
 
     def run(self, cache: Cache) -> None:
-        """Stage the data in the calling thread; an error is stored for `describe`."""
+        """Stage the data in the calling thread. A DatasvcError is stored for `describe` and not raised."""
         if not self._begin():
             return
         try:
@@ -96,6 +96,7 @@ class StageJob:
         except DatasvcError as error:
             self._end("cancelled" if self.stop.is_set() else "failed", error)
         except BaseException as error:
+            # Stored too, so that the job does not stay in the state "running".
             self._end("failed", DatasvcError(f"{type(error).__name__}: {error}"))
             raise
         else:
@@ -183,7 +184,7 @@ class StageJobs:
             CorruptDataError: a table is damaged.
             NotFoundError: a table is missing.
         """
-        job = StageJob(splits, labels)  # outside of the lock: it may read shard tables from the origin
+        job = StageJob(splits, labels)  # outside of the lock: this may read shard tables from the origin
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("this node is stopping; try another node")
@@ -219,7 +220,7 @@ class StageJobs:
         self._threads.shutdown(wait=False)
 
     def close(self, timeout_s: float) -> bool:
-        """Cancel all jobs; return whether they ended in time."""
+        """Cancel all jobs; return whether they ended within `timeout_s` seconds."""
         self.cancel_all()
         return not wait([job.future for job in self.all()], timeout_s).not_done
 
@@ -229,6 +230,7 @@ class StageJobs:
             self._stop_node(job.error)
 
     def _forget_oldest_ended(self) -> None:
+        """Remove the oldest of the ended jobs from the list, so that `max_ended` of them stay."""
         ended = [job.id for job in self._jobs.values() if job.has_ended]
         for job_id in ended[: max(0, len(ended) - self._max_ended)]:
             del self._jobs[job_id]
