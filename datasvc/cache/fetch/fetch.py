@@ -73,14 +73,18 @@ class Fetcher:
             OSError: the file cannot be written.
         """
         descriptor = self._files.incoming(info.digest)
-        is_remote_file = isinstance(repository, RemoteFile)
         while True:
             try:
                 _allocate(descriptor, info.size_bytes)
                 with ReceivedParts(self._files.parts_path(info.digest), info.size_bytes) as parts:
                     sources = self._sources(info, repository, peers)
                     report = transfer(
-                        info, descriptor, parts, sources, progress, is_named_by_content=not is_remote_file
+                        info,
+                        descriptor,
+                        parts,
+                        sources,
+                        progress,
+                        is_named_by_content=not isinstance(repository, RemoteFile),
                     )
                 break
             except CorruptDataError:
@@ -89,7 +93,7 @@ class Fetcher:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                # Each call frees space, by evictions or by removing leftovers, or raises: the loop ends.
+                # Each call of `shrink` frees space, by evictions or by removing leftovers, or raises: the loop ends.
                 self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)  # blocks of 512 bytes
         if isinstance(repository, RemoteFile):
             # The file may have changed between two ranges. Its object is named by its state before the first range.

@@ -2,8 +2,8 @@
 
 `datasvc cache plan` prints the forecast. The first epochs are simulated with the eviction policy of the real cache
 (see `replay`). All nodes read at the same rate, and own equal numbers of shards. Of a large data set, only every n-th
-shard is simulated, with a budget reduced in proportion. This preserves the hit ratio of a cache (Waldspurger et al.,
-"Efficient MRC Construction with SHARDS", FAST 2015).
+shard is simulated, with a budget reduced in proportion. Such sampling preserves the hit ratio of a cache
+(Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015).
 """
 
 from __future__ import annotations

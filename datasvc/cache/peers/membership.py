@@ -60,7 +60,7 @@ class FixedMembership:
         self._nodes = _nodes_at_start(_parse_urls(urls), local_url)
 
     def nodes(self) -> Nodes:
-        """See `NodeMembership`."""
+        """Return the constant list."""
         return self._nodes
 
 
@@ -85,7 +85,7 @@ class FileMembership:
         self._current = self._read(_nodes_at_start)
 
     def nodes(self) -> Nodes:
-        """See `NodeMembership`."""
+        """Return the nodes in the file, or the last valid list while the file is invalid or missing."""
         old_identity, old_nodes = self._current
         # Errors are ignored on purpose: the last valid list stays in use.
         with suppress(OSError, ConfigError):
@@ -164,7 +164,7 @@ class DnsMembership:
         self.__dict__.update(state, _resolving=threading.Lock())
 
     def nodes(self) -> Nodes:
-        """See `NodeMembership`."""
+        """Return the nodes of the last answer; every `interval_s`, resolve the name again."""
         # A name server may take seconds: one thread waits for it, and the others use the current list.
         if self._clock() - self._resolved_s >= self._interval_s and self._resolving.acquire(blocking=False):
             try:

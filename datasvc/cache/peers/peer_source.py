@@ -120,7 +120,7 @@ class PeerSource:
         self._tls = tls
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
-        """See `ObjectSource`. Calls the sink in order, from the calling thread."""
+        """Pass the bytes to the sink in order, from the calling thread. For errors see `ObjectSource.stream`."""
         # Without an origin, the peer is a fallback, whose health was not checked when the list of sources was made.
         if not self._origin_query and not self._health.may_request():
             raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
@@ -132,7 +132,10 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. After wrong bytes, request a check of the peer's copy, and pause other requests."""
+        """Record the result of an object with bytes from the peer.
+
+        After wrong bytes, request a check of the peer's copy, and pause other requests.
+        """
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()

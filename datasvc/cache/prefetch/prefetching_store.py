@@ -67,7 +67,7 @@ class PrefetchingShardStore:
         self._threads: ThreadPoolExecutor | None = None
 
     def open_shard(self, info: ObjectInfo) -> Shard:
-        """See `CachedShards.open_shard`."""
+        """Return the shard, mapped from the cache; for errors see `CachedShards.open_shard`."""
         return self.open(info)[0]
 
     def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
@@ -79,7 +79,7 @@ class PrefetchingShardStore:
         return shard, outcome
 
     def is_resident(self, info: ObjectInfo) -> bool:
-        """See `CachedShards.is_resident`."""
+        """Return whether a shard can be opened without a fetch."""
         return self._shards.is_resident(info)
 
     def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:

@@ -79,7 +79,7 @@ class JobPrefetcher:
     """Chooses the shards that one job needs next, and fetches them while the cache has space. Safe for threads.
 
     Attributes:
-        num_at_once: number of shards that `next_shard` returns before one of them has been fetched.
+        num_at_once: most shards to fetch at the same time.
     """
 
     def __init__(self, job: StagerJob) -> None:
@@ -121,7 +121,7 @@ class JobPrefetcher:
                 self._waiting.popleft()
 
     def next_shard(self) -> NeededShard | None:
-        """Return the shard to fetch next; None if the fetch must wait until the job advances."""
+        """Return the shard to fetch next; None if there is none until the job advances or another fetch ends."""
         with self._lock:
             if self._is_blocked or not self._waiting or len(self._in_progress) >= self.num_at_once:
                 return None
@@ -143,13 +143,14 @@ class JobPrefetcher:
             with self._lock:
                 self._in_progress.discard(needed.shard)
                 if outcome == "later":
-                    # Blocked until the job advances: it then releases shards, and the distance to this shard shrinks.
+                    # Blocked until the job advances: the job then releases shards, and needs this shard sooner.
                     self._is_blocked = True
                     self._waiting.appendleft(needed)
                 elif outcome == "busy":
-                    # Another thread or process fetches it. When the job has advanced, check whether it has arrived.
+                    # Another thread or process fetches the shard. When the job advances, check whether it arrived.
                     self._deferred.append((now + 1, needed))
                 elif outcome is None:
+                    # After a failure, wait longer: other shards come first.
                     self._deferred.append((now + self._ahead_bytes, needed))
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:

@@ -146,6 +146,7 @@ def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
     """
     best = 0
     for size in {short, long}:
+        # Every possible number of these positions that are in the ending epoch; the others are in the next one.
         at_end = np.arange(1, max(min(run - 1, size), 1) + 1)
         last_blocks = size - (size - at_end) // block * block
         first_blocks = np.minimum(-(-(run - at_end) // block) * block, size)
@@ -200,14 +201,14 @@ def choose_windowed(
         budget_bytes: bytes available in the cache; None: there is no cache, so use at most a quarter of the data.
     """
     num_shards, num_samples = int((samples_per_shard > 0).sum()), int(samples_per_shard.sum())
-    mean = max(1, num_samples // max(1, num_shards))
-    sizes = [mean * shards for shards in (_MAX_SHARDS_PER_BLOCK, 2, 1)] + [
-        max(1, mean // part) for part in (2, 4, 16)
-    ]
+    mean_samples = max(1, num_samples // max(1, num_shards))
+    # Blocks of whole shards, of parts of a shard, and (below) of one sample.
+    block_sizes = [mean_samples * shards for shards in (_MAX_SHARDS_PER_BLOCK, 2, 1)]
+    block_sizes += [max(1, mean_samples // part) for part in (2, 4, 16)]
     candidates = [
         OrderConfig(seed, "windowed", lanes, block)
         for lanes in (_MAX_LANES, 4, 2, 1)
-        for block in dict.fromkeys([*sizes, 1])
+        for block in dict.fromkeys([*block_sizes, 1])
         if lanes <= max(num_shards, 1)
     ]
     # The order that shuffles most comes first: the most samples in a block of all lanes, then the most lanes.

@@ -175,7 +175,7 @@ class OriginSource:
         self._requests = requests
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
-        """See `ObjectSource`."""
+        """Pass the bytes to the sink, by several requests at once. For errors see `ObjectSource.stream`."""
         assert info.digest == self._digest
         # Read once per call, because `can_stream` may become False during the transfer. The way to read a range must
         # match its length: an answer of streaming length that is collected in memory needs much memory.
@@ -197,7 +197,7 @@ class OriginSource:
                 gate.close()
 
     def record_integrity(self, *, intact: bool) -> None:
-        """See `ObjectSource`. Does nothing: there is one origin, which is used even after wrong bytes."""
+        """Do nothing: there is one origin, which is used even after wrong bytes."""
 
     def _transfer(self, ranges: RangeRequests, gate: RequestGate, *, is_streamed: bool) -> None:
         """Read one range after the other, until all are requested or the gate is closed."""

@@ -46,7 +46,10 @@ class RangeRequests:
     @property
     def num_parts(self) -> int:
         """Number of parts that are not yet requested."""
-        return -(-self._stop // PART_BYTES) - self._start // PART_BYTES if self._start < self._stop else 0
+        if self._start >= self._stop:
+            return 0
+        # The first and the last part may be partial.
+        return -(-self._stop // PART_BYTES) - self._start // PART_BYTES
 
     def take(self, num_concurrent: int) -> tuple[int, int] | None:
         """Return start and stop of the next request; None if the whole range is requested.

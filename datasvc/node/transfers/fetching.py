@@ -103,8 +103,8 @@ class Fetches:
             if not fetch.num_users:
                 del self._in_progress[info]
                 fetch.future.cancel()  # has an effect only if the fetch has not started
-                # The last user releases the object: after an earlier release, the object might be evicted, and fetched
-                # again for the next request.
+                # The last user releases the object: after an earlier release, it might be evicted, and fetched again
+                # for the next request.
                 fetch.future.add_done_callback(lambda done: self._release(info.digest, done))
 
     def close(self, timeout_s: float) -> bool:
