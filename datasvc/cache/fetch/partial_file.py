@@ -157,9 +157,8 @@ class PartialFile:
     def _contiguous_bytes(self) -> int:
         """Return the number of bytes at the start of the file without a gap."""
         with self._lock:
-            number = (
-                self._hashed_bytes // PART_BYTES
-            )  # all parts before this one are complete, because they are hashed
+            # All parts before this one are complete, because they are hashed.
+            number = self._hashed_bytes // PART_BYTES
             while number < len(self._filled) and self._filled[number] == self._part_bytes(number):
                 number += 1
             if number == len(self._filled):

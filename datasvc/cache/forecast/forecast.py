@@ -150,10 +150,11 @@ def _replay_chosen(
     uses = plan_uses(samples_per_shard, bytes_per_shard, workload.order, range(_EPOCHS), chosen=chosen)
     nodes = _nodes_of(uses, workload)
     owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
-    used, chosen_bytes = bytes_per_shard[samples_per_shard > 0], int(bytes_per_shard[chosen].sum())
+    sizes = bytes_per_shard[samples_per_shard > 0]  # shards without samples are never read
+    chosen_bytes = int(bytes_per_shard[chosen].sum())
     # The share of the budget that the chosen shards get. On the disk, files occupy whole blocks; in the simulation,
     # shards have their exact size.
-    budget = int(budget_bytes * chosen_bytes / int(footprint(used).sum()))
+    budget = int(budget_bytes * chosen_bytes / int(footprint(sizes).sum()))
     # By chance, the few chosen shards of a window may need a larger share of the budget than the real window, and the
     # simulation would fail.
     min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
@@ -169,7 +170,7 @@ def _replay_chosen(
         # Only node 0 was simulated.
         owned_share = 1.0 if owners is None else int(bytes_per_shard[chosen & (owners == 0)].sum()) / chosen_bytes
         epochs = [_of_all_nodes(epoch, workload.nodes, owned_share, has_peers=owners is not None) for epoch in epochs]
-    scale = int(used.sum()) / chosen_bytes
+    scale = int(sizes.sum()) / chosen_bytes
     return [_scaled(epoch, scale) for epoch in epochs], int(np.mean(result.resident_bytes) * scale)
 
 

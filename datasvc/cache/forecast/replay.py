@@ -99,7 +99,7 @@ def replay(
 
 
 def _events(nodes: Sequence[Uses], ahead_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield time, kind, node and number of the use of each event, in the order of time, then of kind."""
+    """Yield time, kind, node and number of the use of each event, by time, kind, number and node."""
     columns: list[tuple[Integers, int, int]] = []
     for node, uses in enumerate(nodes):
         columns += [(uses.stop, _RELEASE, node), (uses.first, _ACQUIRE, node)]

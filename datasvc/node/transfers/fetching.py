@@ -77,7 +77,7 @@ class Fetches:
         try:
             yield await asyncio.wrap_future(entering)
         finally:
-            # A request may be cancelled while the thread acquires the object: release it when that is done.
+            # A request may be cancelled while the thread acquires the object: release it when the thread is done.
             entering.add_done_callback(lambda _: self._hold_threads.submit(acquired.close))
 
     @asynccontextmanager
@@ -86,7 +86,7 @@ class Fetches:
 
         Args:
             info: object to fetch.
-            repository: origin of the object, used unless it is resident or being fetched already.
+            repository: origin of the object, used unless the object is resident or being fetched already.
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError: see `Cache.acquire`.
