@@ -164,8 +164,8 @@ class Sender:
         writer = await response.prepare(request)
         assert writer is not None
         assert request.transport is not None
-        # The next read overwrites the buffer, so `drain` must wait until the transport has sent all bytes: a limit of 0.
-        # A TLS transport has copied the bytes, and with a limit of 0 it would never report that it is drained.
+        # The next read overwrites the buffer, so `drain` must wait until the transport has sent everything: the limit
+        # is 0. A TLS transport has copied the bytes, and with a limit of 0 it would never report that it is drained.
         is_secure = request.transport.get_extra_info("sslcontext") is not None
         request.transport.set_write_buffer_limits(high=1 if is_secure else 0)
         writer.send_headers()  # now: otherwise aiohttp copies the first piece to send it with the headers
