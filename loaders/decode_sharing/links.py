@@ -1,8 +1,8 @@
 """A private folder of symbolic links to file descriptors of running processes: `/proc/PID/fd/N`.
 
-When a process exits, even after a crash, the kernel closes its descriptors, and its links have no target any more. A
-link is created atomically. Its creator changes or removes the link before it closes the descriptor. The jobs of a
-decode group find each other's batches by these links.
+The jobs of a decode group find each other's batches by these links (`group_folder.py`). A link is created atomically.
+Its creator changes or removes the link before it closes the descriptor. When a process exits, even by a crash, the
+kernel closes its descriptors, so its links no longer have a target.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Final, NamedTuple
 
 from datasvc.errors import ConfigError
 
-_TRIES: Final = 100
+_TRIES: Final = 100  # `open` starts again if other processes change the link meanwhile
+# Errors that concern this system or process and do not show that the target of a link is gone.
 _OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -43,12 +44,12 @@ class OpenLink(NamedTuple):
 
 
 class LinkFolder:
-    """An open folder of links, which is created if it does not exist. Methods raise OSError like the constructor.
+    """An open folder of links, which is created if it does not exist.
 
     Raises:
         ConfigError: the path is not a folder that only this user can open.
         FileNotFoundError: another process has just removed the folder.
-        OSError: no file descriptor or no memory is left.
+        OSError: no file descriptor or no memory is left. Methods raise it too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,18 +63,18 @@ class LinkFolder:
         return os.listdir(self._descriptor)
 
     def create(self, name: str, descriptor: int) -> None:
-        """Create a link to a descriptor of this process. Raises FileExistsError: there is a link of this name."""
+        """Create a link to a descriptor of this process. Raises FileExistsError: a link of this name exists."""
         os.symlink(target_of(descriptor), name, dir_fd=self._descriptor)
 
     def replace(self, name: str, descriptor: int) -> None:
-        """Change a link of this process to another descriptor."""
-        new = f"new-{os.getpid()}-{name}"
-        self.create(new, descriptor)
-        os.replace(new, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        """Change a link of this process to another descriptor. Other processes see the old or the new target."""
+        temporary_name = f"new-{os.getpid()}-{name}"
+        self.create(temporary_name, descriptor)
+        os.replace(temporary_name, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def remove(self, name: str, target: str) -> None:
-        """Remove a link if it still has the expected target."""
-        with suppress(OSError):
+        """Remove a link if its target is still `target`."""
+        with suppress(OSError):  # another process may remove the same link
             if self.read(name) == target:
                 os.unlink(name, dir_fd=self._descriptor)
 
@@ -85,13 +86,13 @@ class LinkFolder:
             return None
 
     def open(self, name: str) -> OpenLink | None:
-        """Open the target of a link; None if there is no such link. A link without a target is removed."""
+        """Open the target of a link. Return None if there is no such link, or if it has no target and is removed."""
         for _ in range(_TRIES):
             target = self.read(name)
             if target is None:
                 return None
             descriptor = _open_target(target)
-            # If the link has not changed, its creator still had the descriptor open when it was opened here.
+            # If the link has not changed, its creator had not closed the descriptor before it was opened here.
             # Otherwise the number of the descriptor may already stand for another file.
             if self.read(name) == target:
                 if descriptor is not None:
@@ -146,12 +147,14 @@ def _open_private(path: Path) -> int:
 def _open_target(target: str) -> int | None:
     """Open the target of a link for reading; None if its process has exited or has closed the descriptor."""
     try:
+        # The target may be any file of a new process with the same id. Opening a pipe must not wait for its writer
+        # (O_NONBLOCK), and a terminal must not become the one that controls this process (O_NOCTTY).
         descriptor = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno in _OUT_OF_RESOURCES:
             raise
         return None
-    # The process id may belong to a new process of another user, and a job of root can open the files of all users.
+    # The new process may belong to another user, whose files a job of root can open too.
     if os.fstat(descriptor).st_uid == os.getuid():
         return descriptor
     os.close(descriptor)

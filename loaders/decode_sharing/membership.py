@@ -1,6 +1,7 @@
 """Membership of a job in a decode group: its link in the group's folder, and the comparison of settings.
 
-The link of a member points to memory with its settings. A job that joins compares them with its own.
+The link of a member points to memory that holds the member's settings. A job that joins the group compares them with
+its own settings. `GroupFolder` has one `Membership`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from datasvc.loaders.ranks.data_ranks import DataRanks
 _ROOT: Final = Path("/dev/shm")  # noqa: S108 - local to the node, and the same for all its jobs, unlike TMPDIR
 _JOB: Final = "job-"
 _MAX_SETTINGS_BYTES: Final = 1 << 20
-_TRIES: Final = 100
+_TRIES: Final = 100  # `join` starts again if the last member removes the folder meanwhile
 
 
 def folder_of(name: str, ranks: DataRanks) -> Path:
-    """Return the folder of this user's group `name` for one data rank: each rank has its own, with other batches."""
+    """Return the folder of this user's group `name`. Each data rank has its own, because its batches differ."""
     return _ROOT / f"{_prefix()}{ranks.rank}-of-{ranks.world_size}-{quote(name, safe='')}"
 
 
 def _prefix() -> str:
-    # The prefix names the PID namespace: containers may share `_ROOT`, but a process id has another meaning in each.
+    # The prefix names the PID namespace: containers may share `_ROOT`, but the links contain process ids, which are
+    # valid only in one namespace.
     return f"datasvc-decode-{os.getuid()}-{os.stat('/proc/self/ns/pid').st_ino}-"
 
 
 class Membership:
-    """Membership of a job in a decode group, which begins with `join`.
+    """One job's place in a decode group, from `join` to `leave`.
 
     Args:
         name: name of the group.
@@ -72,7 +74,7 @@ class Membership:
         return self._links
 
     def join(self) -> None:
-        """Become a member. Links of killed jobs of any group are removed first.
+        """Become a member. First remove the links of killed jobs in all groups of this user.
 
         Raises:
             ConfigError: jobs of the group have other settings; the folder belongs to another user.
@@ -80,7 +82,7 @@ class Membership:
         """
         for path in _ROOT.glob(f"{_prefix()}*"):
             with suppress(OSError, ConfigError):  # the folder of another user, or one that is removed at this moment
-                LinkFolder(path).close()
+                LinkFolder(path).close()  # removes links without a target
         self._descriptor = os.memfd_create("datasvc-decode-settings", os.MFD_CLOEXEC)
         try:
             os.write(self._descriptor, self.settings)
@@ -122,7 +124,10 @@ class Membership:
         )
 
     def _check_settings(self, links: LinkFolder) -> None:
-        """Raise ConfigError if a job that joined before this one has other settings."""
+        """Raise ConfigError if a job that joined before this one has other settings.
+
+        Later jobs compare their settings with those of this job, so of two different jobs only the later one fails.
+        """
         for name in sorted(links.names()):
             if not name.startswith(_JOB) or name >= self._job:
                 continue
@@ -130,7 +135,8 @@ class Membership:
             if link is None:
                 continue
             other: Any = None
-            # The link of a killed job may point to any file of a new process with the same id.
+            # A job may have been killed, and its link then points to any file of a new process with the same id. What
+            # is not readable, or not a JSON object, is therefore not the settings of a member.
             with suppress(OSError, ValueError):
                 other = json.loads(os.pread(link.descriptor, _MAX_SETTINGS_BYTES, 0))
             os.close(link.descriptor)

@@ -1,7 +1,7 @@
-"""Shared memory of one decoded batch (`memfd`): one job writes it, the others map it without a copy.
+"""Shared memory of one decoded batch (`memfd`), for `GroupFolder`: one job writes it, others map it without a copy.
 
 The memory has no name in a file system. The kernel frees it when no process has it open or mapped. A reader keeps a
-shared lock on the memory as long as it references the batch. The writer uses the memory again only under the
+shared lock on the memory as long as it references the batch. The writer writes the next batch only under the
 exclusive lock, so a batch never changes while it is in use.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 from datasvc.loaders.decode_sharing.packing import Part, unpack
 
 KEY_BYTES: Final = 16
-_ALIGNMENT: Final = 64
+_ALIGNMENT: Final = 64  # bytes: a cache line, and enough for any dtype
 _HEADER: Final = struct.Struct(f"<{KEY_BYTES}sQ")  # key of the batch, number of its parts
 _SPAN: Final = struct.Struct("<QQ")  # offset and length of each part, in bytes
 # Bits of /proc/self/pagemap, from the kernel's Documentation/admin-guide/mm/pagemap.rst.
@@ -54,7 +54,7 @@ class SharedBuffer:
             raise
 
     def try_lock(self) -> bool:
-        """Lock the memory, so that no job can read it until `unlock`. Return False if a job uses it."""
+        """Lock the memory, so that no job can read it until `unlock`. Return False if a job still uses its batch."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -66,7 +66,7 @@ class SharedBuffer:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def write(self, key: bytes, parts: Sequence[Part]) -> None:
-        """Write a batch; its parts need `size_of(parts)` bytes."""
+        """Write a batch. The memory must have `size_of(parts)` bytes and be locked, or not be published yet."""
         content = np.frombuffer(self._mapped, np.uint8)
         spans = _lay_out(parts)
         for number, (part, (offset, length)) in enumerate(zip(parts, spans, strict=True)):
@@ -87,17 +87,17 @@ def size_of(parts: Sequence[Part]) -> int:
 
 
 class MappedBatches:
-    """The batches of other jobs that this job has mapped.
+    """Reads batches from the memory of other jobs, and keeps the mappings of this memory for later batches.
 
-    A new mapping costs as much as a copy, so up to `num_kept` unused mappings are kept for the next batches in the
-    same memory. A mapping that the caller has written to is not used again: written pages have become private and
-    would hide the next batch.
+    A writer uses its memory for several batches, and a new mapping costs as much as a copy. So up to `num_kept`
+    mappings whose batch is no longer used are kept. A mapping that the caller has written to is not kept: written
+    pages have become private and would hide the next batch.
     """
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
-        self._kept: dict[int, _Mapping] = {}
-        self._unused: deque[_Mapping] = deque()
+        self._kept: dict[int, _Mapping] = {}  # by inode number, oldest first
+        self._returned: deque[_Mapping] = deque()  # no longer in use, and not yet passed to `_keep`
 
     def read(self, descriptor: int, key: bytes) -> Any | None:
         """Return the batch with a key in memory of another job; None if the memory has another batch now.
@@ -109,22 +109,23 @@ class MappedBatches:
             OSError: the memory cannot be mapped.
         """
         status = os.fstat(descriptor)
+        # The link of a killed job may have led to any file of a new process with the same id.
         if not stat.S_ISREG(status.st_mode) or status.st_size < _HEADER.size:
             return None
-        while self._unused:
-            self._keep(self._unused.popleft())
+        while self._returned:
+            self._keep(self._returned.popleft())
         # Inode numbers identify memory: a mapping keeps its memory, so no new memory gets the same number.
         mapping = self._kept.pop(status.st_ino, None) or _Mapping(descriptor, status.st_ino)
-        batch = mapping.read(key, self._unused)
+        batch = mapping.read(key, self._returned)
         if batch is None:
             self._kept[status.st_ino] = mapping
         return batch
 
     def close(self) -> None:
-        """Drop all unused mappings; the others stay valid."""
+        """Drop all mappings whose batch is no longer used; the others stay valid."""
         self._kept.clear()
         # A new deque: mappings that are still in use are appended to the old one, which is dropped with them.
-        self._unused = deque()
+        self._returned = deque()
 
     def _keep(self, mapping: _Mapping) -> None:
         if not mapping.has_private_pages():
@@ -134,7 +135,7 @@ class MappedBatches:
 
 
 class _Mapping:
-    """A private mapping of another job's memory; its descriptor has the shared lock while a batch is in use."""
+    """A private mapping of another job's memory. Its descriptor holds the shared lock while its batch is in use."""
 
     def __init__(self, descriptor: int, inode: int) -> None:
         self.inode = inode
@@ -143,10 +144,10 @@ class _Mapping:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         self._descriptor = os.dup(descriptor)
 
-    def read(self, key: bytes, unused: deque[_Mapping]) -> Any | None:
-        """Return the batch with a key; None if the memory has another one.
+    def read(self, key: bytes, returned: deque[_Mapping]) -> Any | None:
+        """Return the batch with a key; None if the memory has another batch.
 
-        When the last view of the batch is gone, the mapping is unlocked and appended to `unused`.
+        When the last view of the batch is gone, the mapping is unlocked and appended to `returned`.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -159,8 +160,9 @@ class _Mapping:
             return None
         # Only the views of the batch keep `owner` alive, so it is finalized when the last view is gone.
         owner = (ctypes.c_char * len(self._mapped)).from_buffer(self._mapped)
-        # Any thread may drop the last view, so `unused` is a deque, to which appending is atomic.
-        weakref.finalize(owner, self._return, unused).atexit = False
+        # Any thread may drop the last view, so `returned` is a deque: appending to it is atomic. At exit
+        # nothing has to be done, because the kernel drops the lock.
+        weakref.finalize(owner, self._return, returned).atexit = False
         content = memoryview(owner).cast("B")
         spans = _SPAN.iter_unpack(content[_HEADER.size : _HEADER.size + num_parts * _SPAN.size])
         return unpack([content[offset : offset + length] for offset, length in spans])
@@ -182,18 +184,18 @@ class _Mapping:
     def __del__(self) -> None:
         os.close(self._descriptor)
 
-    def _return(self, unused: deque[_Mapping]) -> None:
+    def _return(self, returned: deque[_Mapping]) -> None:
         if os.getpid() != self._process:
             return  # a forked child shares the lock with its parent, which may still use the batch
         self._unlock()
-        unused.append(self)
+        returned.append(self)
 
     def _unlock(self) -> None:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
 
 def _lay_out(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    """Return the offset and length of parts stored after the header, each aligned for any dtype."""
+    """Return the offset and length of each part. Parts follow the header and the spans, aligned for any dtype."""
     spans, end = [], _HEADER.size + len(parts) * _SPAN.size
     for part in parts:
         offset = -(-end // _ALIGNMENT) * _ALIGNMENT

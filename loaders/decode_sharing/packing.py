@@ -1,7 +1,7 @@
 """Serialization of a batch as byte arrays: one per array or tensor, and a header that describes them.
 
-`GroupFolder` writes these arrays to shared memory. The header may be a pickle, because both processes belong to one
-user and run the same program, and nothing is stored.
+`GroupFolder` writes these byte arrays, the parts of the batch, to shared memory. The header is a pickle. This is
+safe, because both processes belong to one user and run the same program, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -19,36 +19,41 @@ Part = npt.NDArray[np.uint8]
 
 
 def pack(batch: object) -> list[Part]:
-    """Return the batch as byte arrays, the header last. Arrays are views where memory is contiguous, else copies."""
+    """Return the parts of the batch, the header last. Parts are views of contiguous arrays, and copies of others."""
     arrays: list[Part] = []
 
-    # A function: a method of the pickler would make a reference cycle and keep the batch until garbage collection.
-    def set_aside(buffer: pickle.PickleBuffer) -> None:
+    # Not a method of the pickler: it would make a reference cycle, which keeps the batch until garbage collection.
+    def collect_bytes(buffer: pickle.PickleBuffer) -> None:
         arrays.append(np.frombuffer(buffer.raw(), np.uint8))
 
     header = io.BytesIO()
-    _Pickler(header, protocol=5, buffer_callback=set_aside).dump(batch)
+    _Pickler(header, protocol=5, buffer_callback=collect_bytes).dump(batch)
     return [*arrays, np.frombuffer(header.getvalue(), np.uint8)]
 
 
 def unpack(parts: Sequence[memoryview]) -> Any:
     """Return the batch that `pack` serialized; its arrays and tensors are views of `parts` and keep them alive."""
-    return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - of a process of this user, see `group_folder`
+    return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - written by a process of this user, see above
 
 
 class _Pickler(pickle.Pickler):
+    """A pickler that takes the bytes of tensors out of the pickle, as pickle itself does for NumPy arrays."""
+
     def reducer_override(self, value: object) -> Any:
-        torch = sys.modules.get("torch")
+        torch = sys.modules.get("torch")  # a process without torch has no tensors, and need not import it
         if torch is not None and isinstance(value, torch.Tensor):
             return _reduce_tensor(value, torch)
         return NotImplemented
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Reduce a tensor to the bytes of its storage, for any dtype and any order of its axes."""
+    """Return how pickle rebuilds a tensor: a function, and its arguments, of which the first is the stored bytes.
+
+    The bytes are those of the tensor's storage, so its axes may be in any order. NumPy need not have its dtype.
+    """
     tensor = tensor.detach().cpu()
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    if flat.numel() != tensor.numel():  # the tensor is a view of a larger storage, which must not be sent
+    if flat.numel() != tensor.numel():  # the tensor is a view of a larger storage, which would be sent as a whole
         tensor = tensor.contiguous().clone()
         flat = tensor.reshape(-1)
     values = np.asarray(flat.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8))
@@ -58,7 +63,7 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
 def _make_tensor(values: Part, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> Any:
     import torch
 
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     if not values.size:
-        return torch.empty(shape, dtype=kind)
-    return torch.from_numpy(values).view(kind).as_strided(shape, stride)
+        return torch.empty(shape, dtype=torch_dtype)
+    return torch.from_numpy(values).view(torch_dtype).as_strided(shape, stride)

@@ -9,7 +9,7 @@ from datasvc.errors import ConfigError
 
 MAX_NAME_BYTES: Final = 50
 SHARING_FORMAT: Final = 2
-"""Version of the links and the shared memory between the jobs of a decode group."""
+"""Version of the links and the shared memory between the jobs of a decode group; all jobs of a group must have it."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class DecodeGroup:
         name: name of the group; jobs of one user with the same name share batches.
         lag: number of batches that a job may be behind the decoding job and still get shared batches. The decoding
             job keeps that many batches in memory, once for all jobs.
-        patience: total number of batches for which a job waits for jobs that are further behind, such as a job that
-            starts late or writes a checkpoint. After every eight batches of its own, it may wait for one more, up to
-            this number. 0: it never waits.
+        patience: maximum number of times that a job waits for one batch of a job that is further behind, for example
+            because that job started late or writes a checkpoint. Each wait uses up one; every eight batches of its
+            own restore one. 0: it never waits.
         when_behind: "alone": a job that is too far behind decodes the same batches in its own process until it
             catches up; "raise": it gets a `LagError`.
         silent_s: seconds that a job waits for a batch that another job decodes; then it decodes the batch itself.

@@ -22,16 +22,16 @@ B = TypeVar("B")
 
 # Fields of `DecodeConfig` that may differ between the jobs of a group, because they do not affect the batches.
 _MAY_DIFFER: Final = {"num_threads", "prefetch"}
-# Arguments that `_describe` takes from the loader instead.
+# Arguments that `_describe` takes from the loader instead, where they have their final values.
 _COMPARED_OTHERWISE: Final = {"tail", "ranks"}
 
 
 class Sharing(Generic[B]):
-    """A loader's membership in a decode group.
+    """Makes the decoders of one loader that is in a decode group. All of them use one `GroupFolder`.
 
     Args:
         loader: the loader.
-        group: the decode group.
+        group: settings of the decode group.
         arguments: arguments of the loader that affect its batches, by name. `decode` is a `DecodeConfig`.
 
     Attributes:
@@ -64,11 +64,14 @@ class Sharing(Generic[B]):
             inner: decoder of the batches that this job decodes; see `SharedDecoder`.
             kind: further settings that affect the batches: the array type and the backend.
         """
-        # The kind is one of the settings of a job, so if it changes, the job leaves the group and joins it again.
+        # The jobs of a group compare these settings too. If one changes, this job leaves and joins again; if none
+        # does, it keeps its folder and its pace, with the batches it has mapped and the waits it has left.
         if self._folder is None or self._pace is None or self._kind != kind:
             self.close()
             self._kind = kind
-            self._folder = GroupFolder(self._group.name, self._ranks, self._settings | kind, 4 * self._group.lag + 8)
+            # More mappings than a group usually has batches, because making one again costs more than filling it.
+            num_kept = 4 * self._group.lag + 8
+            self._folder = GroupFolder(self._group.name, self._ranks, self._settings | kind, num_kept)
             self._pace = Pace(self._group, self._folder, self.counts, **self._sizes)
         return SharedDecoder(
             inner,
@@ -80,7 +83,7 @@ class Sharing(Generic[B]):
         )
 
     def close(self) -> None:
-        """Leave the decode group; a new decoder joins it again."""
+        """Leave the decode group. The next batch of a decoder joins it again."""
         if self._folder is not None:
             self._folder.leave()
 
@@ -120,5 +123,5 @@ def _to_json(name: str, value: object) -> Any:
         code = value.__code__
         constants = [constant for constant in code.co_consts if isinstance(constant, str | int | float | bytes)]
         content += code.co_code + repr((code.co_names, constants)).encode()
-    kind = value if isinstance(value, FunctionType | type) else type(value)
-    return f"{kind.__module__}.{kind.__qualname__} {hashlib.blake2b(content, digest_size=8).hexdigest()}"
+    named = value if isinstance(value, FunctionType | type) else type(value)
+    return f"{named.__module__}.{named.__qualname__} {hashlib.blake2b(content, digest_size=8).hexdigest()}"

@@ -14,12 +14,12 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class ImageBatch(Batch[A]):
-    """One rank's part of a global batch; it unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
+    """One rank's part of a global batch, which unpacks as `(images, labels)`. `A`: a torch tensor or NumPy array.
 
     Attributes:
         images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type and device; zeros for samples
             that do not decode. The loader does not reuse the memory while a reference to it exists.
-        labels: `int64[n]` on the loader's device, like all tensors; None if the data set has no labels.
+        labels: `int64[n]`; None if the data set has no labels. All tensors are on the loader's device.
         mask: `bool[n]`, False for padding of the last batch and for samples that do not decode.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch; always a NumPy array.

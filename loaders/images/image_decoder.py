@@ -1,4 +1,7 @@
-"""The `BatchDecoder` of `ImageLoader`: plans crops, decodes with a backend, and masks or reports bad samples."""
+"""The `BatchDecoder` of `ImageLoader`: plans crops, decodes with a backend, and masks or reports bad samples.
+
+A bad sample is one whose image does not decode.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ class ImageDecoder:
     """A `BatchDecoder` of images.
 
     Args:
+        backend: decoder of the images, which this object closes.
         framework: array type of the batches.
         plan: crop and edits of each image.
         describe: function that names a sample, given its batch and its index in the batch.
@@ -35,6 +39,7 @@ class ImageDecoder:
         on_bad: "raise" an error for samples that do not decode, or "mask" them.
         is_mixture: whether batches contain the source split of each sample.
         device: device of labels, mask and numbers, such as "cuda:1"; None: the CPU.
+        profiler: profiler of the loader, which measures waits for the backend and the assembly of batches.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class ImageDecoder:
 
     def _deliver(self, values: Any) -> Any:
         """Return an array in the caller's framework: a tensor of the same memory, or a copy on the device."""
+        # What is not a NumPy array is a tensor of the backend, which is on the device already.
         if self._framework == "numpy" or not isinstance(values, np.ndarray):
             return values
         import torch
@@ -120,5 +126,5 @@ class ImageDecoder:
 
 
 def _read(blobs: Sequence[Bytes], shards: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
-    """Return the bytes of one image of a batch, read into `buffer` if its shard is a file; see `Read`."""
+    """Return the bytes of image `index` of a batch, read into `buffer` if its shard is a file."""
     return shards[index].read(blobs[index], buffer)

@@ -50,12 +50,12 @@ _TRIAL_BYTES: Final = 256 << 20
 
 
 class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
-    """Batches of a split's images, decoded; `for images, labels in loader` runs to the end of the epoch.
+    """Batches of the decoded images of a split. `for images, labels in loader` runs to the end of the epoch.
 
     A new `for` continues after the last batch that was handed over, in the same epoch or at the start of the next
-    one. `state_dict()` counts batches handed over, not prefetched ones. A state can be loaded at any world size and
-    batch size; the run then continues with exactly the samples not yet served. Every rank of a job creates a loader
-    with the same arguments except `ranks`.
+    one. `state_dict()` counts the batches that were handed over, not those that are prefetched. A state can be loaded
+    at any world size and batch size; the run then continues with exactly the samples not yet served. Every rank of a
+    job creates a loader with the same arguments except `ranks`.
 
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
@@ -140,6 +140,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             changes_colours=self._plan.changes_colours,
         )
         self._on_bad = decode.on_bad
+        # The kind of batches that the present decoder makes; see `_serve`.
         self._framework: Framework = "torch"
         self._is_pinned = False
         missing = find_missing()
@@ -153,6 +154,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         if decode.backend == "auto" and candidates[0] == "pillow":
             _LOG.warning("images are decoded by Pillow, about half as fast as decode='cpu': %s", missing["cpu"])
         self.num_bad = 0
+        # Kept for `_change_order`, which makes a new `Sharing`.
         self._sharing_arguments: tuple[DecodeGroup, Mapping[str, Any]] | None = None
         self.sharing: Sharing[ImageBatch[torch.Tensor]] | None = None
         if group is not None:
@@ -216,9 +218,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._serve("torch", is_pinned=True)
 
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
+        """Yield the remaining batches of the epoch as one kind: of a framework, and in pinned memory or not."""
         batches = super().__iter__()
         while True:
-            # The caller may use several iterators in turn: decode again the batches that another kind prefetched.
+            # Checked for each batch, because the caller may use several iterators in turn. Batches of another kind
+            # that are already prefetched are dropped, and decoded again as this kind.
             if (self._framework, self._is_pinned) != (framework, is_pinned):
                 with self._thread_guard:
                     self._discard()
@@ -230,15 +234,16 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             yield batch
 
     def close(self) -> None:
-        """See `Loader`; it also leaves the decode group."""
+        """Close the loader as `Loader.close` does, and leave the decode group."""
         super().close()
         if self.sharing is not None:
             self.sharing.close()
 
     def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
-        # A batch of a decode group is shared in ordinary memory; `_deliver` copies it to page-locked memory.
+        # The batches of a decode group are in shared memory, which is not page-locked; `_deliver` copies them.
         config = dataclasses.replace(self._config, is_pinned=self._is_pinned and self.sharing is None)
-        # The question must be equal on all ranks. It leaves out the backend, which may differ until the ranks agree.
+        # The question identifies the choice that all ranks make together, so it must be equal on all of them.
+        # `super()` leaves out the backend, which may differ until the ranks agree.
         question = super().state_dict() | {"batch_size": self.batch_size}
         backend = self._choice.settle(self._draw_trial, question=question)
         decoder = ImageDecoder(
@@ -263,13 +268,13 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._choice.backend
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Loader`; once chosen, the backend is part of the state, because pixels differ between backends."""
+        """Return the state as in `Loader`, with the backend once it is chosen: pixels differ between backends."""
         decode = self._choice.state
         return super().state_dict() | ({} if decode is None else {DECODE: decode})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Loader`; uses the backend of the state if `decode` allows that, and logs a warning otherwise."""
-        # Parsed first: a state with an unknown backend must not move the cursor.
+        """Continue as in `Loader`, with the backend of the state if `decode` allows it; else log a warning."""
+        # Parsed before anything changes: after an error for an unknown backend, the loader must be as before.
         decode = parse_backend(state[DECODE]) if DECODE in state else None
         super().load_state_dict(state)
         self._choice.restore(decode)
@@ -300,15 +305,16 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         )
 
     def _draw_trial(self) -> list[TrialBatch]:
-        """Return the next batches for a trial, without moving the run's cursor."""
+        """Return the next batches, with which the backends are measured. The run's cursor does not move."""
         drawn: list[TrialBatch] = []
         size_bytes = 0
         try:
             for batch in islice(self._batches.stream(self._cursor), _TRIAL_BATCHES):
-                if batch.blobs:
+                if batch.blobs:  # the last batch of a rank may be empty
                     drawn.append(TrialBatch([blob.tobytes() for blob in batch.blobs], self._plan.windows(batch)))
                     size_bytes += sum(map(len, drawn[-1].images))
-                self._batches.retire(batch)  # otherwise a cache that cannot hold all these batches would wait forever
+                # Release its shards: a cache that cannot hold those of all these batches would wait forever.
+                self._batches.retire(batch)
                 if size_bytes > _TRIAL_BYTES:
                     break
         finally:
@@ -317,6 +323,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
 
 def _device_id(device: str) -> int | None:
+    """Return the number of a GPU, or None for the CPU. Raises ConfigError: `device` is neither."""
     kind, _, number = device.partition(":")
     if kind == "cpu" and number in {"", "0"}:
         return None

@@ -1,6 +1,7 @@
-"""Plans the crop and the edits of each image before it is decoded; an edit changes colours or runs a transform.
+"""Plans the crop and the edits of each image before it is decoded, for `ImageDecoder`.
 
-`ImageDecoder` uses the plan. It depends on the image's size, the seed, and the sample's epoch and position.
+An edit changes colours or runs the user's transform. A plan depends only on the image's size, the settings, and the
+sample's epoch and position.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _RESIZE_RATIO = 256 / 224
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """Settings of crops and edits.
+    """The settings of crops and edits, from which each batch's windows and edits are computed.
 
     Attributes:
         training: True: random windows, flips and colours; False: centre crops.
@@ -50,11 +51,11 @@ class ImagePlan:
 
     @property
     def changes_colours(self) -> bool:
-        """Whether the plan changes colours."""
+        """Whether edits change colours, which only training does."""
         return self._colours is not None
 
     def windows(self, batch: SampleBatch) -> Windows:
-        """Return the window of each image of a batch."""
+        """Return the window (the crop) of each image of a batch."""
         widths, heights = batch.columns[WIDTH], batch.columns[HEIGHT]
         if self.training:
             return plan_random_windows(

@@ -1,14 +1,14 @@
-"""Finds the bottleneck of a run from the sums over its steps, and gives advice in words.
+"""Finds the bottleneck of a run from the sums over its steps, and gives advice in words, for `Report`.
 
-Decoding threads run parallel to the caller, which consumes the batches. With `prefetch` batches in progress a step
-takes the longer of two times: the threads' time for a batch, or the caller's time for a batch plus the loader's work
-in the caller's thread. So the bottleneck is found as follows:
+Decoding threads run parallel to the consumer, the thread that calls the loader and uses its batches. With `prefetch`
+batches in progress a step takes the longer of two times: the decoding threads' time for a batch, or the consumer's
+time for a batch plus the loader's work inside the call. So the bottleneck is found as follows:
 
-- If the caller spent only a small fraction of its time waiting, the caller itself is the bottleneck.
+- If the consumer spent less than `STARVED_SHARE` of its time waiting, the consumer itself is the bottleneck.
 - If most calls waited for other threads, the bottleneck is these threads' stage, however long other stages took.
 - Otherwise it is the stage that blocked the calls longest.
 
-The creation of the decoder is not counted, because it happens once.
+The creation of the decoder (`Stage.START`) is not counted, because it happens once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Resources:
         unit: unit of the rates, in the plural, such as "images".
         decoder: "cpu", "gpu-window", "gpu-whole" or "pillow"; None if the loader decodes nothing.
         num_threads: number of decoding threads.
-        num_processors: this rank's part of the processors available to the process.
+        num_processors: number of processors for this rank: those of the process, divided among the node's ranks.
         prefetch: number of batches in progress.
         has_cache: whether shards are read through a node's cache.
         is_shared: whether the loader is a member of a decode group.
@@ -54,9 +54,9 @@ class Bottleneck:
     Attributes:
         stage: the stage that the consumer waits for; None if the consumer itself is the bottleneck.
         offered: samples per second that the loader handed over, including waits.
-        asked: samples per second that the consumer would have taken without waits; None if it took no time.
+        asked: samples per second that the consumer would have taken without waits; None if its own time is zero.
         starved_share: fraction of the time that the consumer waited.
-        headroom: fraction by which the consumer could be faster before the loader limits it; None if unknown.
+        headroom: fraction by which the rate of the consumer could rise before the loader limits it; None if unknown.
         advice: measures that help; "" if nothing is wrong.
         unit: unit of the rates, in the plural.
     """
@@ -99,22 +99,23 @@ def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
 
 def _find_stage(totals: Totals) -> Stage:
     """Return the stage that limits a starved run."""
-    # Stages in the call overlap with the threads' work, so their time costs nothing while the threads are the limit.
+    # Stages inside the call run while other threads work, so they cost nothing as long as those threads are slower.
     times_s = totals.waiting_s if _is_thread_bound(totals) else totals.blocked_s
     return max((stage for stage in times_s if stage is not Stage.START), key=times_s.__getitem__)
 
 
 def _is_thread_bound(totals: Totals) -> bool:
-    """Return whether most steps waited for other threads."""
+    """Return whether the calls of most steps waited for other threads."""
     return 2 * totals.num_bound_steps > totals.num_steps
 
 
 def _headroom(totals: Totals, wait_s: float) -> float | None:
-    """Return the fraction by which the consumer could be faster; None if no work of other threads was timed."""
+    """Return the headroom of a run that is not starved; None if no work of other threads was timed."""
+    # Elapsed time of each stage in other threads, as if all its threads had always worked at the same time.
     busy_s = [beside_s / totals.num_beside[stage] for stage, beside_s in totals.beside_s.items()]
     if not busy_s:
         return None
-    # The next limit is the slower one of the threads' work and the work inside the calls.
+    # For a faster consumer, the limit is the slowest of the threads' stages, or the work inside the calls.
     return max(0.0, totals.consumer_s / max(wait_s, *busy_s) - 1)
 
 
@@ -132,6 +133,7 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
             "the jobs of the decode group decode in turn: give each of them more threads, "
             "decode=DecodeConfig(num_threads=N)"
         )
+    # Some calls waited for the decoding threads, but most did not: the threads are fast enough on average.
     if not _is_thread_bound(totals) and totals.num_bound_steps:
         setting = f"prefetch={2 * resources.prefetch or 2}"
         if resources.decoder is not None:
@@ -142,17 +144,18 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
     if resources.decoder.startswith("gpu"):
         return "compare decode='cpu', or store smaller images"
     other = "GPU decode" if resources.decoder == "cpu" else "decode='cpu', with DALI"
-    free = resources.num_processors - resources.num_threads
-    if free <= 0:
+    num_free = resources.num_processors - resources.num_threads
+    if num_free <= 0:
         return f"all {resources.num_processors} processors decode already: {other}, or smaller images"
-    missing = _missing_threads(totals, resources.num_threads)
-    if missing > free:
-        return f"{_threads(free)}, though {resources.num_processors} processors are too few: {other}"
-    return f"{_threads(missing)} or {other}"
+    num_missing = _missing_threads(totals, resources.num_threads)
+    if num_missing > num_free:
+        return f"{_threads(num_free)}, though {resources.num_processors} processors are too few: {other}"
+    return f"{_threads(num_missing)} or {other}"
 
 
 def _missing_threads(totals: Totals, num_threads: int) -> int:
-    """Return how many more threads could serve the consumer, if speed is proportional to their number."""
+    """Return how many more threads the consumer needs, if the speed of decoding is proportional to their number."""
+    # Now the threads decode a batch in the consumer's time plus its wait. They must do so in the consumer's time.
     num_missing = num_threads * totals.blocked_s[Stage.DECODE] / max(totals.consumer_s, _ROUNDING)
     return max(1, math.ceil(num_missing - _ROUNDING))
 
@@ -162,7 +165,7 @@ def _threads(number: int) -> str:
     return f"{count} more decode thread{'' if number == 1 else 's'}"
 
 
-_ROUNDING: Final = 1e-6
+_ROUNDING: Final = 1e-6  # so that a rounding error does not add a thread, and no division is by zero
 _NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.ORIGIN: "stage the version before the run (datasvc stage), or give the cache room for all of it",
@@ -170,7 +173,7 @@ _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.CACHE: "put the cache on a faster disk, or make larger shards, so that fewer are opened",
     Stage.READ: "use larger batches, and leave out columns that are not needed",
     Stage.COLLATE: "use uint8 batches, and normalise them on the device",
-    # Images go to a GPU as bytes from page-locked memory whatever the output is, so these are no advice here.
+    # No advice to use uint8 or page-locked memory: whatever the output is, images go to a GPU as bytes from it.
     Stage.TRANSFER: "decode on the GPU, decode='gpu', which copies the encoded images, or use a smaller size=",
     Stage.LEDGER: "put the ledger on a faster disk, or use larger batches, because each batch is one write",
     Stage.LOADER: "use larger batches, because each call costs about the same",

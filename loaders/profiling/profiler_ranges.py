@@ -1,8 +1,9 @@
 """Named ranges around the stages of a loader, for torch's profiler and for NVTX tools such as Nsight Systems.
 
-Ranges are opened while torch's profiler records. They are always opened in a process that an NVTX tool started or
-that has `DATASVC_NVTX=1`. Otherwise a stage costs two flag checks. This module does not import torch, so it opens no
-range until other code has imported torch.
+`StepProfiler` opens a range for each stage and each call. In a process that an NVTX tool started, or that has
+`DATASVC_NVTX=1`, these are NVTX ranges. In other processes they are ranges of torch's profiler, while it records;
+otherwise a stage costs only two checks of flags. This module does not import torch, so it opens no range until other
+code has imported torch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     return is_requested or any(environ.get(name) for name in tools)
 
 
-_IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)
+_IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)  # once, because each stage checks it
 
 
 def open_range(kind: str) -> Callable[[], object] | None:
@@ -58,6 +59,7 @@ def open_range(kind: str) -> Callable[[], object] | None:
 
 
 def _open_nvtx(kind: str) -> Callable[[], object] | None:
+    """Open an NVTX range; see `open_range`."""
     torch: Any = sys.modules.get("torch")
     if torch is None or torch.version.cuda is None:  # builds without CUDA have no NVTX
         return None

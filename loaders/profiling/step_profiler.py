@@ -1,8 +1,9 @@
 """Profiler of a loader's steps and stages, at a cost of about one microsecond per stage.
 
-A step is a call for a batch and the consumer's time until the next call. Stages may run in any thread; steps run in
-one thread at a time. Stages outside of calls, such as decoding in other threads, count as work beside the calls, see
-`step_times`. The profiler keeps sums, the last steps and the last time spans, so its memory is bounded.
+Each loader has one. A step is a call for a batch and the consumer's time until the next call. Stages may run in any
+thread; steps run in one thread at a time. Stages outside of calls, such as decoding in other threads, count as work
+beside the calls: they cost the consumer time only if a call waits for them. The profiler keeps sums, the last steps
+and the last time spans, so its memory is bounded.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ class StepProfiler:
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
         self.here = _Thread()  # thread-local: each thread has its own values
-        # Reentrant, because at any allocation garbage collection may end an abandoned iterator, which calls `pause`.
+        # Reentrant: at any allocation, even under the lock, garbage collection may end an abandoned iterator, which
+        # calls `pause`.
         self._lock = threading.RLock()
         self._earlier, self._since_restart = Sums(), Sums()  # sums of the steps before and after the last `restart`
         self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)
         self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
-        self._active: Counter[Stage] = Counter()
+        self._active: Counter[Stage] = Counter()  # number of threads that are in a stage outside of calls
         self._current: StepStageTimer | None = None  # the step of the batch that the consumer uses
         self.number = 0  # number of the last step handed over
 
@@ -54,13 +56,13 @@ class StepProfiler:
         return StageTimer(self, stage)
 
     def waiting(self, stage: Stage) -> StageTimer:
-        """Time a call's wait for a stage of other threads."""
+        """Time a call's wait for other threads that work at a stage."""
         timer = StageTimer(self, stage)
         timer.is_wait = True
         return timer
 
     def pause(self) -> None:
-        """End the consumer's time of the current batch; the time until the next call belongs to no step."""
+        """End the current step before the next call. The time until that call belongs to no step."""
         now_ns = self.clock()
         with self._lock:
             self._end_step(now_ns)
@@ -102,7 +104,8 @@ class StepProfiler:
         self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
-        """Begin a stage outside of calls; called by `StageTimer`. A wait there is not work and does not count."""
+        """Begin a stage outside of calls; called by `StageTimer`."""
+        # A wait outside of calls is not work, and does not delay the consumer by itself.
         if timer.is_wait:
             return
         timer.counted = timer.stage
@@ -115,13 +118,13 @@ class StepProfiler:
         if timer.is_wait:
             return
         with self._lock:
-            if timer.counted is not None:
+            if timer.counted is not None:  # only the outermost stage of a thread is counted as active
                 self._active[timer.counted] -= 1
             self._since_restart.add_beside(timer.stage, exclusive_ns, timer.num_threads)
 
     def begin_step(self, timer: StepStageTimer) -> None:
         """Begin a call; called by `StepStageTimer`."""
-        # Calls are never nested, so timers that are still in the list remain from an interrupt: discard them.
+        # Calls are never nested, so timers that are still in the list are left over from an interrupt: discard them.
         self.here.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
@@ -140,8 +143,8 @@ class StepProfiler:
         self.keep_span("wait", timer.start_ns, timer.wait_ns, timer.number)
 
     def _end_step(self, now_ns: int) -> None:
-        """End the consumer's time of the current step. The caller has the lock."""
-        # Cleared first: the lock is reentrant, and a nested call must not add the step a second time.
+        """Add the current step, if there is one, to the sums. The caller has the lock."""
+        # Cleared first: the lock is reentrant, and a nested call of `pause` must not add the step a second time.
         current, self._current = self._current, None
         if current is None:
             return
@@ -156,12 +159,12 @@ class StepProfiler:
 
 
 class StageTimer:
-    """Times one block of work; its `stage` may be changed inside the block. Created by `StepProfiler.stage`."""
+    """Times one block of work; its `stage` may be changed inside the block. Created by `stage` and `waiting`."""
 
     # Class attributes as defaults make the constructor cheap; about ten timers are created per step.
     is_wait = False
     counted: Stage | None = None  # the stage under which this thread counts as active, outside of calls
-    num_threads = 1
+    num_threads = 1  # threads that were active in this stage at the start, with this one; outside of calls
     inside_ns = 0  # time of the stages nested in this one
 
     def __init__(self, profiler: StepProfiler, stage: Stage) -> None:
@@ -178,7 +181,7 @@ class StageTimer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Inlined: each function call would add to the measured overhead.
+        # In one function: each call of another one would add to the overhead of the profiler.
         profiler, stage, timers = self._profiler, self.stage, self._timers
         duration_ns = profiler.clock() - self._start_ns
         if self._close_range is not None:
@@ -188,7 +191,7 @@ class StageTimer:
         step = None
         if timers:
             timers[-1].inside_ns += duration_ns
-            step = timers[0]
+            step = timers[0]  # the outermost timer: that of the step, if this thread is inside a call for a batch
         if isinstance(step, StepStageTimer):
             step.blocked_ns[stage] = step.blocked_ns.get(stage, 0) + exclusive_ns
             if self.is_wait:
@@ -208,15 +211,16 @@ class StepStageTimer:
     """
 
     number = num_samples = 0
-    inside_ns = start_ns = wait_ns = 0
+    inside_ns = start_ns = wait_ns = 0  # time of the stages, start, and duration of the call
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler
+        # By stage, as in `StepTimes`.
         self.blocked_ns: dict[Stage, int] = {}
         self.waiting_ns: dict[Stage, int] = {}
 
     def end(self, now_ns: int) -> None:
-        """End the call; time that belongs to no stage counts as `Stage.LOADER`."""
+        """Fix the duration of the call. Its time that belongs to no stage counts as `Stage.LOADER`."""
         self.wait_ns = now_ns - self.start_ns
         self.blocked_ns[Stage.LOADER] = self.blocked_ns.get(Stage.LOADER, 0) + self.wait_ns - self.inside_ns
 
@@ -238,7 +242,7 @@ class StepStageTimer:
 
 
 class _Thread(threading.local):
-    """Per thread: its identifier, its name and its running timers, outermost first."""
+    """What a thread needs to time its stages: its identifier, its name, and its running timers, outermost first."""
 
     def __init__(self) -> None:
         self.timers: list[StageTimer | StepStageTimer] = []

@@ -1,8 +1,9 @@
-"""Values that a loader's profile consists of: stages, steps, time spans, and sums over steps.
+"""The values that `StepProfiler` collects: stages, steps, time spans, and sums over steps.
 
-A step is one call for a batch plus the consumer's time until the next call. Each moment inside the call belongs to
-one stage, the innermost, so the stages of a step add up to its wait. Work of other threads, such as decoding, is
-counted separately, as time beside the calls. It costs the consumer time only if a call waits for it.
+A step is one call for a batch plus the consumer's time until the next call. The call is the consumer's wait. Each
+moment inside the call belongs to one stage, the innermost, so the times of the stages add up to the wait. Work of
+other threads, such as decoding, is counted separately, as time beside the calls. It costs the consumer time only if a
+call waits for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-# Even a wait for a thread that has finished takes time, so waits below this fraction of a step do not count.
+# Even a wait for a thread that has finished takes some time. So if the waits for threads are below this fraction of a
+# step, the step does not count as bound by them.
 _BOUND_SHARE: Final = 0.02
 _S_PER_NS: Final = 1e-9
 
@@ -38,7 +40,7 @@ class TimeSpan:
     """A time span of one thread; spans of one thread may be nested.
 
     Attributes:
-        name: a stage; "wait" for a complete call; "consumer" for the consumer's time after it.
+        name: a stage; "wait" for a complete call; "consumer" for the consumer's time after the call.
         thread: identifier of the thread, from `threading.get_ident`.
         thread_name: name of the thread at that time.
         start_ns: start by the profiler's clock.
@@ -87,7 +89,7 @@ class Totals:
         waiting_s: part of `blocked_s` that calls waited for other threads, by stage.
         beside_s: time of other threads by stage, summed over threads.
         num_beside: maximum number of other threads in a stage at the same time.
-        num_bound_steps: number of steps whose call waited for other threads.
+        num_bound_steps: number of steps whose call waited for other threads for more than 2 % of the step.
     """
 
     num_steps: int = 0
@@ -103,7 +105,7 @@ class Totals:
 
 @dataclass
 class Sums:
-    """Mutable sums over steps, in nanoseconds; the attributes are those of `Totals`."""
+    """Sums over steps that can still grow, in nanoseconds; the attributes are those of `Totals`."""
 
     num_steps: int = 0
     num_samples: int = 0
@@ -125,7 +127,7 @@ class Sums:
         for stage, duration_ns in step.blocked_ns.items():
             self.blocked_ns[stage] += duration_ns
         if step.waiting_ns:
-            # The step is bound by other threads if they had not finished their work when the call began.
+            # After a longer wait, the threads had not finished their work when the call began: they limit the step.
             self.num_bound_steps += sum(step.waiting_ns.values()) > _BOUND_SHARE * (step.wait_ns + step.consumer_ns)
             for stage, duration_ns in step.waiting_ns.items():
                 self.waiting_ns[stage] += duration_ns

@@ -16,7 +16,14 @@ _STAGES: Final[Mapping[Outcome, Stage]] = {"resident": Stage.CACHE, "peer": Stag
 
 
 class TimedShards:
-    """A shard store with timed accesses: resident shards count as `cache`, others as `peer` or `origin`."""
+    """A shard store with timed accesses: resident shards count as `cache`, others as `peer` or `origin`.
+
+    The loader puts it around the store of each split.
+
+    Args:
+        store: the store that opens the shards.
+        profiler: profiler of the loader.
+    """
 
     def __init__(self, store: ShardStore, profiler: StepProfiler) -> None:
         self._store = store
@@ -30,8 +37,8 @@ class TimedShards:
                 return self._store.open_shard(info)
             was_resident = self._cached_store.is_resident(info)
             shard, outcome = self._cached_store.open(info)
-            # If another process fetched the shard while this call waited, the outcome is "resident". But this call
-            # spent its time waiting for a fetch, so the time counts as `origin`.
+            # If another process fetched the shard while this call waited, the outcome is "resident", but the time was
+            # spent on a fetch. So it remains `origin`, unless the shard was resident before.
             if was_resident or outcome == "peer":
                 timer.stage = _STAGES.get(outcome, Stage.ORIGIN)
             return shard
@@ -40,6 +47,7 @@ class TimedShards:
         """See `ShardStore.open_early`."""
         store = self._cached_store
         with self._profiler.stage(Stage.CACHE) as timer:
+            # One call has one stage, so a single shard that is not resident makes it a fetch.
             if store is not None and not all(store.is_resident(request.info) for request in requests):
                 timer.stage = Stage.ORIGIN
             return self._store.open_early(requests)

@@ -1,7 +1,7 @@
 """Export of time spans as a Chrome trace, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-The file is JSON in the Trace Event Format: complete events ("X") with times in microseconds, and metadata events
-("M") with the names of process and threads.
+`Loader.write_trace` and the profile of a training step use it. The file is JSON in the Trace Event Format: complete
+events ("X") with times in microseconds, and metadata events ("M") with the names of process and threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def write_trace(path: str | Path, spans: Sequence[TimeSpan], *, process_name: st
 
 
 def trace_events(spans: Sequence[TimeSpan], process: int, process_name: str) -> list[dict[str, Any]]:
-    """Return the events of a trace: names first, then spans by start, enclosing spans before nested ones."""
+    """Return the events of a trace: names first, then spans in the order of their starts.
+
+    Of spans with the same start, the longer one is first, because it contains the others.
+    """
     names = {span.thread: span.thread_name for span in spans}
     return [
         _name_event("process_name", process, 0, process_name),
