@@ -20,13 +20,14 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class TokenBatch(Batch[A]):
-    """One rank's part of a global batch, arrays or tensors on the CPU; it unpacks as `(tokens, labels)`.
+    """One rank's part of a global batch, which unpacks as `(tokens, labels)`.
 
-    The loader does not reuse the memory while a reference to it exists. Attributes that were not requested are None.
+    Arrays are NumPy arrays, or tensors on the CPU. The loader does not reuse their memory while a reference to it
+    exists. Attributes that were not requested are None.
 
     Attributes:
         tokens: `int64[n, block]`.
-        length: `int64[n]`, number of real tokens of each block, which come before its padding; 0 for padding samples.
+        length: `int64[n]`, number of real tokens of each block; its padding follows them. 0 for padding samples.
         mask: `bool[n]`, False for padding samples of the last batch.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch.

@@ -1,8 +1,8 @@
 """Reads token blocks from shards, many blocks per call, for `TokenDecoder`.
 
 A token block is the tokens of one sample. It is stored as a list of a fixed size, as a list of variable size, or as a
-blob of little-endian integers. A block is consecutive bytes of a mapped file, so one indexing operation on a
-sliding-window view of the file copies a batch.
+blob of little-endian integers. In each case it is consecutive bytes of a mapped file: a window. A view of all windows
+of the file takes no memory, and indexing it with many starts copies all these blocks in one operation (a gather).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.shards.format.reader import blob_part
 from datasvc.shards.format.schema import is_blob
 
 _NO_BUFFER: Final = pa.py_buffer(b"")
-# Up to this number of rows, a loop of copies is faster than one gather.
+# Up to this number of blocks, a loop of copies is faster than one gather.
 _MAX_LOOPED_ROWS: Final = 8
 
 
@@ -50,7 +50,7 @@ class BlockFormat:
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether a stored number may be negative, or become negative as int64."""
+        """Whether a stored number may be negative, or become negative as int64 (uint64)."""
         return self.dtype.kind == "i" or self.dtype.itemsize == np.int64().itemsize
 
 
@@ -62,8 +62,8 @@ def choose_format(
     Args:
         schema: schema of the samples.
         column: name of the column.
-        block_tokens: tokens of a block; may be None for lists of a fixed size.
-        dtype: dtype of a token, for blobs only.
+        block_tokens: maximum number of tokens of a block; None only for lists of a fixed size.
+        dtype: dtype of a token in blobs; None for lists.
 
     Raises:
         ConfigError: the column is missing or does not contain integers; `block_tokens` or `dtype` is missing or
@@ -108,14 +108,23 @@ def choose_format(
 
 
 class StoredBlocks:
-    """Finds the blocks of one shard in its record batches, and copies them. Raises ConfigError: null in a block."""
+    """Finds the blocks of one shard in its record batches, and copies them.
+
+    Args:
+        batches: record batches of the shard, as views of mapped memory.
+        format_: storage format of the blocks.
+
+    Raises:
+        ConfigError: a block contains null.
+    """
 
     def __init__(self, batches: Sequence[pa.RecordBatch], format_: BlockFormat) -> None:
         self.format = format_
+        # The areas of memory that hold the shard: one mapped file, or several if it is not fetched completely.
         self._contents: list[Bytes] = []
-        numbers: dict[int, int] = {}  # address of a mapped file -> its index in `_contents`
-        # The empty arrays are for a shard without batches, because `np.concatenate` needs at least one array.
-        # `content_of`: for each block, the index of its file in `_contents`.
+        numbers: dict[int, int] = {}  # address of an area -> its index in `_contents`
+        # For each block: the index of its area in `_contents`, its start in the area, and its size in bytes. The
+        # lists begin with empty arrays, because `np.concatenate` needs at least one and a shard may have no batch.
         content_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for batch in batches:
             buffer, batch_starts, batch_sizes = _find_rows(batch.column(format_.column), format_)
@@ -136,9 +145,10 @@ class StoredBlocks:
 
         Values after the end of a short block are arbitrary. `indices` are `int64[k]`, ascending.
         """
-        # `indices` ascend, so for a complete batch they are 0, 1, ... and need not be applied.
+        # All of `out` is written: `indices` ascend, so they are 0, 1, ... and need not be applied.
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")
+        # Not for ragged blocks: a window may end after the end of the area; see `_gather_from`.
         elif len(rows) <= _MAX_LOOPED_ROWS and len(self._contents) == 1 and not self.format.is_ragged:
             windows, dtype = self._windows[0], self.format.dtype
             for index, start in zip(indices.tolist(), self._starts[rows].tolist(), strict=True):
@@ -158,10 +168,11 @@ class StoredBlocks:
         return blocks.view(self.format.dtype)
 
     def _gather_from(self, number: int, starts: Integers, rows: Integers) -> npt.NDArray[np.uint8]:
+        """Return copies of the blocks of `rows`, `uint8[n, block_bytes]`; all are in area `number`, at `starts`."""
         windows = self._windows[number]
         if not self.format.is_ragged or (len(starts) and starts.max() < len(windows)):
             return windows[starts]
-        # The window of one of the last blocks would end after the end of the file: copy only the bytes of the block.
+        # The window of one of the last blocks would end after the end of the area: copy only the bytes of the block.
         blocks = np.zeros((len(rows), self.format.block_bytes), np.uint8)
         for index, (start, size) in enumerate(zip(starts.tolist(), self.sizes[rows].tolist(), strict=True)):
             blocks[index, :size] = self._contents[number][start : start + size]
@@ -189,9 +200,10 @@ class StoredLists:
         self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return, for each value in the lists of `rows`, the index of its list in `rows`; and the values in order."""
+        """Return, for all values in the lists of `rows`: the index in `rows` of the value's list, and the value."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
+        # For each value, its position in `_values`: the start of its list, plus its position in the list.
         positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
         return np.repeat(np.arange(len(rows)), counts), self._values[positions]
 
@@ -203,8 +215,8 @@ def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Intege
         _, starts, stops = blob_part(array)
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
-    # `values` includes the elements of lists that are null themselves; `flatten` leaves these lists out. The decoder
-    # reports them only if a batch needs them.
+    # `values` includes the elements of lists that are null themselves; `flatten` leaves these lists out. They are no
+    # error here: the decoder reports such a list only if a batch needs it.
     if values.null_count and array.flatten().null_count:
         raise ConfigError(
             f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"
@@ -221,7 +233,7 @@ def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Intege
 
 
 def _root(buffer: pa.Buffer) -> pa.Buffer:
-    """Return the outermost parent of a buffer: the mapped file."""
+    """Return the outermost parent of a buffer: a mapped file, or an area of other memory."""
     while buffer.parent is not None:
         buffer = buffer.parent
     return buffer
@@ -235,6 +247,7 @@ def _windows(content: Bytes, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _integer_type(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return the little-endian form of an integer dtype. Raises ConfigError: `dtype` is not one."""
     try:
         parsed = np.dtype(dtype)
     except TypeError as error:

@@ -30,16 +30,16 @@ from datasvc.shards.sources.text.tokens import DOCUMENT_STARTS, LENGTH, TOKENIZE
 
 Labels = Literal["across", "within"] | None
 
-# Memory of this number of batches is reused; a caller that keeps more batches gets new memory for each further one.
+# Number of batches whose memory is reused. If the caller keeps more batches, each further one gets new memory.
 _NUM_REUSED: Final = 4
 
 
 @dataclass(frozen=True)
 class _TokenShard:
-    """Properties of a shard that every batch with its samples needs, computed once."""
+    """What every batch with samples of a shard needs to know about the shard. Computed once, if it is complete."""
 
     blocks: StoredBlocks
-    has_all_blocks: bool  # whether no sample has null as block
+    has_all_blocks: bool  # whether no sample lacks its block (null); False also if that is not known
     has_length: bool  # whether the shard has a column `length`
 
 
@@ -52,8 +52,8 @@ class TokenConfig:
         block_tokens: tokens of a block.
         dtype: dtype of a token in blobs; None for lists.
         tokenizer: digest of the tokenizer; None if the data set does not record it.
-        lengths_are_needed: True: a shard without the column `length` is an error; False: all blocks of a shard
-            without it are full.
+        lengths_are_needed: True: a shard without the column `length` is an error; False: in such a shard, every token
+            of a stored block is real.
         pad: token to write into padding; None keeps the stored values, and puts 0 after short lists.
         labels: the label of a token is the next token: "across" documents, or only "within" its document; None: no
             labels.
@@ -73,7 +73,7 @@ class TokenConfig:
 
     @property
     def needs_segments(self) -> bool:
-        """Whether the starts of documents are needed."""
+        """Whether the blocks must be divided into segments, each of one document."""
         return self.documents or self.labels == "within"
 
 
@@ -81,6 +81,7 @@ class TokenDecoder:
     """A `BatchDecoder` of token blocks.
 
     Args:
+        config: settings.
         batch_size: maximum number of samples in a batch.
         is_mixture: whether batches contain the source split of each sample.
         describe: function that names a sample, given its batch and its index in the batch.
@@ -102,6 +103,7 @@ class TokenDecoder:
         )
         self._documents = BufferRing(shape, np.int32, keep=_NUM_REUSED)
         self._shards: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
+        # Starts of documents; read only if they are needed, so not part of `_TokenShard`.
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
         self._in_progress: deque[SampleBatch] = deque()
 
@@ -111,11 +113,11 @@ class TokenDecoder:
 
     def take(self) -> TokenBatch[npt.NDArray[Any]]:
         """See `BatchDecoder`."""
-        # The work is done here and not in threads, because it costs less than a switch of threads.
+        # All work is done here and not in threads, because it takes less time than a switch of threads.
         batch = self._in_progress.popleft()
         tokens, length = self._gather(batch)
         config, count, block = self._config, len(tokens), tokens.shape[1]
-        labels = documents = positions = bounds = longest = segments = None
+        labels = documents = positions = bounds = longest = segments = None  # what is not requested stays None
         if config.needs_segments:
             segments = find_segments(*self._document_starts(batch, tokens), length, block)
         if config.labels is not None:
@@ -152,7 +154,7 @@ class TokenDecoder:
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
-        ragged: npt.NDArray[np.bool_] | None = None
+        ragged: npt.NDArray[np.bool_] | None = None  # whether the format of each block is ragged; None if all are not
         for part in batch.parts:
             token_shard = self._open_shard(part)
             blocks = token_shard.blocks
@@ -160,9 +162,9 @@ class TokenDecoder:
             if blocks.format.is_ragged:
                 ragged = np.zeros(len(tokens), np.bool_) if ragged is None else ragged
                 ragged[part.indices] = True
-                length[part.indices] = self._lengths(batch, part, blocks)
+                length[part.indices] = self._stored_lengths(batch, part, blocks)
             if token_shard.has_length or config.lengths_are_needed:
-                length[part.indices] = self._given_lengths(batch, part, length)
+                length[part.indices] = self._column_lengths(batch, part, length)
             if blocks.format.may_be_negative:
                 self._check_sign(batch, part, tokens, length)
         if batch.has_padding:
@@ -170,20 +172,26 @@ class TokenDecoder:
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
         elif ragged is not None:
-            # Only ragged blocks get zeros: padding that is stored in a full block is not changed.
+            # Values after the end of a short ragged block are arbitrary, so they are replaced by zeros. Other blocks
+            # are not changed: their padding is stored.
             _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
 
-    def _lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:
-        """Return the number of stored tokens of each block of a part, from its size in bytes."""
+    def _stored_lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:
+        """Return the number of stored tokens of each block of a part, from the size of the block in bytes."""
         dtype, block = blocks.format.dtype, self._config.block_tokens
         lengths, remainders = np.divmod(blocks.sizes[part.rows], dtype.itemsize)
         problem = f"column {self._config.column!r} has more than {block} tokens of {dtype}, or an incomplete one"
         self._raise_if_bad(batch, (remainders != 0) | (lengths > block), problem, part)
         return lengths
 
-    def _given_lengths(self, batch: SampleBatch, part: ShardPart, length: Integers) -> Integers:
-        """Return the column `length` of a part; its values must not exceed the argument `length`."""
+    def _column_lengths(self, batch: SampleBatch, part: ShardPart, length: Integers) -> Integers:
+        """Return the column `length` of a part. `length` is the number of stored tokens of each block of the batch.
+
+        Raises:
+            BadSampleError: a value of the column is negative, or larger than the number of stored tokens.
+            ConfigError: a sample lacks the value.
+        """
         self._check_not_null(part, LENGTH)
         lengths: Integers = part.shard.values(LENGTH)[part.rows]
         is_outside = (lengths < 0) | (lengths > length[part.indices])
@@ -192,6 +200,7 @@ class TokenDecoder:
         return lengths
 
     def _check_sign(self, batch: SampleBatch, part: ShardPart, tokens: Integers, length: Integers) -> None:
+        """Raise BadSampleError if a real token of a part is negative as int64."""
         negative = tokens[part.indices] < 0
         if negative.any():
             # Values after the end of a short block are arbitrary.
@@ -201,7 +210,10 @@ class TokenDecoder:
             self._raise_if_bad(batch, is_bad, problem, part)
 
     def _document_starts(self, batch: SampleBatch, tokens: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return, for each start of a document, the index of its block and its position in the block, `[n]` each."""
+        """Return, for each start of a document, the index of its block and its position in the block, `[n]` each.
+
+        A start at the end of the block means that the next document is not in this block.
+        """
         if self._config.end is not None:
             # A search in the flat array, because a search by rows takes several times as long.
             rows, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
@@ -239,14 +251,16 @@ class TokenDecoder:
         return token_shard
 
     def _starts_of(self, shard: Shard) -> StoredLists:
+        """Return the starts of documents of all blocks of a shard."""
         starts = self._starts.get(shard)
         if starts is None:
             starts = StoredLists(shard.column(DOCUMENT_STARTS))
-            if not isinstance(shard, PartialShard):
+            if not isinstance(shard, PartialShard):  # which gets more samples while it is fetched
                 self._starts[shard] = starts
         return starts
 
     def _check_tokenizer(self, shard: Shard) -> None:
+        # A shard or a data set without a digest is accepted, because there is nothing to compare.
         expected, actual = self._config.tokenizer, (shard.schema.metadata or {}).get(TOKENIZER)
         if expected is not None and actual not in (None, expected):
             raise ConfigError(
@@ -276,6 +290,7 @@ class TokenDecoder:
 
 
 def _write_padding(tokens: Integers, length: Integers, pad: int) -> None:
+    """Write `pad` to all positions after the first `length` ones of each block."""
     short = np.flatnonzero(length < tokens.shape[1])
     if len(short):
         tokens[short] = np.where(np.arange(tokens.shape[1]) < length[short, None], tokens[short], pad)

@@ -26,7 +26,8 @@ def decode_image(content: bytes, decode: Decode) -> Any:
     with open_image(content) as opened:
         kind = opened.format or ""
         upright = to_rgb(turn_upright(opened, read_orientation(content, kind)), kind)
-        upright.load()  # decode inside this block, because it converts Pillow's errors to BadSampleError
+        # Pillow decodes when pixels are needed. Decode now, because `open_image` converts errors inside this block.
+        upright.load()
     return upright if decode == "pil" else np.array(upright)
 
 

@@ -39,7 +39,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:  # noqa: A
     return ext_base_name in EXTENSIONS and torch.cuda.is_available()
 
 
-# Horovod defines these functions in two modules; only those in `horovod.common.util` take `verbose`.
+# Horovod defines these functions in two modules. Only those of `horovod.common.util` take `verbose`; it is ignored.
 def _accept_verbose(capability: Callable[[], T]) -> Callable[..., T]:
     def built(verbose: bool = False) -> T:  # noqa: ARG001 - Horovod's signature
         return capability()
@@ -59,13 +59,13 @@ ccl_built = _accept_verbose(capabilities.ccl_built)
 def env(**kwargs: str | None) -> Iterator[None]:
     """Set environment variables inside the block and restore them after it; ignore variables with the value None."""
     new_values = {name: value for name, value in kwargs.items() if value is not None}
-    before = {name: os.environ.get(name) for name in new_values}
+    old_values = {name: os.environ.get(name) for name in new_values}
     os.environ.update(new_values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
+        for name, value in old_values.items():
+            if value is None:  # the variable was not set
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
@@ -100,15 +100,15 @@ def is_iterable(x: object) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Return whether a version is at least `target`; only major.minor.patch are compared.
+    """Return whether a version is at least `target`. Only major, minor and patch are compared; `ver` may omit patch.
 
     Raises:
         ValueError: `ver` is not of the form major.minor, or `target` not of the form major.minor.patch.
     """
-    numbers = [
+    # A match has the groups major, minor and patch; patch may be None.
+    version, minimum = [
         re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text) if isinstance(text, str) else None for text in (ver, target)
     ]
-    version, minimum = numbers
     if version is None or minimum is None or minimum[3] is None:
         raise ValueError(f"versions must be strings such as '1.10.0', not {ver!r} and {target!r}")
     return tuple(int(part or 0) for part in version.groups()) >= tuple(int(part) for part in minimum.groups())

@@ -1,6 +1,7 @@
 """`hvd.elastic`: training that continues when ranks join or leave, without a restart of the other processes.
 
-The package imports torch only when one of its names is first used, because the launcher uses `driver` without torch.
+The package imports torch only when one of its names is first used, because the launcher imports the subpackage
+`driver`, which must work without torch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "set_handler_registry",
 ]
 
+# The module of each public name, relative to `datasvc.trainer`.
 _MODULE_OF = {
     "ElasticLoader": "elastic.elastic_loader",
     "ElasticSampler": "elastic.sampler",

@@ -1,4 +1,8 @@
-"""The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them."""
+"""The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them.
+
+A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers. The members of a
+round are its workers. The field `worker` is the name of a worker, and `number` is the number of its request.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
 
 @dataclass(frozen=True)
 class Start:
-    """Start the process of a worker. The worker gets the rank in `placement` if all expected workers join."""
+    """Start the process of a worker. The rank in `placement` is only expected; `AssignRank` gives the actual one."""
 
     worker: str
     host: str
@@ -26,7 +30,7 @@ class TerminateWorker:
 
 @dataclass(frozen=True)
 class DenyRank:
-    """Answer a worker's request for a rank: the job has no rank for it, so it must exit."""
+    """Answer a worker's request for a rank: the job has no rank for this worker, so it must exit."""
 
     worker: str
     number: int
@@ -44,7 +48,7 @@ class AssignRank:
 
 @dataclass(frozen=True)
 class Break:
-    """Report that a member of a round is lost, so that members that wait to connect to it stop waiting."""
+    """Report that a member of a round is lost, so that other members no longer wait to connect to it."""
 
     round_number: int
     reason: str
@@ -52,7 +56,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Announce:
-    """Send members of the round a notice that hosts have changed."""
+    """Send a notice that hosts have changed to members of the current round."""
 
     notice: Notice
     workers: tuple[str, ...]
@@ -71,8 +75,8 @@ class Finish:
 
     Args:
         exit_status: exit status of the launcher.
-        reason: reason of the failure; empty after success.
-        worker: worker that failed first; None if none failed. If it is set, `reason` is text that follows its name.
+        reason: reason of the failure; empty after success. If `worker` is set, it is text that follows "it".
+        worker: name of the worker that failed first; None if no worker is the cause.
         others: one line for each other worker that failed since the last round began.
     """
 

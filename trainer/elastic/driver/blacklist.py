@@ -1,4 +1,4 @@
-"""Blacklist of hosts on which ranks have failed, for `membership`. It reads no clock: its caller passes the time."""
+"""Blacklist of hosts on which workers have failed, for `membership`. It reads no clock; callers pass the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 class Blacklist:
-    """Hosts that get no new ranks after a failure, permanently or for a time that doubles with each failure.
+    """Hosts that get no new workers after a failure, permanently or for a time that doubles with each failure.
 
     Args:
         cooldown_range_s: minimum and maximum time for which a host is blocked; None to block it permanently.
@@ -26,20 +26,20 @@ class Blacklist:
         """Record a failure on a host.
 
         Returns:
-            Time from which the host may get new ranks again; infinity if it never may.
+            Time from which the host may get new workers again; infinity if it never may.
         """
-        # Ranks that fail together count as one failure: further failures on a blocked host are not counted.
+        # Workers that fail together count as one failure: further failures on a blocked host are not counted.
         if not self.is_blocked(host, now_s):
             count = self._num_failures[host] = self._num_failures.get(host, 0) + 1
             self._blocked_until_s[host] = now_s + self._cooldown_s(count)
         return self._blocked_until_s[host]
 
     def is_blocked(self, host: str, now_s: float) -> bool:
-        """Return whether the host gets no ranks at `now_s`."""
+        """Return whether the host gets no new workers at `now_s`."""
         return now_s < self._blocked_until_s.get(host, -math.inf)
 
     def next_release_s(self, now_s: float) -> float | None:
-        """Return the time when the next blocked host may get ranks again; None if no host ever may."""
+        """Return the next time when a blocked host may get workers again; None if no blocked host ever may."""
         times = [until for until in self._blocked_until_s.values() if now_s < until < math.inf]
         return min(times, default=None)
 
@@ -47,4 +47,5 @@ class Blacklist:
         if self._range_s is None:
             return math.inf
         minimum_s, maximum_s = self._range_s
+        # The exponent is limited, because a float overflows with an error.
         return min(maximum_s, minimum_s * 2.0 ** min(num_failures - 1, 60))

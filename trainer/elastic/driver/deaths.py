@@ -1,4 +1,8 @@
-"""Records the workers that died, and chooses the failure that the launcher reports; used by `membership`. No I/O."""
+"""Records the deaths of workers, and chooses the one that the launcher reports as the cause. Used by `membership`.
+
+A death is the unexpected end of a worker, also if the driver terminates the worker because it is late. A round is a
+period with a fixed assignment of ranks to workers. This module does no I/O.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from datasvc.trainer.rendezvous.messages import ScriptError
 
 # The exit status of ssh if it cannot reach the host.
 _UNREACHABLE_STATUS = 255
+# Limits on the report of the launcher: deaths listed besides the cause, and the length of a line of output.
 _MAX_OTHERS = 8
 _MAX_LINE_CHARACTERS = 200
 
@@ -23,8 +28,8 @@ class Death:
         worker: worker that ended.
         returncode: return code of its process; negative for a signal.
         trouble: text that follows the worker's name, such as "did not start in time"; None to describe `returncode`.
-        has_started: whether its command has run; False also for a worker that the driver terminates for being late.
-        last_line: last line of its output; empty if it printed nothing.
+        has_started: whether its command has run. Also False if the driver terminates it because it is late.
+        last_line: last line of its output that is not blank; empty if there is none.
     """
 
     worker: Worker
@@ -60,7 +65,7 @@ class Deaths:
             self.since_round.append(death)
 
     def ends_job(self, worker: str) -> bool:
-        """Return whether the worker has reported an error that a new round cannot repair."""
+        """Return whether the worker has reported an error that would occur in a new round too."""
         return worker in self.errors and self.errors[worker].ends_job
 
     def describe(self, death: Death) -> str:
@@ -77,17 +82,19 @@ class Deaths:
     def choose_cause(self) -> Death | None:
         """Return the most likely cause of the deaths since the last round began; None if there are none.
 
-        It is the first death with a reported error, else the first death. If no dead worker has been in a round, an
-        error of the program comes before other deaths, such as an unreachable host.
+        It is the first death with a reported error, else the first death. But if no dead worker has been in a round,
+        the first error of the program comes before other deaths, such as an unreachable host.
         """
         reported = [death for death in self.since_round if death.worker.name in self.errors]
-        # The loss of one member makes the other members fail, so if members died, the first death is the cause.
+        # The loss of one member makes the programs of the other members fail. So if members died, an error of a
+        # program does not come before other deaths.
         has_members = any(death.worker.may_have_state for death in self.since_round)
         faults = [death for death in self.since_round if death.is_program_error and not has_members]
-        return next(iter([*reported, *faults, *self.since_round]), None)
+        candidates = [*reported, *faults, *self.since_round]
+        return candidates[0] if candidates else None
 
     def finish(self, cause: Death, why: str = "") -> Finish:
-        """Return the action that ends the job because of a death; it also lists the other deaths."""
+        """Return the action that ends the job because of a death. `why` follows the description of the death."""
         status = exit_status_of(cause.returncode)
         return Finish(status, self.describe(cause) + why, cause.worker.name, self.list_others(cause))
 
@@ -102,6 +109,6 @@ class Deaths:
 
     def cover_slots(self, slots: set[tuple[str, int]]) -> bool:
         """Return whether the program failed in each of these slots (host, slot), and all deaths are its errors."""
-        # After any other failure, such as an unreachable host, the program may still run on a new host.
+        # Only errors of the program: after another failure, such as an unreachable host, a new worker may succeed.
         failed = {(death.worker.host, death.worker.slot) for death in self.since_round}
         return bool(failed) and slots <= failed and all(death.is_program_error for death in self.since_round)

@@ -1,4 +1,4 @@
-"""Host discovery: runs the user's script periodically and reports changes of the hosts to the driver."""
+"""Host discovery: runs the user's script periodically and reports the hosts to the driver if they have changed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT
     except subprocess.TimeoutExpired:
         raise DiscoveryError(f"'{script}' took longer than {timeout_s:g} s") from None
     finally:
-        # The process is not reaped yet, so no other process group can have its number.
+        # Without a return code the process is not reaped yet, so no other process group can have its number.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -69,8 +69,8 @@ class Discovery:
         default_slots: see `run_discovery`.
         interval_s: seconds between the end of one run of the script and the start of the next.
         on_hosts: callback for the hosts of the first run and after each change; called from the thread.
-        on_error: callback for each failure whose message differs from the previous one; called from the thread. The
-            script runs again after a failure.
+        on_error: callback for a failure, unless the run before failed with the same message; called from the thread.
+            The script runs again after a failure.
     """
 
     def __init__(

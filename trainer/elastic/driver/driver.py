@@ -1,7 +1,8 @@
 """The driver of an elastic job: passes events to `membership` and executes the actions that it returns.
 
-Invariant: one thread takes events from one queue and executes the actions. The other threads only wait for something
-and put an event into the queue.
+It runs in the launcher. A worker is a process of the job; a round is a period with a fixed assignment of ranks to
+workers. Invariant: one thread takes events from one queue and executes the actions. Each of the other threads only
+waits, for a message or the end of a process for example, and puts an event into the queue.
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ from datasvc.trainer.rendezvous import messages
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
+# Maximum wait for the thread of the messages at the end of the job.
 _JOIN_TIMEOUT_S = 30.0
 
+# Handles an event: updates `membership`, and returns the actions that follow. Called by the thread of the driver.
 Event = Callable[[], list[Action]]
 
 
@@ -66,7 +69,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
     limits = plan_limits(job, options, environ)
     interval_s = read_discovery_interval_s(environ)
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
-    # A discovery script may name other hosts later.
+    # With a discovery script this is False, because the script may name other hosts later.
     is_single_machine = options.discovery_script is None and all(is_local(host.name, environ) for host in hosts)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=not is_single_machine))
@@ -89,7 +92,16 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
 
 
 class _Driver:
-    """The event loop of the driver: executes the actions of `membership`, and owns the store of the job."""
+    """The event loop of the driver: executes the actions of `membership`, and owns the store of the job.
+
+    Args:
+        job: command and settings of the job.
+        environ: environment of the launcher.
+        membership: decides on the actions.
+        group: the processes of the workers.
+        listener: listening socket of the store.
+        is_single_machine: whether all workers run on this machine.
+    """
 
     def __init__(
         self,
@@ -109,14 +121,14 @@ class _Driver:
         self._is_single_machine = is_single_machine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._store: TCPStore | None = None
-        self._ranks: dict[str, int] = {}
-        self._slots: dict[str, int] = {}
-        self._last_lines: dict[str, tuple[str, ...]] = {}
+        self._ranks: dict[str, int] = {}  # last rank of each worker
+        self._slots: dict[str, int] = {}  # number of slots of each host
+        self._last_lines: dict[str, tuple[str, ...]] = {}  # end of the output of each worker that failed
         self._finish: Finish | None = None
         self._message_thread = threading.Thread(target=self._receive_messages, name="elastic-messages", daemon=True)
 
     def report_hosts(self, hosts: tuple[Host, ...]) -> None:
-        """Report the complete list of hosts. Any thread may call this method and the two below."""
+        """Report the complete list of hosts. Any thread may call this method and the next two."""
 
         def event() -> list[Action]:
             self._slots = {host.name: host.num_slots for host in hosts}
@@ -177,7 +189,7 @@ class _Driver:
             case PrintMessage(text):
                 print_message(text)
             case Finish():
-                self._finish = self._finish or action
+                self._finish = self._finish or action  # the first one counts
 
     def _set(self, key: str, value: str) -> None:
         # The store is open: answers follow requests, and requests arrive through it.
@@ -185,18 +197,18 @@ class _Driver:
         self._store.set(key, value)
 
     def _start(self, start: Start) -> None:
-        others = [host for host in self._slots if not is_local(host, self._environ)]
+        other_hosts = [host for host in self._slots if not is_local(host, self._environ)]
         num_neighbours = self._slots.get(start.host, 1)
-        if start.host not in others:
-            # All local names are this machine, so their slots share its processors.
-            num_neighbours = sum(slots for host, slots in self._slots.items() if host not in others)
+        if start.host not in other_hosts:
+            # Several names may stand for this machine, so the slots of all of them share its processors.
+            num_neighbours = sum(slots for host, slots in self._slots.items() if host not in other_hosts)
         plan = plan_worker_start(
             start,
             self._job,
             self._environ,
             self._listener,
             num_neighbours=max(1, num_neighbours),
-            other_hosts=None if self._is_single_machine else others,
+            other_hosts=None if self._is_single_machine else other_hosts,
         )
         try:
             process = self._group.start(plan)
@@ -209,7 +221,7 @@ class _Driver:
         if process.startup_done.is_set():
             self._report_start(process)
         else:
-            # Another host may take long to start the process, and the thread of the events must not wait for it.
+            # Another host may take long to start the process, and the thread of the driver must not wait for it.
             threading.Thread(target=self._report_start, args=(process,), daemon=True).start()
 
     def _report_start(self, process: RankProcess) -> None:
@@ -222,6 +234,7 @@ class _Driver:
         if process is None:
             return
         process.begin_termination(self._job.grace_s)
+        # The thread of the timer only queues an event, like the other threads.
         timer = threading.Timer(self._job.grace_s, lambda: self._events.put(lambda: self._kill(worker)))
         timer.daemon = True
         timer.start()
@@ -250,20 +263,20 @@ class _Driver:
             has_started=end.has_started,
             trouble=trouble,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
-            # Read from the store: a message might be handled only after this event.
+            # A key of the store and not a message, which might be handled only after this event.
             is_training=self._store is not None and self._store.check([messages.training_key(end.worker_id)]),
         )
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # Without the time-out, this thread would wait forever after the job, because no process ends then.
+            # With a time-out, because after the job no process ends, and this thread would wait forever.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
-                self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # the default keeps it
+                self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # binds this `end`
 
     def _open_store(self) -> TCPStore:
         store = serve_store(self._listener)
-        # The thread has a separate connection, because a connection that waits blocks all other calls.
+        # The message thread has its own connection: a connection that waits for a message blocks all other calls.
         self._message_thread.start()
         return store
 
@@ -271,9 +284,10 @@ class _Driver:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
         port = self._listener.getsockname()[1]
+        # The timeout is in effect infinite: a job may send no message for days.
         store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
         while (data := store.queue_pop(messages.MESSAGE_QUEUE)) != messages.END_OF_QUEUE:
-            self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # a default keeps it
+            self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # binds this `data`
 
     def _handle_message(self, data: bytes) -> list[Action]:
         message = messages.decode(data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from datasvc.trainer.launch.ranks.job import ElasticOptions, LaunchJob
 
-# Horovod's variable comes first, then an older one of this trainer.
+# Horovod's variable takes precedence over an older one of this trainer.
 _TIMEOUT_VARIABLES = ("HOROVOD_ELASTIC_TIMEOUT", "HVD_ELASTIC_TIMEOUT")
 _DEFAULT_TIMEOUT_S = 600.0
 _HANG_VARIABLE = "HVD_ELASTIC_HANG_TIMEOUT"
@@ -26,9 +26,9 @@ class Limits:
         first_num_ranks: number of ranks for which the start of the first round waits.
         min_num_ranks: minimum number of ranks of a round.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
-        elastic_timeout_s: maximum time to wait for slots while there are too few.
-        start_timeout_s: maximum time for a worker to start, and then, while others wait, to call `init`; None for no
-            limit.
+        elastic_timeout_s: maximum time to wait for slots while there are too few; then the job ends.
+        start_timeout_s: maximum time for a worker to start, and then, while others wait, to call `init`. A worker
+            that takes longer is terminated. None for no limit.
         hang_timeout_s: maximum time for a member to leave a round that has ended; after it, the member is terminated.
         reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.
@@ -75,7 +75,8 @@ def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, s
         max_num_ranks=options.max_num_ranks,
         elastic_timeout_s=timeout_s,
         start_timeout_s=job.start_timeout_s,
-        # Not the timeout of collectives: a healthy rank may work longer than that between two collectives.
+        # Not the timeout of collectives: a healthy rank may work longer than that between two collectives. The user
+        # may set this variable for the ranks only.
         hang_timeout_s=_seconds({**environ, **job.variables}, _HANG_VARIABLE, _DEFAULT_TIMEOUT_S),
         reset_limit=options.reset_limit,
         cooldown_range_s=options.cooldown_range_s,
@@ -93,10 +94,11 @@ def read_discovery_interval_s(environ: Mapping[str, str]) -> float:
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """Return the value of a variable. Raises ValueError: it is not a number of seconds above 0."""
     try:
         seconds = float(environ.get(name, default))
     except ValueError:
-        seconds = -1.0
+        seconds = -1.0  # out of range, so that one message serves both errors
     if not 0 < seconds < math.inf:
         raise ValueError(f"{name} must be a number of seconds above 0, not {environ[name]!r}")
     return seconds

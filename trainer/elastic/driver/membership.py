@@ -1,10 +1,11 @@
 """Membership of an elastic job: decides which workers start, stop and form a round. Does no I/O and reads no clock.
 
-A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers. `driver` passes
-each event and the time to this module, and executes the actions that the module returns. Invariants:
+A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers, its members. A
+worker joins the job when it requests a rank. `driver` passes each event and the time to this module, and executes the
+actions that the module returns. Invariants:
     A round has each rank once, and its members are alive when it begins.
-    Rank 0 of a round has the newest state that any live worker has committed. If no live worker has the state of the
-    job, the job ends; it never restarts silently from the beginning.
+    Rank 0 of a round has the newest state that any live worker has committed. If the job has a committed state and no
+    live worker has it, the job ends; it never restarts silently from the beginning.
     A blocked host gets no new worker. A round has at least the minimum number of ranks, except at the end of the job,
     when workers have finished; then a message is printed.
 """
@@ -34,6 +35,7 @@ from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.rendezvous.host_update import HostUpdateResult
 from datasvc.trainer.rendezvous.messages import Notice, RankAssignment, RankRequest, ScriptError
 
+# Exit status of the launcher if the job ends because of `Limits.reset_limit`.
 RESET_LIMIT_STATUS = 3
 
 
@@ -52,15 +54,15 @@ class JobMembership:
         self._blacklist = Blacklist(limits.cooldown_range_s)
         self._hosts: tuple[Host, ...] = ()
         self._workers = Workers()
-        self._round = 0
-        self._has_state = False
-        self._is_finishing = False
+        self._round = 0  # number of the current round; 0 before the first one
+        self._has_state = False  # whether a worker has committed a state
+        self._is_finishing = False  # whether a worker has finished; from then on no worker is started
         self._deaths = Deaths()
-        self._notice = Notice()
-        self._announced: set[str] = set()
-        self._too_few_since_s: float | None = now_s
-        self._last_wait_message: str | None = None
-        self._is_over = False
+        self._notice = Notice()  # the last notice sent
+        self._announced: set[str] = set()  # workers whose join or lost slot was announced in this round
+        self._too_few_since_s: float | None = now_s  # start of the wait for slots; None if there are enough
+        self._last_wait_message: str | None = None  # so that an equal message is not printed again
+        self._is_over = False  # whether a `Finish` was returned
 
     def hosts_found(self, hosts: Sequence[Host], now_s: float) -> list[Action]:
         """Handle a new list of all hosts, each listed once."""
@@ -81,14 +83,14 @@ class JobMembership:
         return self._advance(now_s)
 
     def worker_started(self, name: str, now_s: float) -> list[Action]:
-        """Handle the start of a worker's command."""
+        """Handle the start of a worker's command, or the report that it cannot start."""
         worker = self._workers.by_name.get(name)
         if worker is not None:
             worker.started_s = now_s
         return self._advance(now_s)
 
     def script_failed(self, error: ScriptError, now_s: float) -> list[Action]:
-        """Handle a worker's report that its program exits with an error; terminate it later if it stays."""
+        """Handle a worker's report that its program exits with an error; terminate it later if it does not exit."""
         self._deaths.errors[error.worker] = error
         worker = self._workers.by_name.get(error.worker)
         if worker is not None:
@@ -118,6 +120,7 @@ class JobMembership:
             if worker.may_have_state:
                 # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} has exited"))
+            # After the first round has begun, a worker that was in no round has not trained: its end is a death.
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
                 # next round, and their remaining training is lost; here they train to their own end.
@@ -129,7 +132,7 @@ class JobMembership:
         return self._cut_after_finish([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
-        """Handle the deadlines that have passed; called at the time that `next_deadline_s` returned."""
+        """Handle the deadlines that have passed. Called at the time that `next_deadline_s` returned."""
         return self._advance(now_s)
 
     def next_deadline_s(self, now_s: float) -> float | None:
@@ -146,7 +149,7 @@ class JobMembership:
         )
 
     def _add_death(self, death: Death, now_s: float) -> list[Action]:
-        # An error of the program counts as a death, too: a program that fails on one host may work on the others.
+        # An error of the program does not end the job by itself: a program that fails on one host may work on others.
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
@@ -187,9 +190,9 @@ class JobMembership:
         return actions
 
     def _drop_slots(self, now_s: float) -> list[Action]:
-        """Mark the workers that have lost their slots, and stop those that have not joined yet.
+        """Mark the workers that have lost their slots, and stop those of them that have not joined yet.
 
-        If a host has fewer slots than workers, its newest workers lose theirs.
+        If a host has fewer slots than workers, new workers lose their slots first, and then the highest old ranks.
         """
         slots = {host.name: host.num_slots for host in self._hosts}
         actions: list[Action] = []
@@ -206,22 +209,22 @@ class JobMembership:
         return actions
 
     def _start_workers(self, now_s: float) -> list[Action]:
-        """Start a worker on each free slot, if another round may need it and the job does not finish."""
+        """Start a worker on each free slot, unless the job finishes or the last round has enough workers."""
         is_last_round = bool(self._round) and self._resets_left() <= 0
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
         free = self._list_free(now_s)
-        # Wait for enough slots: otherwise the environment of the first workers would describe a smaller job.
+        # The first workers start together, when there are enough slots: their environment describes the whole job.
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
         started = [self._workers.start(host, now_s) for host in free]
-        # A leaving worker keeps its slot until it exits, so its local rank is taken. Its replacement gets that slot.
+        # A leaving worker keeps its slot until it exits, and with it the local rank, which only its replacement gets.
         leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
         placements = plan_placements([*self._workers.with_slot(), *leaving])
         return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
 
     def _list_free(self, now_s: float) -> list[str]:
-        """Return the host name of every slot that may get a worker at `now_s`."""
+        """Return the host of each slot that may get a worker at `now_s`: twice if two of its slots may."""
         free = [host.name for host in self._hosts for _ in range(self._num_free(host, now_s))]
         max_num_ranks = self._limits.max_num_ranks
         return free if max_num_ranks is None else free[: max(0, max_num_ranks - len(self._workers.with_slot()))]
@@ -234,7 +237,7 @@ class JobMembership:
         return max(0, host.num_slots - num_taken)
 
     def _stop_late(self, now_s: float) -> list[Action]:
-        """Terminate the workers that have missed a deadline; print a note for a deadline that is not binding."""
+        """Terminate the workers that have missed a binding deadline. Print a note for other missed deadlines."""
         actions: list[Action] = []
         for deadline in self._deadlines():
             worker, duty = deadline.worker, deadline.duty
@@ -246,16 +249,16 @@ class JobMembership:
                     PrintMessage(f"still waiting: {worker.describe()} did not {duty} within {NOTE_TIME_S:g} s")
                 )
                 continue
-            was_member = worker.phase is Phase.MEMBER
+            was_member = worker.phase is Phase.MEMBER  # `stop` changes the phase
             trouble = f"did not {duty} in time and is terminated"
-            if worker.phase is Phase.LEAVING:
+            if worker.phase is Phase.LEAVING:  # its end is expected, so it is no death
                 actions.append(PrintMessage(f"{worker.describe()} {trouble}"))
             else:
                 actions += self._add_death(Death(worker, 1, trouble, has_started=False), now_s)
             worker.stop(now_s)
             actions.append(TerminateWorker(worker.name))
             if was_member:
-                # Ranks that wait to connect to this worker stop waiting.
+                # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} does not respond"))
         return actions
 
@@ -275,17 +278,18 @@ class JobMembership:
         return [Announce(self._notice, tuple(worker.name for worker in members))]
 
     def _form_round(self, now_s: float) -> list[Action]:
-        """Begin the next round if all workers that must be in it wait for it."""
+        """Begin the next round if all workers that it needs wait for it; otherwise wait, or end the job."""
         waiting = self._workers.in_phase(Phase.WAITING)
-        # A round begins only after every member has left the previous one.
+        # A round begins only after every member has left the previous one. Until then, no time limit for slots runs.
         if self._workers.in_phase(Phase.MEMBER):
             self._too_few_since_s = None
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
         if self._has_state and not any(worker.serial for worker in chosen):
-            # The workers that may have the state have lost their slots. They join one more round to copy the state.
+            # The workers that have the state have lost their slots. They join one more round, in which the other
+            # workers copy the state from them.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
-        # New workers do not have the state of the job, so they wait for an old rank.
+        # New workers do not have the state of the job, so they wait until a worker that was in a round waits too.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
             return []
         if not self._is_enough(chosen, now_s):
@@ -299,12 +303,14 @@ class JobMembership:
         return [*denials, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
+        """Return whether a round of the chosen workers may begin."""
         # The first round waits for all workers that are starting.
         if not chosen or (self._round == 0 and self._workers.in_phase(Phase.STARTING)):
             return False
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
+        """Return the number of ranks that the next round waits for."""
         # The minimum is enough after the first round, after a long wait, or if a dead worker cannot be replaced.
         if (
             self._round
@@ -319,14 +325,15 @@ class JobMembership:
 
     def _wait(self, now_s: float) -> list[Action]:
         """Print that the job waits for slots; end the job if no slot can appear, or if the time is over."""
-        ended = self._conclude()
-        if ended or self._is_finishing:
-            return ended
+        finish = self._conclude()
+        if finish or self._is_finishing:
+            return finish
         needed, num_slots = self._num_needed(now_s), len(self._workers.with_slot())
-        if not self._workers.num_started:
+        if not self._workers.num_started:  # the first workers start only when there are enough slots
             num_slots += len(self._list_free(now_s))
         if num_slots >= needed:
-            # After failures the timer keeps running, because it also limits repeated failures before the first round.
+            # After failures the time keeps running, because it also limits repeated failures before the first round.
+            # When it is over it stays over, so that `_num_needed` remains the minimum.
             if not self._deaths.since_round and not self._has_waited_too_long(now_s):
                 self._too_few_since_s = None
             return []
@@ -344,7 +351,8 @@ class JobMembership:
         return [PrintMessage(f"{text}: waiting for hosts, {self._limits.elastic_timeout_s:g} s at most")]
 
     def _can_grow(self, now_s: float) -> bool:
-        """Return whether more workers may request a rank: on a new or released host, or on a slot that is in use."""
+        """Return whether more workers may request a rank than wait for one now."""
+        # On a new host, on a slot whose worker does not wait yet or must exit, or on a host blocked for a time.
         return (
             self._limits.hosts_can_change
             or len(self._workers.by_name) > len(self._workers.in_phase(Phase.WAITING))
@@ -352,10 +360,12 @@ class JobMembership:
         )
 
     def _fail_job(self, reason: str) -> Finish:
+        """Return the end of a job that cannot continue; its cause is a death, if there was one in this round."""
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
     def _deny_rank(self, worker: Worker, now_s: float) -> DenyRank:
+        # Only workers without a slot are not chosen for a round.
         assert worker.request is not None
         worker.enter(Phase.LEAVING, now_s)
         return DenyRank(worker.name, worker.request.number, f"its slot on {worker.host} was removed")
@@ -383,14 +393,17 @@ class JobMembership:
         return actions
 
     def _resets_left(self) -> float:
+        """Return how many more rounds may begin; infinity without a limit."""
         limit = self._limits.reset_limit
         return math.inf if limit is None else limit - (self._round - 1)
 
     def _conclude(self) -> list[Action]:
-        """Return the `Finish` of the job if no remaining worker can continue it."""
+        """Return the `Finish` of the job if no remaining worker can continue it, otherwise an empty list."""
         staying = self._workers.staying()
+        # After the first round began, only a worker that was in a round can continue the job.
         if self._round and any(worker.may_have_state for worker in staying):
             return []
+        # Before, the job waits for workers until all have finished, or until the program has failed everywhere.
         if not self._round and not ((self._is_finishing and not staying) or self._has_failed_everywhere(staying)):
             return []
         if not self._deaths.since_round:
@@ -401,5 +414,5 @@ class JobMembership:
 
     def _has_failed_everywhere(self, staying: Sequence[Worker]) -> bool:
         """Return whether the program failed in every slot before it joined, so that new workers would fail too."""
-        is_trying = all(worker.phase is Phase.STARTING for worker in staying)
-        return is_trying and self._deaths.cover_slots({(worker.host, worker.slot) for worker in staying})
+        none_has_joined = all(worker.phase is Phase.STARTING for worker in staying)
+        return none_has_joined and self._deaths.cover_slots({(worker.host, worker.slot) for worker in staying})

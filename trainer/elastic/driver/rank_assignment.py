@@ -1,4 +1,7 @@
-"""Assignment of ranks to the workers of a new round, for `membership`. Pure functions."""
+"""Assignment of ranks to the workers of a new round, for `membership`. All functions are pure.
+
+A round is the period from one assignment of ranks to the next.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
     Workers with equal states keep the order of their old ranks, and new workers come last. The local rank depends on
     the slot and not on the rank, because programs choose their GPU by the local rank, often before the first round.
     """
+    # `serial` is the number of the worker's committed state: the highest one is the newest state.
     ordered = sorted(workers, key=lambda worker: (-worker.serial, *worker.precedence()))
     slots_on: dict[str, list[int]] = {}
     for worker in ordered:
@@ -22,17 +26,25 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
     local_ranks = {host: _plan_local_ranks(slots) for host, slots in slots_on.items()}
     placements = {}
     for rank, worker in enumerate(ordered):
-        neighbours = local_ranks[worker.host]
-        local_rank = neighbours[worker.slot]
-        # As in Horovod, the cross size counts only nodes that have this local rank.
-        peers = [host for host, slots in slots_on.items() if len(slots) > local_rank]
+        local_rank_of_slot = local_ranks[worker.host]
+        local_rank = local_rank_of_slot[worker.slot]
+        # As in Horovod, the cross size counts only the hosts that have this local rank.
+        hosts = [host for host, slots in slots_on.items() if len(slots) > local_rank]
         placements[worker.name] = RankPlacement(
-            rank, len(ordered), local_rank, len(neighbours), peers.index(worker.host), len(peers)
+            rank=rank,
+            size=len(ordered),
+            local_rank=local_rank,
+            local_size=len(local_rank_of_slot),
+            cross_rank=hosts.index(worker.host),
+            cross_size=len(hosts),
         )
     return placements
 
 
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
-    """Return the local rank of each slot: its own number if that is below the number of slots, else an unused one."""
-    free = sorted(set(range(len(slots))) - set(slots))
-    return {slot: slot if slot < len(slots) else free.pop(0) for slot in sorted(slots)}
+    """Return the local rank of each slot in use on a host.
+
+    It is the number of the slot if that is below the number of slots in use. The others get the local ranks left.
+    """
+    unused = sorted(set(range(len(slots))) - set(slots))
+    return {slot: slot if slot < len(slots) else unused.pop(0) for slot in sorted(slots)}

@@ -26,14 +26,14 @@ def plan_worker_start(
     num_neighbours: int,
     other_hosts: Sequence[str] | None,
 ) -> RankStart:
-    """Return the description of the process of a worker.
+    """Return the description of the process of a worker, which `RankGroup.start` starts.
 
     Args:
         start: worker, its host and its expected placement.
         job: job with the command and the settings of remote hosts.
         environ: environment of the launcher.
         listener: listening socket of the job's store.
-        num_neighbours: see `plan_rank_start`.
+        num_neighbours: number of ranks that share the processors of the host, this one included.
         other_hosts: names of the known hosts other than this machine; None if the job uses this machine only.
 
     Raises:
@@ -46,14 +46,15 @@ def plan_worker_start(
     elif other_hosts is not None:
         # One other host is enough to find the network interface through which all hosts reach this machine.
         addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
-    slot, _, incarnation = start.worker.removeprefix(f"{start.host}:").partition(":")
+    # The name of a worker is `host:slot:number`. The host is removed first, because it may contain colons (IPv6).
+    slot, _, number = start.worker.removeprefix(f"{start.host}:").partition(":")
     return plan_rank_start(
         job,
         HostedRank(start.host, start.placement),
         inherited | {WORKER_VARIABLE: start.worker, "HOROVOD_ELASTIC": "1"},
         worker_id=start.worker,
         label=f"{start.host}:{slot}",
-        folder_name=f"worker.{start.host}.{slot}.{incarnation}",
+        folder_name=f"worker.{start.host}.{slot}.{number}",
         num_neighbours=num_neighbours,
         port=listener.getsockname()[1],
         addresses=addresses,

@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import RankRequest
 
 # A worker that must exit has this time; then the driver terminates it.
 _LEAVE_TIME_S = 30.0
-# Without a start timeout, a worker that is this late only causes a printed note.
+# Without a start timeout, a worker that is this late is not terminated; a note is printed.
 NOTE_TIME_S = 60.0
 
 
@@ -28,19 +28,19 @@ class Worker:
     """One process of the job, from its start to its end.
 
     Args:
-        name: name of the form `host:slot:number`, with the number of workers started before it.
+        name: name of the form `host:slot:seniority`.
         host: name of its host.
         slot: number of its slot on the host, from 0.
-        seniority: number of workers that were started before it.
+        seniority: number of workers of the job that were started before it.
         since_s: time when it entered its phase.
-        phase: current phase; see `Phase`.
-        old_rank: rank in its last round; None before its first round.
+        phase: current phase.
+        old_rank: rank in the last round that it was a member of; None before its first round.
         request: its last request for a rank.
         started_s: time when its command began to run; None before that.
-        is_noted: whether a note about its delay was printed.
+        is_noted: whether a note about its delay was printed, which happens only once.
         slot_lost_s: time when its slot was removed; None while it has one.
         failing_since_s: time when it reported that it exits with an error; None before that.
-        is_stopped: whether the driver was told to terminate its process.
+        is_stopped: whether `membership` has returned the action to terminate its process.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Worker:
 
     @property
     def may_have_state(self) -> bool:
-        """Whether it has been in a round, and so may have the state of the job."""
+        """Whether it has been a member of a round, and so may have the state of the job."""
         return self.old_rank is not None
 
     @property
@@ -77,7 +77,7 @@ class Worker:
         return math.inf if self.old_rank is None else self.old_rank, self.seniority
 
     def stop(self, now_s: float) -> None:
-        """Enter the phase `LEAVING`, and record that the driver terminates the process."""
+        """Enter the phase `LEAVING`, and record that the process is terminated. The caller returns the action."""
         self.enter(Phase.LEAVING, now_s)
         self.is_stopped = True
 
@@ -93,12 +93,12 @@ class Worker:
 
 @dataclass(frozen=True)
 class Deadline:
-    """A time limit for the next step of a worker.
+    """A time by which a worker must have done something.
 
     Attributes:
         at_s: time of the deadline.
-        worker: worker that must take the step.
-        duty: the step, as text that follows "did not", such as "start".
+        worker: worker that the deadline is for.
+        duty: what the worker must do, as text that follows "did not", such as "start".
         is_binding: whether the driver terminates a worker that misses the deadline; otherwise it only prints a note.
     """
 
@@ -110,7 +110,12 @@ class Deadline:
 
 @dataclass
 class Workers:
-    """The workers with a process that has not ended, by name, and the number of all workers started so far."""
+    """The workers whose processes have not ended.
+
+    Attributes:
+        by_name: these workers by name, oldest first.
+        num_started: number of all workers started so far, with those that have ended.
+    """
 
     by_name: dict[str, Worker] = field(default_factory=dict)
     num_started: int = 0
@@ -125,7 +130,7 @@ class Workers:
         return worker
 
     def staying(self) -> list[Worker]:
-        """Return the workers that need not exit, oldest first."""
+        """Return the workers that need not exit, including those that have lost their slots, oldest first."""
         return [worker for worker in self.by_name.values() if worker.phase is not Phase.LEAVING]
 
     def with_slot(self) -> list[Worker]:
@@ -137,35 +142,44 @@ class Workers:
         return [worker for worker in self.by_name.values() if worker.phase is phase]
 
     def deadlines(self, *, start_timeout_s: float | None, hang_timeout_s: float) -> list[Deadline]:
-        """Return the deadlines of all workers; see `Limits` for the arguments.
+        """Return the deadlines of all workers. The arguments are limits of the job; see `Limits`.
 
-        Without a start timeout, a worker that is late with its start only causes a note.
+        Without a start timeout, the deadlines of workers that start are not binding.
         """
         waiting = self.in_phase(Phase.WAITING)
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
+        # The first request of a member for a new rank ends the round for all members. Empty without such a request.
         first_request_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
         for worker in self.in_phase(Phase.MEMBER):
-            # The first request of a member for a new rank ends the round for all members.
-            begins_s = first_request_s if worker.slot_lost_s is None else [*first_request_s, worker.slot_lost_s]
-            if begins_s:
-                at_s = max(min(begins_s), worker.since_s) + hang_timeout_s
+            # A member must also leave the round after it has lost its slot.
+            ends_s = first_request_s if worker.slot_lost_s is None else [*first_request_s, worker.slot_lost_s]
+            if ends_s:
+                # Not before the round began: the slot may have been lost earlier.
+                at_s = max(min(ends_s), worker.since_s) + hang_timeout_s
                 deadlines.append(Deadline(at_s, worker, "request a rank"))
         for worker in self.by_name.values():
+            # A worker must exit after the driver has told it to leave, and after it has reported an error.
             since_s = worker.since_s if worker.phase is Phase.LEAVING else worker.failing_since_s
             if since_s is not None and not worker.is_stopped:
                 deadlines.append(Deadline(since_s + _LEAVE_TIME_S, worker, "exit"))
         return deadlines
 
     def _start_deadlines(self, timeout_s: float | None, requests_s: list[float]) -> list[Deadline]:
+        """Return the deadlines of workers that have not joined yet.
+
+        Args:
+            timeout_s: the start timeout; None for deadlines that are not binding.
+            requests_s: times at which the workers that wait for a rank have requested it.
+        """
         deadlines = []
         limit_s = NOTE_TIME_S if timeout_s is None else timeout_s
         for worker in self.in_phase(Phase.STARTING):
             if timeout_s is None and worker.is_noted:
-                continue
+                continue  # the note is printed once
             if worker.started_s is None:
                 deadlines.append(Deadline(worker.since_s + limit_s, worker, "start", timeout_s is not None))
             elif requests_s and not self.in_phase(Phase.MEMBER):
-                # A program may never call init(), so the deadline begins when another worker waits for it.
+                # A program may never call init(), so there is no deadline until another worker waits for this one.
                 at_s = max(worker.started_s, min(requests_s)) + limit_s
                 deadlines.append(Deadline(at_s, worker, "call hvd.init()", timeout_s is not None))
         return deadlines
