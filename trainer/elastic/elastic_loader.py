@@ -1,4 +1,7 @@
-"""A wrapper that creates a new loader when rank or size change, and continues it at the position of the job."""
+"""A wrapper that creates a new loader when rank or size change, and continues it at the position of the job.
+
+Training functions put it into a `TorchState`, which calls `reset` after each change of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ class ResumableLoader(Protocol[B_co]):
 class ElasticLoader(Generic[B]):
     """A wrapper of the loader for the current rank and size; its other attributes are those of that loader.
 
-    The state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
-    each uncommitted sample exactly once. Create a new iterator in every call of the training function, because an
-    older iterator belongs to the loader or the position before the change.
+    Its state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
+    each sample since the last commit exactly once. Create a new iterator in every call of the training function,
+    because an older one belongs to the loader or the position before the change.
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` after each change. Loaders of `datasvc.loaders` take
@@ -51,7 +54,7 @@ class ElasticLoader(Generic[B]):
         return self._loader
 
     def reset(self) -> None:
-        """Create a new loader at the same position of the job if rank or size have changed."""
+        """If rank or size have changed, create a new loader at the same position of the job."""
         rank_and_size = (runtime.rank(), runtime.size())
         if rank_and_size == self._rank_and_size:
             return

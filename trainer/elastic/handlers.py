@@ -1,4 +1,7 @@
-"""Handlers that save, restore and synchronize the values of a `TorchState`, one class per type of value."""
+"""Handlers that save, restore and synchronize the values of a `TorchState`: one class per type of value.
+
+A `TorchState` has one handler for each value that is not a plain attribute.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from datasvc.trainer.optim.broadcast_state import broadcast_object, broadcast_op
 
 
 class StateHandler:
-    """Base class of handlers. Register a custom subclass with `set_handler_registry`.
+    """Base class of handlers, each of which owns one value of a state.
+
+    Register a custom subclass with `set_handler_registry`.
 
     Args:
         value: initial value.
@@ -32,11 +37,11 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value equal to rank 0's. Every rank calls this; the state calls `save` afterwards."""
+        """Copy the value of rank 0 to all ranks. Every rank calls this; the state calls `save` afterwards."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt the value to a new rank and size."""
+        """Adapt the value to a new rank and size. By default there is nothing to adapt."""
 
     def set_value(self, value: Any) -> None:
         """Replace the value, and save the new one."""
@@ -45,7 +50,7 @@ class StateHandler:
 
 
 class StateDictHandler(StateHandler):
-    """Handler for objects with `state_dict` and `load_state_dict`: schedulers, loss scalers, averaged weights.
+    """Handler for objects with `state_dict` and `load_state_dict`, such as schedulers and averaged weights.
 
     The state must be the same on every rank, and picklable.
     """
@@ -89,7 +94,7 @@ class OptimizerHandler(StateDictHandler):
 
 
 class GradScalerHandler(StateDictHandler):
-    """Handler for `torch.amp.GradScaler`. Its `state_dict` omits the progress of the current step."""
+    """Handler for `torch.amp.GradScaler`, whose `state_dict` lacks one part: the progress of the current step."""
 
     value: torch.amp.GradScaler
 
@@ -99,7 +104,7 @@ class GradScalerHandler(StateDictHandler):
         self.reset()
 
     def reset(self) -> None:
-        """Discard the interrupted step. After a change of hosts, this is called without `restore`."""
+        """Discard the interrupted step. After a change of hosts, `reset` is called without `restore`."""
         if self.value.is_enabled():
             self.value._per_optimizer_states.clear()  # noqa: SLF001 - the public update() clears it only after a complete step
 
@@ -140,7 +145,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def choose_handler(value: Any) -> StateHandler | None:
-    """Return a new handler for a value; None if the value is a plain attribute, which is copied."""
+    """Return a new handler for a value; None if the value is a plain attribute, which `ObjectState` copies."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)

@@ -59,6 +59,7 @@ def run(
         with rendezvous.notifying(state.on_hosts_updated):
             rendezvous.begin_training()
             result = loop.run(lambda: func(state, *args, **kwargs))
+            # Not after an exception: the driver then warns if the process exits with status 0 all the same.
             rendezvous.end_training()
         return result
 
@@ -66,7 +67,13 @@ def run(
 
 
 class _Loop:
-    """The repeated calls of the training function, with synchronization and restore of the state between them."""
+    """Calls the training function until it returns, and joins a new round before each further call.
+
+    Args:
+        state: state of the training.
+        rendezvous: connection to the driver; None if the job is not elastic.
+        reset: see `run`.
+    """
 
     def __init__(
         self, state: State, rendezvous: Rendezvous | None, reset: Callable[[], object] | None = None
@@ -75,11 +82,12 @@ class _Loop:
         self._rendezvous = rendezvous
         self._settings = runtime.current_job().engine.settings
         self._reset = reset or self._init_again
-        self._should_sync = True
-        self._last_failure: tuple[str, int, int] | None = None
+        self._should_sync = True  # before the first call, the ranks may have different initial values
+        self._last_failure: tuple[str, int, int] | None = None  # message, number of commits, number of deaths
         self._num_repeats = 0
 
     def run(self, train: Callable[[], R]) -> R:
+        """Call `train` until it returns, and return its result."""
         while True:
             try:
                 if self._should_sync:
@@ -97,13 +105,13 @@ class _Loop:
                 self._join_next_round(should_sync=not interrupt.skip_sync)
             self._state.on_reset()
             if self._rendezvous is not None:
-                # The reset may have discarded a notice that arrived after the rank assignment.
+                # `on_reset` may have discarded a notice of changed hosts that arrived after the rank assignment.
                 self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
-        """Raise an error that has recurred too often, because a new round does not repair it."""
+        """Raise the error if it has occurred too often in a row: a new round does not repair it."""
         assignment = None if self._rendezvous is None else self._rendezvous.assignment
-        # The same message after another death counts as a new failure: the launcher counts and limits deaths.
+        # After another commit or another death, the same message counts as a new failure. The launcher limits deaths.
         failure = (str(error), self._state.num_commits, 0 if assignment is None else assignment.num_deaths)
         self._num_repeats = self._num_repeats + 1 if failure == self._last_failure else 0
         self._last_failure = failure
@@ -123,5 +131,6 @@ class _Loop:
         self._should_sync = should_sync if assignment is None else assignment.needs_sync
 
     def _init_again(self) -> None:
+        """Leave the round, and join the next one with the same settings of the engine."""
         runtime.shutdown()
         runtime.init(settings=self._settings)

@@ -14,9 +14,10 @@ from datasvc.trainer.job import runtime
 class ElasticSampler(Sampler[int]):
     """A sampler that distributes the samples of an epoch over the ranks; a reset redistributes the remaining samples.
 
-    Record processed samples before `commit`: with `record_batch` if the batches of all ranks have the same size, else
-    with `record_indices`. If the number of remaining samples is not divisible by the number of ranks, some samples
-    are repeated, as in Horovod; `ElasticLoader` with a loader of `datasvc.loaders` repeats none.
+    The training function records processed samples before `commit`: with `record_batch` if the batches of all ranks
+    have the same size, otherwise with `record_indices`. If the number of remaining samples is not divisible by the
+    number of ranks, some samples are repeated, as in Horovod; `ElasticLoader` with a loader of `datasvc.loaders`
+    repeats none.
 
     Args:
         dataset: data set; only its length is used.
@@ -29,8 +30,8 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_num = 0
-        self.processed_indices: set[int] = set()
+        self.processed_num = 0  # samples at the start of the epoch's order that `record_batch` has counted
+        self.processed_indices: set[int] = set()  # samples that `record_indices` has listed
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -42,6 +43,7 @@ class ElasticSampler(Sampler[int]):
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 - Horovod's signature
         """Record that every rank has processed a batch of this size."""
+        # The ranks take samples of the order in turn, so their batches together are consecutive.
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -49,7 +51,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_indices.update(indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the sample indices of a batch of this rank; batches are numbered from the last reset."""
+        """Return the sample indices of one batch of this rank. Batches are counted from 0 after each reset."""
         start = batch_idx * batch_size
         return self._local_indices()[start : start + batch_size]
 
@@ -87,6 +89,7 @@ class ElasticSampler(Sampler[int]):
         return self.num_samples
 
     def _local_indices(self) -> list[int]:
+        """Return this rank's part of the remaining samples, equally long on all ranks."""
         remaining = self.remaining_indices
         if not remaining:
             return []

@@ -1,6 +1,8 @@
-"""The shared state of the ranks of an elastic job: `run` restores or synchronizes it before each call of a training.
+"""The shared state of the ranks of an elastic job, such as model, optimizer and epoch.
 
-`State` is the interface, `ObjectState` a state of plain attributes; see `torch_state` for models and optimizers.
+`run` restores or synchronizes it before each call of the training function. `State` is the interface, `ObjectState`
+is a state of plain attributes, and `torch_state` has the state for models and optimizers. A round is a period in
+which the ranks of the job and their numbers do not change.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
+        # Changes of hosts as arguments of `on_hosts_updated`, and the number of the last one that was checked.
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -52,7 +55,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
-        # The new round already includes the changes in the queue. If a later one is discarded too, `run` repeats it.
+        # The new round already includes the changes in the queue. If this discards a newer one too, `run` repeats it.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -71,7 +74,7 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, so that later failures do not undo the training so far, and check for changes of hosts.
+        """Save the state, so that later failures do not undo the training so far; then check for changes of hosts.
 
         Every rank calls this at the same point of the training.
 
@@ -79,7 +82,7 @@ class State:
             HostsUpdatedInterrupt: see `check_host_updates`.
         """
         self.save()
-        # Increased only after the copy is complete: a rank with the greatest serial number becomes rank 0 of the next
+        # Increased only after the state is saved: a rank with the greatest serial number becomes rank 0 of the next
         # round, and the other ranks copy its state.
         self._serial += 1
         self.num_commits += 1
@@ -92,10 +95,11 @@ class State:
             HostsUpdatedInterrupt: hosts have changed; raised on all ranks.
             HorovodInternalError: a rank is lost.
         """
-        # All ranks must raise at the same call, so the notices of rank 0 decide for all.
+        # All ranks must raise in the same call, so all use the values of rank 0: the number of the last change that
+        # was checked before, that of the newest change, and the kinds of the changes in between.
         local_update = (self._last_updated_timestamp, *self._drain_messages())
-        before, self._last_updated_timestamp, result = self._bcast_object(local_update)
-        if self._last_updated_timestamp > before:
+        previous, self._last_updated_timestamp, result = self._bcast_object(local_update)
+        if self._last_updated_timestamp > previous:
             raise HostsUpdatedInterrupt(skip_sync=result == HostUpdateResult.removed)
 
     def synchronize(self) -> None:
@@ -103,7 +107,7 @@ class State:
         began_s = time.perf_counter()
         self.sync()
         self.sync_s = time.perf_counter() - began_s
-        # All states are now equal, so their serial numbers must be equal too, even on ranks that have just joined.
+        # All states are now equal, so their serial numbers must be equal too, also on ranks that are new in the job.
         self._serial = 1 + self._bcast_object(self._serial)
 
     def save(self) -> None:
@@ -119,13 +123,14 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Adapt to the new rank and size, before the reset callbacks run."""
+        """Adapt to the new rank and size, before the reset callbacks run. Subclasses override it if they need to."""
 
     def _drain_messages(self) -> tuple[float, int]:
+        """Empty the queue; return the number of the newest change, and the kinds of all new changes together."""
         newest, result = self._last_updated_timestamp, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()
-            if timestamp > self._last_updated_timestamp:
+            if timestamp > self._last_updated_timestamp:  # otherwise it was checked before
                 newest, result = max(newest, timestamp), result | change
         return newest, result
 
@@ -167,6 +172,7 @@ class ObjectState(State):
         self.save()
 
     def _set_attrs(self) -> None:
+        # Deep copies again, so that changes of the attributes in place do not affect the saved ones.
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 

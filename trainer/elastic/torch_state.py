@@ -55,10 +55,10 @@ class TorchState(ObjectState):
         """Copy all values of rank 0, and save them. Every rank calls this."""
         for handler in self._handlers.values():
             handler.sync()
-        super().sync()
+        super().sync()  # calls `save`, which also saves the values of the handlers
 
     def reset(self) -> None:
-        """Adapt samplers and loaders to the new rank and size."""
+        """Adapt the values to the new rank and size, such as samplers and loaders."""
         for handler in self._handlers.values():
             handler.reset()
 

@@ -1,7 +1,8 @@
 """Search for the fusion size and the cycle time with the highest throughput, for `tuning.Tuner`.
 
-The search is a hill climb on a grid. Horovod fits a Gaussian process instead; on a grid of forty points a hill climb
-needs no more trials, and is simpler. The module reads no clock: its caller passes the time.
+The search is a hill climb on a grid of fusion sizes and cycle times. Horovod fits a Gaussian process instead; on a
+grid of forty points a hill climb needs no more trials, and is simpler. The module reads no clock: its caller passes
+the time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Final
 
 from datasvc.trainer.engine.negotiation.messages import Tuning
 
+# The grid.
 FUSION_MIB: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 CYCLE_TIME_MS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+# A trial consists of samples: throughputs over at least this time. Warm-up samples come first and do not count.
 _NUM_SAMPLES: Final = 5
 _NUM_WARMUPS: Final = 1
 _MIN_SAMPLE_S: Final = 0.2
@@ -29,17 +32,19 @@ class Trial:
 
 
 class Autotuner:
-    """A hill climb from the grid point nearest to `start`, until no neighbour of the best point is better."""
+    """A hill climb from the grid point nearest to `start`, until all neighbours of the best point have been tried."""
 
     def __init__(self, start: Tuning) -> None:
         self.trials: list[Trial] = []
+        # The point in trial, and the best one so far, as indices of `FUSION_MIB` and `CYCLE_TIME_MS`.
         self._point = (
             _nearest(FUSION_MIB, start.fusion_bytes / 2**20),
             _nearest(CYCLE_TIME_MS, start.cycle_time_s * 1e3),
         )
         self._best = self._point
-        self._scores: dict[tuple[int, int], float] = {}
-        self._samples: list[float] = []
+        self._scores: dict[tuple[int, int], float] = {}  # throughput of each point that was tried
+        self._samples: list[float] = []  # throughputs of the current trial
+        # Bytes and start of the current sample; the first call of `observe` starts it.
         self._num_bytes = 0
         self._since_s: float | None = None
         self.is_done = False
@@ -50,7 +55,7 @@ class Autotuner:
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Record the bytes reduced since the last call, and return whether `tuning` may have changed.
+        """Record one call's bytes, and return whether a trial has ended, so that `tuning` may have changed.
 
         Args:
             num_bytes: bytes that were reduced since the last call.
@@ -62,7 +67,8 @@ class Autotuner:
             self._since_s = now_s
             return False
         if not (num_bytes or self._num_bytes):
-            # Start the sample again: a pause before its first bytes, such as an evaluation, must not count.
+            # Nothing was reduced in this sample yet: start it again, because a pause, such as an evaluation, must not
+            # count.
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes
@@ -79,6 +85,7 @@ class Autotuner:
         return True
 
     def _score(self, bytes_per_s: float) -> None:
+        """End the trial of a point, and choose the next point."""
         self._scores[self._point] = bytes_per_s
         self.trials.append(Trial(self.tuning, bytes_per_s))
         if bytes_per_s > self._scores[self._best]:
@@ -89,6 +96,7 @@ class Autotuner:
 
 
 def _nearest(grid: Sequence[float], value: float) -> int:
+    """Return the index of the value of the grid that is nearest to `value`."""
     return min(range(len(grid)), key=lambda index: abs(grid[index] - value))
 
 

@@ -1,7 +1,9 @@
-"""The engine's background thread: collects submissions, exchanges them with the other ranks, runs ready operations.
+"""The engine of a rank: a background thread that runs operations when all ranks have submitted them.
 
-Invariant: the handle of each submission that `submit` accepts is finished exactly once, even if this thread, the
-network or another rank fails.
+The thread works in cycles. In each cycle it collects this rank's new submissions, exchanges them with those of the
+other ranks, and runs the operations that the negotiation returns. `job.runtime` owns the engine. Invariant: the
+handle of each submission that `submit` accepts is finished exactly once, even if this thread, the network or another
+rank fails.
 """
 
 from __future__ import annotations
@@ -65,15 +67,15 @@ class Engine:
         self._timeline = Timeline()
         self._tuner = Tuner(settings) if settings.autotune and transport.rank == 0 else None
         self._changed = threading.Condition()
-        self._queue: list[Submission] = []
-        self._in_flight: dict[Key, Submission] = {}
+        self._queue: list[Submission] = []  # submissions for the next cycle
+        self._in_flight: dict[Key, Submission] = {}  # submissions that are not finished
         self._is_leaving = False
-        self._failure = ""
-        self._end_reason: str | None = None
-        self._num_idle_cycles = 0
-        self._activity = "start"
-        self._reduction_failure: str | None = None
-        self._cuda_device: torch.device | None = None
+        self._stall_failure = ""  # rank 0 sends it to all ranks in the next cycle; empty for none
+        self._end_reason: str | None = None  # why `submit` raises; None while the engine runs
+        self._num_idle_cycles = 0  # consecutive cycles without a submission of this rank
+        self._activity = "start"  # what the thread does, for the message of a failure
+        self._reduction_failure: str | None = None  # set by the thread of `Completions`
+        self._cuda_device: torch.device | None = None  # that of the last submission on a GPU
         self._buffers = FusionBuffers()
         self._streams = EngineStreams()
         self._completions = Completions(self._record_failure)
@@ -108,7 +110,8 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
-            # Stored for a later join: a joined rank has no submissions, but its substitutes need a device.
+            # Stored for a later join: a rank that has joined (has no more data) submits nothing, but the executor
+            # makes neutral tensors in its place, which need a device.
             if submission.inputs and submission.inputs[0].is_cuda:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
@@ -120,21 +123,22 @@ class Engine:
         previous.close()
 
     def close(self) -> None:
-        """Notify the other ranks, stop the thread and close the transport. Operations in flight fail."""
+        """Leave the job: notify the other ranks, end the thread, close the transport. Operations in flight fail."""
         with self._changed:
             self._is_leaving = True
             self._changed.notify()
-        # The thread sends one more message, from which the other ranks learn that this one leaves.
+        # The thread sends one more message, which says that this rank leaves.
         self._thread.join()
         self._timeline.close()
 
     def _run(self) -> None:
+        """Serve until the engine ends, and fail the operations that are left; the function of the thread."""
         torch.set_grad_enabled(False)  # a setting per thread; nothing here is differentiated
         try:
             reason = self._serve()
         except Exception as cause:
-            # Keep only the text, because a traceback would keep the groups and their connections alive. The other
-            # ranks detect the failure only when these connections close.
+            # Keep only the text, because a traceback would keep the process groups and their connections alive. The
+            # other ranks detect the failure only when these connections close.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
         # `drain` always returns: all ranks have begun every collective in flight, and if a rank dies, its connections
@@ -148,9 +152,10 @@ class Engine:
             self._end(reason)
 
     def _serve(self) -> str:
+        """Run cycles until the job ends for this engine, and return the reason."""
         while True:
             messages = self._cycle()
-            # Failures come first, because ranks that leave in the same cycle may leave because of the failure.
+            # Failures come first: a rank that leaves in the same cycle may leave because of the failure.
             failures = [message.failure for message in messages if message.failure]
             if failures:
                 return failures[0]
@@ -165,6 +170,7 @@ class Engine:
         with profiled("negotiate"):
             messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
         self._raise_failure()
+        # A cached request is sent as its number. By rank, the requests that were submitted for this cycle.
         submitted = [
             [self._cache.resolve(entry) if isinstance(entry, int) else entry for entry in message.entries]
             for message in messages
@@ -201,9 +207,10 @@ class Engine:
             request if number is None else number for request, number in zip(requests, numbers, strict=True)
         )
         tuning = self._tuner.propose() if self._tuner is not None else None
-        return CycleMessage(entries, is_leaving, self._failure, tuning)
+        return CycleMessage(entries, is_leaving, self._stall_failure, tuning)
 
     def _idle_wait_s(self) -> float | None:
+        """Return the maximum pause before the next exchange, if this rank submits nothing; None for no maximum."""
         if self._transport.size == 1:
             return None  # only a submission or `close` can end the pause
         awaits_others, is_awaited = self._negotiation.waiting(self._transport.rank)
@@ -211,9 +218,9 @@ class Engine:
             # This rank must be in the exchange when the others submit: a pause would delay the operation.
             return 0.0
         if not awaits_others and len(self.process_sets) == 1:
-            # No operation can run before this rank submits one, which ends the pause.
+            # Every operation needs all ranks, so none can run before this rank submits one, which ends the pause.
             return self._cycle_time_s * _MAX_UNNEEDED_CYCLES
-        # The pause doubles from half a cycle; the exponent is limited because an idle hour has many cycles.
+        # The pause begins with half a cycle and doubles. The exponent is limited: an idle hour has many cycles.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
@@ -221,14 +228,15 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            # If this rank had joined, the operation has no submission of this rank. A submission of the same name in
-            # `_in_flight` is then newer, and belongs to a later operation.
+            # If this rank had joined, the operation has no submission of this rank. If `_in_flight` has one of the
+            # same name, that one is newer and belongs to a later operation.
             submission = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
                 if submission is not None:
                     self._fail(submission, outcome.reason)
                 continue
-            # Only a request that is equal on all ranks is cached; the rows of an allgather, for example, may differ.
+            # Only a request that is equal on all ranks is cached, so that one number stands for the requests of all
+            # ranks. In an allgather, for example, the rows may differ.
             if all(request == outcome.request for request in outcome.requests.values()):
                 self._cache.remember(outcome.request)
             if self._transport.rank in outcome.members:
@@ -239,17 +247,19 @@ class Engine:
             self._tuner.observe([ready.request for ready, _ in operations])
 
     def _watch_stalls(self) -> None:
+        """Warn of operations that wait too long for some ranks, and end the job if the wait exceeds its limit."""
         warnings, failure = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
         # One rank warns for all, because all ranks have the same state of the negotiation.
         if self._transport.rank == 0:
             for warning in warnings:
                 logger.warning("%s", warning)
-            self._failure = failure
+            self._stall_failure = failure
 
     def _succeed(self, submission: Submission, result: Result) -> None:
+        """Finish a submission with its result."""
         key, kind = submission.request.key, submission.request.kind
-        # Remove the name first: the waiting thread may submit it again as soon as it has the result. The executor's
-        # substitute for the submission of a joined rank is not in `_in_flight`.
+        # Remove the name first: the waiting thread may submit it again as soon as it has the result. If this rank has
+        # joined, `submission` is the executor's substitute, which is not in `_in_flight`.
         with self._changed:
             if self._in_flight.get(key) is submission:
                 del self._in_flight[key]
@@ -272,6 +282,7 @@ class Engine:
             self._changed.notify()
 
     def _raise_failure(self) -> None:
+        """Raise the failure of a reduction in the engine's thread, which ends the job."""
         if self._reduction_failure is not None:
             self._activity = "a reduction"
             raise RuntimeError(self._reduction_failure)
@@ -281,8 +292,9 @@ class Engine:
         return self._cuda_device or torch.device("cuda", torch.cuda.current_device())
 
     def _end(self, reason: str) -> None:
+        """Refuse later submissions, and fail those in flight."""
         with self._changed:
-            # Set under the lock: from here on `submit` raises, so that no submission is left behind.
+            # Set under the lock: from here on `submit` raises, so that no submission is added after the copy below.
             self._end_reason = reason
             abandoned = list(self._in_flight.values())
         for submission in abandoned:

@@ -1,7 +1,8 @@
 """Adasum: a combination of gradients that sums orthogonal ones and averages parallel ones (Maleki et al. 2020).
 
-Ranks combine in pairs: at level k, each rank exchanges with the rank whose number differs in bit k, so that all ranks
-compute the same tree and get the same bits. Dot products are computed per tensor, not per buffer, in float64.
+`Reductions` uses it for allreduces with `Adasum`. Ranks combine in pairs: at level k of a tree, each rank exchanges
+with the rank whose number differs in bit k. So all ranks compute the same tree and get the same bits. Dot products
+are computed per tensor, not per buffer, in float64.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def combine_over_tree(
     Args:
         parts: tensors that are combined one by one; flat views of `flat`.
         flat: flat tensor that is exchanged; contains all parts.
-        place: number of this rank's place, from 0.
-        num_places: number of places, a power of two.
+        place: number of this rank's participant, from 0.
+        num_places: number of participants, a power of two.
         swap: function that sends a tensor to a place and returns the tensor received from it.
     """
     distance = 1
@@ -31,6 +32,7 @@ def combine_over_tree(
         partner = place ^ distance
         # Send the whole buffer in one message, although the parts are combined one by one.
         received = swap(flat, partner)
+        # A part of the received tensor is where the same part of `flat` is.
         offset = flat.storage_offset()
         received_parts = [received[p.storage_offset() - offset :][: p.numel()] for p in parts]
         for part, received_part in zip(parts, received_parts, strict=True):
@@ -42,7 +44,8 @@ def combine_over_tree(
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
     """Return `a (1 - a.b / 2|a|^2) + b (1 - a.b / 2|b|^2)` of two flat tensors; if one is zero, return the other."""
-    # A dot product sums over a whole tensor; in half precision, small terms would be lost or the sum would overflow.
+    # Computed in float64, because a dot product sums over a whole tensor: in half precision, small terms would be
+    # lost or the sum would overflow.
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     product, norm_a, norm_b = (
         float(torch.dot(x, y)) for x, y in ((wide_a, wide_b), (wide_a, wide_a), (wide_b, wide_b))

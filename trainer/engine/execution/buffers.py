@@ -1,4 +1,7 @@
-"""Pool of fusion buffers, into which the executors pack tensors: at most two per dtype and device, reused."""
+"""Pool of fusion buffers, into which tensors are packed so that one collective sends them together.
+
+The pool has at most two buffers per dtype and device. They are reused, and replaced when a longer one is needed.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,26 @@ from torch import Tensor
 # Two, so that one buffer is packed while another one is reduced.
 _MAX_PER_KIND = 2
 
+# Buffers of one kind have the same dtype and device.
 _BufferKind = tuple[torch.dtype, torch.device]
 
 
 class FusionBuffers:
-    """A pool of buffers; a buffer belongs to one user until `give_back`."""
+    """A pool of buffers. A buffer belongs to the caller of `take` until `give_back`, which any thread may call."""
 
     def __init__(self) -> None:
         self._free: dict[_BufferKind, list[Tensor]] = {}
-        self._num_made: dict[_BufferKind, int] = {}
+        self._num_made: dict[_BufferKind, int] = {}  # number of buffers, free or in use
         self._changed = threading.Condition()
         self._failure: str | None = None
 
     def take(self, dtype: torch.dtype, device: torch.device, num_elements: int) -> Tensor:
-        """Return an uninitialized contiguous `dtype[num_elements]` on the device; wait while two are in use.
+        """Return an uninitialized contiguous `dtype[num_elements]` on the device.
+
+        If both buffers of this dtype and device are in use, wait until one of them is given back.
 
         Raises:
-            RuntimeError: `fail` was called, so buffers in use are never given back.
+            RuntimeError: `fail` was called before or during the wait, so no buffer in use is given back.
         """
         kind = (dtype, device)
         with self._changed:
@@ -40,7 +46,7 @@ class FusionBuffers:
                 self._num_made[kind] = self._num_made.get(kind, 0) + 1
                 buffer = torch.empty(0, dtype=dtype, device=device)
         if buffer.numel() < num_elements:
-            # The shorter buffer is dropped: a training step repeats its sizes, so buffers soon stop growing.
+            # Replace the buffer. This soon stops, because each training step needs the same sizes.
             buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements]
 
@@ -52,13 +58,13 @@ class FusionBuffers:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Release the memory of free buffers."""
+        """Forget all buffers, and release the memory of the free ones. The engine calls this at its end."""
         with self._changed:
             self._free.clear()
             self._num_made.clear()
 
     def fail(self, failure: str) -> None:
-        """Raise an error with this message in every call of `take` that waits now or would have to wait later."""
+        """End all waits of `take`: a call that waits now or would have to wait later raises `failure` as an error."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

@@ -1,6 +1,7 @@
 """Completes collectives in flight in a separate thread, in the order in which they began.
 
-At the same time, the engine's thread negotiates and packs the next operations.
+To complete a collective is to wait for it, and then to unpack its result and finish its submissions. Meanwhile the
+engine's thread negotiates and packs the next operations.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from datasvc.trainer.engine.execution.transport import CollectiveWork
 class Completions:
     """A thread that runs the completion function of each collective.
 
-    Invariant: after `close` has returned, no completion function uses a tensor. The caller must destroy broken groups
-    itself, because their collectives may still use tensors.
+    Invariant: after `close` has returned, no completion function uses a tensor. But the collectives of broken process
+    groups may still use tensors, so the caller must destroy these groups.
 
     Args:
         on_error: called once, with the text of the first error of a completion function. No later function runs.
@@ -41,6 +42,7 @@ class Completions:
             after: completion function, called with the work; an exception in it ends the job.
             is_short: whether to complete the work in the calling thread if the queue is empty; faster for short work.
         """
+        # Needs no lock: only the thread that calls `add` makes the queue longer.
         if is_short and not self._pending:
             after(work)
             return
@@ -49,7 +51,7 @@ class Completions:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread. Pending work is discarded, because its groups are broken."""
+        """End the thread. Work that is pending after `drain` is discarded, because its groups are broken."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -61,13 +63,13 @@ class Completions:
             self._changed.wait_for(lambda: not self._pending or self._is_broken)
 
     def _run(self) -> None:
-        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(False)  # a setting per thread; nothing here is differentiated
         try:
             while self._complete_next():
                 pass
         except Exception as error:  # noqa: BLE001 - the top of a thread; the engine reports the error to waiting threads
             # Keep only the text, because a traceback refers to the work, and the work to its connections. These must
-            # close, because the closed connections tell the other ranks of the failure.
+            # close, because the other ranks detect the failure by the closed connections.
             self._on_error(str(error))
             with self._changed:
                 self._is_broken = True
@@ -80,10 +82,11 @@ class Completions:
             self._changed.wait_for(lambda: self._pending or self._is_closing)
             if self._is_closing:
                 return False
-            # The work stays queued until it is complete, so that `drain` waits and `add` completes nothing earlier.
+            # The work stays in the queue until it is complete, so that `drain` waits for it, and `add` does not
+            # complete later work before it.
             work, after = self._pending[0]
         after(work)
-        # Delete them before `drain` returns, because after that no thread may refer to a tensor of the work.
+        # Delete the references before `drain` returns: after that, no thread may refer to a tensor of the work.
         del work, after
         with self._changed:
             self._pending.popleft()

@@ -24,7 +24,7 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 
 
 class Executor:
-    """The executor of the operations of one rank; selects the function for each kind of operation.
+    """Runs agreed operations on one rank: passes each one to the code for its kind, which reports it as finished.
 
     Args:
         transport: connection to the other ranks.
@@ -66,8 +66,8 @@ class Executor:
         """Begin all allreduces, fused, then run the other operations in order.
 
         Args:
-            operations: operations of this rank's process sets, and all changes of process sets. Each has this rank's
-                submission, or None if this rank has joined.
+            operations: agreed operations of this rank's process sets, each with this rank's submission. None instead
+                of a submission: this rank has joined, that is, it has declared that it has no more data.
 
         Raises:
             RuntimeError: the group is broken; `finish` is not called for the remaining operations.
@@ -78,6 +78,8 @@ class Executor:
             [(ready, submission or self._neutral_submission(ready)) for ready, submission in allreduces]
         )
         timeline = self._timeline
+        # Of these operations, only a barrier can run without a submission of this rank, which has joined. Then this
+        # rank has nothing to send and no handle to finish.
         for ready, submission in operations:
             if ready.request.kind is not CollectiveKind.ALLREDUCE and submission is not None:
                 timeline.begin([ready.key], ready.request.kind.value.upper())
@@ -105,11 +107,11 @@ class Executor:
                 self._transport.remove_process_set(ready.value)
                 self._finish(submission, ready.value)
             case _:
-                # A barrier or a join has finished when every rank has submitted it.
+                # A barrier or a join moves no data: it has finished when every rank has submitted it.
                 self._finish(submission, ready.value)
 
     def _neutral_submission(self, ready: Ready) -> Submission:
-        """Return a substitute for the submission of a rank that has joined; its values do not change the result."""
+        """Return a substitute for the missing submission to an allreduce; its values do not change the result."""
         request = ready.request
         device = self._cuda_device() if request.device_type == "cuda" else torch.device(request.device_type)
         tensors = tuple(
@@ -124,12 +126,13 @@ class Executor:
             outputs=tensors,
             cuda_ready=record_submission(device),
             handle=Handle(request.name),
-            is_prescaled=True,  # a negative factor would turn infinity, the neutral value of Min, into -infinity
+            # No prescale factor: a negative one would turn infinity, the neutral value of Min, into -infinity.
+            is_prescaled=True,
         )
 
 
 def _neutral_value(op: ReduceOp | None, dtype: torch.dtype) -> float | int | bool:
-    """Return the value that does not change the result of a reduction."""
+    """Return the value that does not change the result of a reduction: 0 for sums, averages and Adasum."""
     if op is ReduceOp.PRODUCT:
         return 1
     if op not in (ReduceOp.MIN, ReduceOp.MAX):

@@ -1,8 +1,9 @@
-"""Plans the fusion buffers: which ready allreduces are packed together and reduced as one. Pure functions.
+"""Plans the fusion buffers: which ready allreduces are packed together and reduced as one. All functions are pure.
 
-Invariant: a grouped request has buffers of its own. With more than two ranks, the order of additions in a ring
-depends on the position in the buffer, so only a fixed packing gives the same bits in every run. A single request is
-packed with all others that are ready at the same time. This is faster, but the packing may differ between runs.
+Invariant: a grouped request, which may have several tensors, shares no buffer with other requests. With more than two
+ranks, the order of additions in a ring depends on the position in the buffer, so only a fixed packing gives the same
+bits in every run. Single requests are packed with all others that are ready at the same time. This is faster, but the
+packing may differ between runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class FusionSlot:
-    """The position of tensor `member` of request number `operation` in its buffer, in elements."""
+    """The position of one tensor in its buffer: tensor number `member` of request number `operation`, in elements."""
 
     operation: int
     member: int
@@ -81,4 +82,5 @@ def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, .
         # The number is unique to this request, so no other request shares its buffers.
         return (operation, dtype)
     factors = (request.prescale_factor, request.postscale_factor)
+    # None in place of a number, so that this key differs from those of grouped requests.
     return (None, request.process_set, dtype, request.reduce_op, factors, request.device_type)

@@ -1,4 +1,7 @@
-"""Handles and submissions: a handle is the future result of an operation, a submission a request with its tensors."""
+"""Handles and submissions: a handle is the future result of an operation, a submission a request with its tensors.
+
+`job.submit` makes both for each call of a user; the engine finishes the handle.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class Handle:
 
     def succeed(self, result: Result, cuda_done: tuple[torch.cuda.Event, torch.device] | None = None) -> None:
         """Set the result. On CUDA, `cuda_done` is the CUDA event after which the result is valid, and the device."""
-        # `_finished` is set last, because a waiting thread then reads the result at once.
+        # `_finished` is set last, because a thread that waits for it then reads the result at once.
         self._result, self._cuda_done = result, cuda_done
         self._finished.set()
 
@@ -65,6 +68,7 @@ class Handle:
         self._finished.set()
 
     def _let_current_stream_wait(self) -> None:
+        """Order later work on torch's current stream after the operation; the host does not wait."""
         if self._cuda_done is None:
             return
         event, device = self._cuda_done
@@ -84,9 +88,9 @@ class Submission:
         request: properties of the operation, for the other ranks.
         inputs: tensors that the engine reads.
         outputs: tensors that the engine writes; may be the inputs. Empty if it allocates them, as for allgather.
-        result: value that the submitter gets: usually the outputs, as one tensor or as a list.
+        result: value that the handle returns: usually the outputs, as one tensor or as a list.
         is_prescaled: whether the inputs include the prescale factor already, so that the engine does not apply it.
-        cuda_ready: event after which the tensors are valid; None on a CPU.
+        cuda_ready: CUDA event after which the tensors are valid; None on a CPU.
         handle: future result.
     """
 
@@ -100,4 +104,4 @@ class Submission:
 
 
 Finish = Callable[[Submission, Result], None]
-"""A callback for a finished submission: called once, with its result."""
+"""A callback that the executor calls once for each finished submission, with its result."""
