@@ -1,8 +1,9 @@
 """A private folder of symbolic links to file descriptors of running processes: `/proc/PID/fd/N`.
 
-The jobs of a decode group find each other's batches by these links (`group_folder.py`). A link is created atomically.
-Its creator changes or removes the link before it closes the descriptor. When a process exits, even by a crash, the
-kernel closes its descriptors, so its links no longer have a target.
+The jobs of a decode group find each other's batches by these links: a link leads to the pipe of a job that decodes a
+batch, or to the memory with a decoded batch (`group_folder.py`). A link is created atomically. Its creator changes or
+removes the link before it closes the descriptor. When a process exits, even by a crash, the kernel closes its
+descriptors, so its links no longer have a target.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from datasvc.loaders.decode_sharing.links import LinkFolder, target_of
 from datasvc.loaders.ranks.data_ranks import DataRanks
 
 _ROOT: Final = Path("/dev/shm")  # noqa: S108 - local to the node, and the same for all its jobs, unlike TMPDIR
-_JOB: Final = "job-"
+_JOB: Final = "job-"  # begins the names of the members' links; other links in the folder are named by steps
 _MAX_SETTINGS_BYTES: Final = 1 << 20
 _TRIES: Final = 100  # `join` starts again if the last member removes the folder meanwhile
 
@@ -106,7 +106,7 @@ class Membership:
         os.close(self._descriptor)
 
     def _enter(self) -> LinkFolder:
-        """Open the folder, and create the link of this job in it."""
+        """Open the folder, create the link of this job in it, and return the folder."""
         for _ in range(_TRIES):
             # The last member may remove the folder between the two calls: then try again.
             with suppress(FileNotFoundError):

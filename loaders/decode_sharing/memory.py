@@ -66,7 +66,7 @@ class SharedBuffer:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def write(self, key: bytes, parts: Sequence[Part]) -> None:
-        """Write a batch. The memory must have `size_of(parts)` bytes and be locked, or not be published yet."""
+        """Write a batch. The memory must have at least `size_of(parts)` bytes, and be locked or not be linked yet."""
         content = np.frombuffer(self._mapped, np.uint8)
         spans = _lay_out(parts)
         for number, (part, (offset, length)) in enumerate(zip(parts, spans, strict=True)):
@@ -128,6 +128,7 @@ class MappedBatches:
         self._returned = deque()
 
     def _keep(self, mapping: _Mapping) -> None:
+        """Keep a mapping, unless the caller has written to it, and drop the oldest mappings above the limit."""
         if not mapping.has_private_pages():
             self._kept[mapping.inode] = mapping
         while len(self._kept) > self._num_kept:
@@ -160,8 +161,8 @@ class _Mapping:
             return None
         # Only the views of the batch keep `owner` alive, so it is finalized when the last view is gone.
         owner = (ctypes.c_char * len(self._mapped)).from_buffer(self._mapped)
-        # Any thread may drop the last view, so `returned` is a deque: appending to it is atomic. At exit
-        # nothing has to be done, because the kernel drops the lock.
+        # Any thread may drop the last view, so `returned` is a deque: appending to it is atomic. At exit nothing has
+        # to be done, because the kernel drops the lock.
         weakref.finalize(owner, self._return, returned).atexit = False
         content = memoryview(owner).cast("B")
         spans = _SPAN.iter_unpack(content[_HEADER.size : _HEADER.size + num_parts * _SPAN.size])
@@ -178,6 +179,7 @@ class _Mapping:
         if len(content) < 8 * num_pages:
             return True
         pages = np.frombuffer(content, np.uint64)
+        # A page that was never used is neither present nor swapped; a shared one belongs to the file of the memory.
         is_private = ((pages & (_IS_PRESENT | _IS_SWAPPED)) != 0) & ((pages & _IS_OF_FILE) == 0)
         return bool(is_private.any())
 
@@ -185,6 +187,7 @@ class _Mapping:
         os.close(self._descriptor)
 
     def _return(self, returned: deque[_Mapping]) -> None:
+        """Unlock the mapping and append it to `returned`; called when the last view of the batch is gone."""
         if os.getpid() != self._process:
             return  # a forked child shares the lock with its parent, which may still use the batch
         self._unlock()

@@ -90,6 +90,7 @@ class Sharing(Generic[B]):
 
 def _describe(loader: Loader[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings that affect the content of batches, and no others, as JSON values."""
+    # Without epoch and position, the state describes the data and their order.
     state = {name: value for name, value in loader.state_dict().items() if name not in {"epoch", "position"}}
     compared = {name: value for name, value in arguments.items() if name not in _COMPARED_OTHERWISE}
     settings = {name: _to_json(name, value) for name, value in compared.items()}

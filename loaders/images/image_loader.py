@@ -140,7 +140,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             changes_colours=self._plan.changes_colours,
         )
         self._on_bad = decode.on_bad
-        # The kind of batches that the present decoder makes; see `_serve`.
+        # The kind of batches that the present decoder makes: their framework, and whether they are in pinned memory.
         self._framework: Framework = "torch"
         self._is_pinned = False
         missing = find_missing()
@@ -218,11 +218,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._serve("torch", is_pinned=True)
 
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
-        """Yield the remaining batches of the epoch as one kind: of a framework, and in pinned memory or not."""
+        """Yield the remaining batches of the epoch, all of one kind: the framework, and whether they are pinned."""
         batches = super().__iter__()
         while True:
-            # Checked for each batch, because the caller may use several iterators in turn. Batches of another kind
-            # that are already prefetched are dropped, and decoded again as this kind.
+            # Checked before each batch, because the caller may use several iterators in turn. Prefetched batches of
+            # another kind are dropped, and decoded again as this kind.
             if (self._framework, self._is_pinned) != (framework, is_pinned):
                 with self._thread_guard:
                     self._discard()

@@ -111,7 +111,7 @@ def _is_thread_bound(totals: Totals) -> bool:
 
 def _headroom(totals: Totals, wait_s: float) -> float | None:
     """Return the headroom of a run that is not starved; None if no work of other threads was timed."""
-    # Elapsed time of each stage in other threads, as if all its threads had always worked at the same time.
+    # For each stage of other threads, its elapsed time if all its threads had always worked at the same time.
     busy_s = [beside_s / totals.num_beside[stage] for stage, beside_s in totals.beside_s.items()]
     if not busy_s:
         return None
