@@ -165,7 +165,7 @@ def _threads(number: int) -> str:
     return f"{count} more decode thread{'' if number == 1 else 's'}"
 
 
-_ROUNDING: Final = 1e-6  # so that a rounding error does not add a thread, and no division is by zero
+_ROUNDING: Final = 1e-6  # tolerance: a rounding error must not add a thread, and a division must not be by zero
 _NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.ORIGIN: "stage the version before the run (datasvc stage), or give the cache room for all of it",

@@ -40,7 +40,7 @@ class Report:
     Attributes:
         totals: sums over all steps since the loader's last `restart_report`.
         bottleneck: the stage that limits the run, or the consumer.
-        wait_p50_s: median wait of the last 4,096 steps at most, as all values below.
+        wait_p50_s: median wait. This and the values below are those of the last 4,096 steps at most.
         wait_p95_s: 95th percentile of the waits.
         wait_max_s: longest wait.
         longest: the steps with the longest waits, up to five, longest first.

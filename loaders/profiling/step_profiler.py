@@ -159,12 +159,12 @@ class StepProfiler:
 
 
 class StageTimer:
-    """Times one block of work; its `stage` may be changed inside the block. Created by `stage` and `waiting`."""
+    """Times one block of work; its `stage` may be changed inside the block. Created by `StepProfiler`."""
 
     # Class attributes as defaults make the constructor cheap; about ten timers are created per step.
     is_wait = False
     counted: Stage | None = None  # the stage under which this thread counts as active, outside of calls
-    num_threads = 1  # threads that were active in this stage at the start, with this one; outside of calls
+    num_threads = 1  # outside of calls: number of threads in this stage when this one entered it, including this one
     inside_ns = 0  # time of the stages nested in this one
 
     def __init__(self, profiler: StepProfiler, stage: Stage) -> None:
@@ -211,7 +211,7 @@ class StepStageTimer:
     """
 
     number = num_samples = 0
-    inside_ns = start_ns = wait_ns = 0  # time of the stages, start, and duration of the call
+    inside_ns = start_ns = wait_ns = 0  # total time of the stages; start and duration of the call
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler

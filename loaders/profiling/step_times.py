@@ -89,7 +89,7 @@ class Totals:
         waiting_s: part of `blocked_s` that calls waited for other threads, by stage.
         beside_s: time of other threads by stage, summed over threads.
         num_beside: maximum number of other threads in a stage at the same time.
-        num_bound_steps: number of steps whose call waited for other threads for more than 2 % of the step.
+        num_bound_steps: number of steps whose call waited for other threads for more than `_BOUND_SHARE` of the step.
     """
 
     num_steps: int = 0

@@ -1,8 +1,9 @@
 """Reads token blocks from shards, many blocks per call, for `TokenDecoder`.
 
 A token block is the tokens of one sample. It is stored as a list of a fixed size, as a list of variable size, or as a
-blob of little-endian integers. In each case it is consecutive bytes of a mapped file: a window. A view of all windows
-of the file takes no memory, and indexing it with many starts copies all these blocks in one operation (a gather).
+blob of little-endian integers. In each case the block is consecutive bytes of a mapped file: a window. A view of all
+windows of the file takes no memory. Indexing the view with many starts copies all these blocks in one operation (a
+gather).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _NUM_REUSED: Final = 4
 
 @dataclass(frozen=True)
 class _TokenShard:
-    """What every batch with samples of a shard needs to know about the shard. Computed once, if it is complete."""
+    """Properties of a shard that every batch with its samples needs. Computed once for a complete shard."""
 
     blocks: StoredBlocks
     has_all_blocks: bool  # whether no sample lacks its block (null); False also if that is not known

@@ -32,7 +32,7 @@ class ElasticLoader(Generic[B]):
     """A wrapper of the loader for the current rank and size; its other attributes are those of that loader.
 
     Its state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
-    each sample since the last commit exactly once. Create a new iterator in every call of the training function,
+    each remaining sample exactly once. Create a new iterator in every call of the training function,
     because an older one belongs to the loader or the position before the change.
 
     Args:

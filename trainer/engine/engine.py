@@ -75,7 +75,7 @@ class Engine:
         self._num_idle_cycles = 0  # consecutive cycles without a submission of this rank
         self._activity = "start"  # what the thread does, for the message of a failure
         self._reduction_failure: str | None = None  # set by the thread of `Completions`
-        self._cuda_device: torch.device | None = None  # that of the last submission on a GPU
+        self._cuda_device: torch.device | None = None  # device of the last submission on a GPU
         self._buffers = FusionBuffers()
         self._streams = EngineStreams()
         self._completions = Completions(self._record_failure)

@@ -3,11 +3,13 @@
 A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers, its members. A
 worker joins the job when it requests a rank. `driver` passes each event and the time to this module, and executes the
 actions that the module returns. Invariants:
-    A round has each rank once, and its members are alive when it begins.
-    Rank 0 of a round has the newest state that any live worker has committed. If the job has a committed state and no
-    live worker has it, the job ends; it never restarts silently from the beginning.
-    A blocked host gets no new worker. A round has at least the minimum number of ranks, except at the end of the job,
-    when workers have finished; then a message is printed.
+
+- A round has each rank once, and its members are alive when it begins.
+- Rank 0 of a round has the newest state that any live worker has committed. If the job has a committed state and no
+  live worker has it, the job ends; it never restarts silently from the beginning.
+- A blocked host gets no new worker.
+- A round has at least the minimum number of ranks, except at the end of the job, when workers have finished; then a
+  message is printed.
 """
 
 from __future__ import annotations
@@ -404,8 +406,10 @@ class JobMembership:
         if self._round and any(worker.may_have_state for worker in staying):
             return []
         # Before, the job waits for workers until all have finished, or until the program has failed everywhere.
-        if not self._round and not ((self._is_finishing and not staying) or self._has_failed_everywhere(staying)):
+        have_all_finished = self._is_finishing and not staying
+        if not self._round and not have_all_finished and not self._has_failed_everywhere(staying):
             return []
+        # Without a failure since the last round began, all its members have finished.
         if not self._deaths.since_round:
             return [Finish(0)]
         if self._round:

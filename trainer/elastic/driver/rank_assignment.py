@@ -1,6 +1,6 @@
 """Assignment of ranks to the workers of a new round, for `membership`. All functions are pure.
 
-A round is the period from one assignment of ranks to the next.
+A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Workers:
 
     Attributes:
         by_name: these workers by name, oldest first.
-        num_started: number of all workers started so far, with those that have ended.
+        num_started: number of all workers started so far, including those that have ended.
     """
 
     by_name: dict[str, Worker] = field(default_factory=dict)

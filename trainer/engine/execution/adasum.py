@@ -32,7 +32,7 @@ def combine_over_tree(
         partner = place ^ distance
         # Send the whole buffer in one message, although the parts are combined one by one.
         received = swap(flat, partner)
-        # A part of the received tensor is where the same part of `flat` is.
+        # The parts have the same positions in the received tensor as in `flat`.
         offset = flat.storage_offset()
         received_parts = [received[p.storage_offset() - offset :][: p.numel()] for p in parts]
         for part, received_part in zip(parts, received_parts, strict=True):
