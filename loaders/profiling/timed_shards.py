@@ -12,6 +12,7 @@ from datasvc.loaders.profiling.step_times import Stage
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import Shard, ShardRequest, ShardStore
 
+# All other outcomes count as `Stage.ORIGIN`.
 _STAGES: Final[Mapping[Outcome, Stage]] = {"resident": Stage.CACHE, "peer": Stage.PEER}
 
 

@@ -131,17 +131,17 @@ class TokenDecoder:
             bounds = np.append(segments, tokens.size).astype(np.int32)
             longest = int(segment_sizes(segments, tokens.size).max(initial=0))
         return TokenBatch(
-            tokens,
-            length,
-            batch.mask,
-            batch.epoch,
-            batch.positions,
-            labels,
-            documents,
-            positions,
-            bounds,
-            longest,
-            batch.sources if self._is_mixture else None,
+            tokens=tokens,
+            length=length,
+            mask=batch.mask,
+            epoch=batch.epoch,
+            positions=batch.positions,
+            labels=labels,
+            document_ids=documents,
+            position_ids=positions,
+            cu_seqlens=bounds,
+            max_seqlen=longest,
+            sources=batch.sources if self._is_mixture else None,
         )
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class Engine:
         self._changed = threading.Condition()
         self._queue: list[Submission] = []  # submissions for the next cycle
         self._in_flight: dict[Key, Submission] = {}  # submissions that are not finished
-        self._is_leaving = False
+        self._is_leaving = False  # whether `close` was called
         self._stall_failure = ""  # rank 0 sends it to all ranks in the next cycle; empty for none
         self._end_reason: str | None = None  # why `submit` raises; None while the engine runs
         self._num_idle_cycles = 0  # consecutive cycles without a submission of this rank
@@ -170,7 +170,7 @@ class Engine:
         with profiled("negotiate"):
             messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
         self._raise_failure()
-        # A cached request is sent as its number. By rank, the requests that were submitted for this cycle.
+        # By rank, the requests that are new in this cycle. A number stands for a cached request.
         submitted = [
             [self._cache.resolve(entry) if isinstance(entry, int) else entry for entry in message.entries]
             for message in messages
@@ -202,6 +202,7 @@ class Engine:
             is_leaving = self._is_leaving
         self._num_idle_cycles = 0 if queue else self._num_idle_cycles + 1
         requests = [submission.request for submission in queue]
+        # If the cache has a request, its number is sent instead.
         numbers = [self._cache.find(request) for request in requests]
         entries = tuple(
             request if number is None else number for request, number in zip(requests, numbers, strict=True)
