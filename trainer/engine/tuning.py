@@ -1,4 +1,8 @@
-"""Autotuning on rank 0 during the job: measure the throughput, propose values to all ranks, and log the trials."""
+"""Autotuning on rank 0 during the job: measures the throughput, proposes values to all ranks, and logs the trials.
+
+The engine of rank 0 has a `Tuner` if autotuning is on. `autotune` searches the values; this module adds the clock
+and the files.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,14 @@ class Tuner:
         self._has_changed = True  # the first proposal is the point of the grid that is nearest to the settings
 
     def propose(self) -> Tuning | None:
-        """Return the values that all ranks adopt in this cycle; None for no change."""
+        """Return the values that all ranks adopt in this cycle; None if they have not changed since the last call."""
         if not self._has_changed:
             return None
         self._has_changed = False
         return self._autotuner.tuning
 
     def observe(self, requests: Sequence[Request]) -> None:
-        """Record the bytes of operations that have begun."""
+        """Record the operations of one cycle, which have begun. Only the bytes of allreduces count."""
         num_bytes = sum(
             prod(shape) * wire_dtype(dtype).itemsize
             for request in requests

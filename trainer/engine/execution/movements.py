@@ -1,6 +1,8 @@
 """Runs the agreed operations that move values without changing them: allgather, broadcast, alltoall.
 
-Values are sent as bytes, so every dtype is supported.
+The `Executor` calls it. Values are sent as bytes, so every dtype is supported. Bytes can only be sent from contiguous
+memory of the wire device (see `Transport.wire_device`). A variable named `wire` is a tensor that meets this
+condition: the user's tensor itself if possible, else a copy.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 @dataclass(frozen=True, kw_only=True)
 class Movements:
-    """The executor of allgather, broadcast and alltoall; see `Executor` for the arguments."""
+    """Runs allgather, broadcast and alltoall on one rank. The arguments are those of `Executor`."""
 
     transport: Transport
     streams: EngineStreams
@@ -47,26 +49,27 @@ class Movements:
         with self.streams.on_engine_stream(output.device, [submission.cuda_ready], [tensor, output]):
             if self.transport.rank == root_rank:
                 copy_into(tensor, output)
+            # An empty tensor is not sent. The shape is the same on all ranks, so all of them skip the collective.
             if output.numel():
-                # `wire` is the output itself, unless the output cannot be sent: then it is a copy. This is the case
-                # for outputs that are strided, lazily negated, or on a GPU without NCCL.
+                # `wire` is a copy of an output that is strided, lazily negated, or on a GPU without NCCL.
                 wire = _materialized(output).to(self.transport.wire_device(output.device)).contiguous()
                 self.transport.broadcast(as_bytes(wire), root_rank, ready.request.process_set)
                 copy_into(wire, output)
         self.finish(submission, submission.result)
 
     def alltoall(self, ready: Ready, submission: Submission) -> None:
-        """Send rows to the ranks of the set, and collect the received rows."""
+        """Send rows of the tensor to each rank of the set, and collect the received rows in rank order."""
         (tensor,) = submission.inputs
         rank_in_set = ready.members.index(self.transport.rank)
         sent = submission.request.splits
         assert sent is not None
         received = [_splits(request)[rank_in_set] for request in ready.requests.values()]
         with self.streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor]):
+            # The splits may leave out the last rows.
             wire = _materialized(tensor[: sum(sent)]).to(self.transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
-            # The condition has the same value on all ranks, so either all take part in the collective or none does.
+            # The condition has the same value on all ranks, so all of them take part in the collective or none does.
             if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
                 self.transport.alltoall(
                     as_bytes(output),
@@ -80,6 +83,7 @@ class Movements:
         self.finish(submission, output)
 
     def _gather(self, tensor: Tensor, rows: tuple[int, ...], process_set: int) -> Tensor:
+        """Return the rows of all ranks as one tensor; `rows` is the number of rows of each rank."""
         wire = _materialized(tensor).to(self.transport.wire_device(tensor.device)).contiguous()
         gathered = torch.empty((sum(rows), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
         if gathered.numel():
@@ -87,24 +91,26 @@ class Movements:
         return gathered.to(tensor.device)
 
     def _gather_bytes(self, gathered: Tensor, local_bytes: Tensor, rows: tuple[int, ...], process_set: int) -> None:
+        """Fill the bytes `gathered` with the bytes of all ranks; each rank sends its `local_bytes`."""
         row_bytes = gathered.numel() // sum(rows)
         parts = list(torch.split(gathered, [num_rows * row_bytes for num_rows in rows]))
         if len(set(rows)) == 1:
             self.transport.allgather(parts, local_bytes, process_set)
             return
-        # gloo gathers equal lengths only, so ranks with fewer rows add padding.
-        padded = max(rows) * row_bytes
-        flat = self.buffers.take(torch.uint8, gathered.device, padded * (len(rows) + 1))
-        scratch = torch.split(flat, padded)
-        scratch[-1][: local_bytes.numel()].copy_(local_bytes)
-        self.transport.allgather(list(scratch[:-1]), scratch[-1], process_set)
-        for part, received in zip(parts, scratch[:-1], strict=True):
-            part.copy_(received[: part.numel()])
-        self.buffers.give_back(flat)
+        # gloo gathers equal lengths only, so ranks with fewer rows add padding. The buffer has one received part per
+        # rank, and then the part that this rank sends.
+        padded_bytes = max(rows) * row_bytes
+        buffer = self.buffers.take(torch.uint8, gathered.device, padded_bytes * (len(rows) + 1))
+        *padded_parts, sent = torch.split(buffer, padded_bytes)
+        sent[: local_bytes.numel()].copy_(local_bytes)
+        self.transport.allgather(padded_parts, sent, process_set)
+        for part, padded_part in zip(parts, padded_parts, strict=True):
+            part.copy_(padded_part[: part.numel()])
+        self.buffers.give_back(buffer)
 
 
 def _materialized(tensor: Tensor) -> Tensor:
-    """Return the tensor with its values in memory, not their lazy negatives or conjugates."""
+    """Return a tensor whose memory has its values. A tensor with a lazy negation or conjugation is copied."""
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -1,4 +1,7 @@
-"""Runs the reductions that the negotiation has agreed on: fused allreduces, and reducescatters."""
+"""Runs the reductions that the negotiation has agreed on: fused allreduces, and reducescatters.
+
+Used by `Executor`. A fusion buffer has the dtype and the device in which its values are sent; see `wire`.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,18 @@ from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, 
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
-# Collectives up to this size are completed in the engine's thread: a switch to the other thread would take longer.
+# Collectives up to this size are completed in the engine's thread: a switch to that of `Completions` takes longer.
 _SHORT_BYTES = 64 * 1024
 
 
 @dataclass(kw_only=True)
 class Reductions:
-    """The executor of allreduce and reducescatter; see `Executor` for the other arguments.
+    """Runs allreduce and reducescatter on one rank. The arguments without a line below are those of `Executor`.
 
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
-        timeline: records later operations.
+        timeline: timeline that records later operations.
+        _has_node_sets: whether the process sets exist that Adasum uses, one per node.
     """
 
     transport: Transport
@@ -48,10 +52,12 @@ class Reductions:
         requests = [ready.request for ready, _ in operations]
         element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
-        # The tensors of a grouped request may be in several buffers; the request finishes with the last of them.
+        # The tensors of a grouped request may be in several buffers. Buffers complete in order, so the request
+        # finishes with the last of them, whose index replaces the earlier ones here.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         for index, buffer in enumerate(buffers):
             completed = [operation for operation in buffer.operations if last_buffer[operation] == index]
+            # The requests of a buffer have the same process set, reduction and factors, so the first stands for all.
             ready = operations[buffer.operation][0]
             self._begin(
                 buffer,
@@ -72,7 +78,10 @@ class Reductions:
     def _begin(
         self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], completed: Sequence[Submission]
     ) -> None:
-        """Pack a buffer and begin its allreduce. After the allreduce, unpack it and finish `completed`."""
+        """Pack a buffer and begin its allreduce. After the allreduce, unpack it and finish `completed`.
+
+        `slot.operation` of the buffer is an index of `submissions`.
+        """
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
         outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
@@ -94,6 +103,7 @@ class Reductions:
                 work = self._reduce(buffer, request, flat)
 
         def complete(work: CollectiveWork) -> None:
+            # The engine's stream already waits for the events and keeps the tensors, since the buffer was packed.
             with self.streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()
@@ -116,7 +126,7 @@ class Reductions:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the flat tensor to send, and the fusion buffer to give back later, if one is used."""
         dtype, device = wire_dtype(buffer.dtype), self.transport.wire_device(outputs[0].device)
-        # A single tensor that can be sent as it is needs no fusion buffer: it is reduced in place.
+        # A single tensor that can be sent as it is needs no fusion buffer: it is reduced in place, in its output.
         if len(outputs) == 1 and can_send_directly(outputs[0], dtype, device):
             return copy_into(inputs[0], outputs[0]).view(-1), None
         flat = self.buffers.take(dtype, device, buffer.num_elements)
@@ -143,7 +153,8 @@ class Reductions:
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
         """Replace the tensors of the buffer by their Adasum over all ranks; return when it is complete."""
         transport = self.transport
-        # As in Horovod over NCCL: an average within each node, then Adasum between the nodes.
+        # As in Horovod over NCCL, which alone sends from GPU memory: an average within each node, then Adasum between
+        # the nodes. A place is a participant of Adasum: here a node, otherwise a rank.
         ranks_per_place = transport.local_size if flat.is_cuda else 1
         if ranks_per_place > 1:
             self._make_node_sets()
@@ -151,9 +162,10 @@ class Reductions:
             _scale(flat, factor=1.0, divisor=ranks_per_place)
         place, local_rank = divmod(transport.rank, ranks_per_place)
 
-        def swap(sent: Tensor, partner: int) -> Tensor:
+        def swap(sent: Tensor, partner_place: int) -> Tensor:
             received = torch.empty_like(sent)
-            transport.swap(received, sent, partner * ranks_per_place + local_rank, GLOBAL_SET)
+            partner_rank = partner_place * ranks_per_place + local_rank
+            transport.swap(received, sent, partner_rank, GLOBAL_SET)
             return received
 
         parts = [flat[slot.offset : slot.offset + slot.length] for slot in buffer.slots]
@@ -175,15 +187,17 @@ class Reductions:
 
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
         request, transport = ready.request, self.transport
+        # Always copy, because `_scale` and the allreduce below overwrite `wire`.
         wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
         _scale(wire, factor=request.prescale_factor)
-        row = wire[:1].numel() if wire.shape[0] else 0
-        lengths = [rows * row for rows in split_rows(wire.shape[0], len(ready.members))]
+        row_length = wire[:1].numel()  # 0 if there are no rows
+        lengths = [rows * row_length for rows in split_rows(wire.shape[0], len(ready.members))]
         parts = list(torch.split(wire.view(-1), lengths))
         received = torch.empty(output.numel(), dtype=dtype, device=wire.device)
         if min(lengths):
             transport.reducescatter(received, parts, request.process_set)
-        elif wire.numel():  # not every backend supports empty parts
+        elif wire.numel():
+            # Some ranks get no rows, and not every backend supports empty parts: reduce all rows on every rank.
             transport.begin_allreduce(wire.view(-1), ReduceOp.SUM, request.process_set).wait()
             received.copy_(parts[ready.members.index(transport.rank)])
         divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
@@ -214,5 +228,6 @@ def _scale(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:
 def _unpack(buffer: Buffer, flat: Tensor, outputs: Sequence[Tensor]) -> None:
     for slot, output in zip(buffer.slots, outputs, strict=True):
         part = flat[slot.offset : slot.offset + slot.length]
+        # A tensor that was reduced in place has the result already.
         if part.data_ptr() != output.data_ptr():
             output.copy_(part.view(output.shape))

@@ -1,7 +1,7 @@
 """Orders CUDA work between the user's stream and the engine's stream. Has no effect for CPU tensors.
 
-Invariant: the engine works on a separate stream, which first waits for the event of the submission; the stream that
-uses the result waits for the engine's stream. The host waits only if tensors are sent through its memory.
+Invariant: the engine works on a stream of its own. This stream first waits for the event of the submission, and the
+stream that uses the result waits for the engine's stream. The host waits only if tensors are sent through its memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def record_submission(device: torch.device) -> torch.cuda.Event | None:
-    """Return the event after which tensors that are submitted now are valid."""
+    """Return the CUDA event after which tensors that are submitted now are valid; None for another device."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
@@ -23,21 +23,27 @@ def record_submission(device: torch.device) -> torch.cuda.Event | None:
 
 
 class EngineStreams:
-    """The streams of the engine, one per device."""
+    """The CUDA streams of the engine, one per device, each created on first use."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @contextlib.contextmanager
     def on_engine_stream(
-        self, device: torch.device, ready: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
+        self, device: torch.device, ready_events: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
     ) -> Iterator[None]:
-        """Run the block on the engine's stream after all `ready` events; keep `tensors` allocated until it ends."""
+        """Run the block on the engine's stream of a device.
+
+        Args:
+            device: device of the tensors; without CUDA, the block just runs.
+            ready_events: events for which the stream waits before the block; None is skipped.
+            tensors: tensors whose memory is not reused before the CUDA work of the block has ended.
+        """
         if device.type != "cuda":
             yield
             return
         stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # untyped in torch
-        for event in ready:
+        for event in ready_events:
             if event is not None:
                 stream.wait_event(event)
         with torch.cuda.stream(stream):
@@ -48,6 +54,9 @@ class EngineStreams:
                 tensor.record_stream(stream)
 
     def record_end(self, device: torch.device) -> tuple[torch.cuda.Event, torch.device] | None:
-        """Return the event after which the engine's work so far on this device is done, and the device."""
+        """Return the event after which the engine's work so far on this device is done, and the device.
+
+        None if the engine has no stream on this device, so that no caller has to wait.
+        """
         stream = self._streams.get(device)
         return (stream.record_event(), device) if stream is not None else None

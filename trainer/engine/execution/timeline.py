@@ -1,7 +1,7 @@
 """Timeline of the negotiation and execution of each operation, as a Chrome trace for chrome://tracing and Perfetto.
 
 Rank 0 writes the file: every rank receives the requests of all ranks, so one file is enough. The negotiation of an
-operation has a mark for each rank, so the trace shows which rank was the last to submit it.
+operation has an instant event for each rank, so the trace shows which rank was the last to submit it.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ logger = logging.getLogger(__name__)
 
 
 class Timeline:
-    """A timeline that records nothing; `TraceFile` writes a file."""
+    """The interface of a timeline, and the default, which records nothing; `TraceFile` writes a file."""
 
     def cycle(self) -> None:
         """Record the beginning of a cycle that has submissions."""
 
     def submitted(self, key: Key, kind: str, rank: int) -> None:
-        """Record the submission of a rank; the first one begins the negotiation."""
+        """Record that a rank has submitted an operation; the first of its ranks begins the negotiation."""
 
     def agreed(self, key: Key) -> None:
-        """Record the end of a negotiation."""
+        """Record the end of the negotiation of an operation."""
 
     def begin(self, keys: Sequence[Key], phase: str) -> None:
-        """Record that operations begin to run together."""
+        """Record that operations begin to run together; `phase` is the name of the event."""
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
         """Record the beginning of an activity of these operations, and the end of their previous one."""
 
     def end(self, keys: Sequence[Key]) -> None:
-        """Record the end of operations."""
+        """Record the end of operations, and of their last activity."""
 
     def close(self) -> None:
         """Complete the timeline."""
@@ -48,9 +48,12 @@ class Timeline:
 class TraceFile(Timeline):
     """A Chrome trace that is written while the job runs, so that it can be read after a crash. Thread-safe.
 
+    The field `ph` of an event is its type in the Chrome trace format: "B" begins a range, "E" ends the innermost
+    range of the row, "X" is a range with a duration, "i" an instant, and "M" the name of a row.
+
     Args:
         path: path of the JSON file, which is overwritten.
-        marks_cycles: whether each cycle gets a mark.
+        marks_cycles: whether an event is written for each cycle.
 
     Raises:
         OSError: the file cannot be written.
@@ -61,7 +64,8 @@ class TraceFile(Timeline):
         self._file.write("[\n")
         self._marks_cycles = marks_cycles
         self._start_ns = time.monotonic_ns()
-        self._lines: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
+        # Events for `_writer`, in lists that belong together; None ends the file.
+        self._queue: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Each operation has a row. A row is a process (`pid`) of the trace, because viewers group events by process.
         self._rows: dict[Key, int] = {}
@@ -73,12 +77,12 @@ class TraceFile(Timeline):
         self._writer.start()
 
     def cycle(self) -> None:
-        """See `Timeline`."""
+        """Write an instant event for the cycle if `marks_cycles` is set."""
         if self._marks_cycles:
             self._put([{"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0}])
 
     def submitted(self, key: Key, kind: str, rank: int) -> None:
-        """See `Timeline`."""
+        """Begin the range of the negotiation if it is new, and write an instant event for the rank."""
         events: list[dict[str, Any]] = []
         with self._lock:
             row = self._row(key, events)
@@ -89,14 +93,14 @@ class TraceFile(Timeline):
             self._put(events)
 
     def agreed(self, key: Key) -> None:
-        """See `Timeline`."""
+        """End the range of the negotiation."""
         with self._lock:
             if key in self._is_negotiating:
                 self._is_negotiating.discard(key)
                 self._put([{"ph": "E", "pid": self._rows[key]}])
 
     def begin(self, keys: Sequence[Key], phase: str) -> None:
-        """See `Timeline`."""
+        """Begin a range with the name of the phase in the row of each operation."""
         events: list[dict[str, Any]] = []
         with self._lock:
             for key in keys:
@@ -105,7 +109,7 @@ class TraceFile(Timeline):
             self._put(events)
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
-        """See `Timeline`."""
+        """Begin the range of an activity inside the range of the phase, and end that of the previous activity."""
         events: list[dict[str, Any]] = []
         with self._lock:
             for key in keys:
@@ -117,7 +121,7 @@ class TraceFile(Timeline):
             self._put(events)
 
     def end(self, keys: Sequence[Key]) -> None:
-        """See `Timeline`."""
+        """End the ranges of the activity and of the phase."""
         events = []
         with self._lock:
             for key in keys:
@@ -128,13 +132,14 @@ class TraceFile(Timeline):
             self._put(events)
 
     def close(self) -> None:
-        """See `Timeline`."""
+        """Write the remaining events and the end of the file, and wait until they are written."""
         if not self._is_closed:
             self._is_closed = True
-            self._lines.put(None)
+            self._queue.put(None)
             self._writer.join()
 
     def _row(self, key: Key, events: list[dict[str, Any]]) -> int:
+        """Return the row of an operation. For a new row, append the event that names it to `events`."""
         if key not in self._rows:
             self._rows[key] = len(self._rows) + 1
             name = f"{key.name} (process set {key.process_set})" if key.process_set else key.name
@@ -142,9 +147,10 @@ class TraceFile(Timeline):
         return self._rows[key]
 
     def _put(self, events: list[dict[str, Any]]) -> None:
+        """Add the current time to events and queue them for the writer."""
         now_us = (time.monotonic_ns() - self._start_ns) / 1e3
         if events:
-            self._lines.put([{"ts": now_us, "tid": 0, **event} for event in events])
+            self._queue.put([{"ts": now_us, "tid": 0, **event} for event in events])
 
     def _write(self) -> None:
         try:
@@ -152,18 +158,18 @@ class TraceFile(Timeline):
                 self._write_events()
         except OSError as error:
             logger.warning("cannot write the timeline %s any more: %s", self._file.name, error)
-            # Discard later events until `close`: a full disk must not end the job, nor fill the memory.
-            while self._lines.get() is not None:
+            # Discard later events until `close`, so that a full disk neither ends the job nor fills the memory.
+            while self._queue.get() is not None:
                 pass
 
     def _write_events(self) -> None:
         is_first = True
-        while (events := self._lines.get()) is not None:
+        while (events := self._queue.get()) is not None:
             for event in events:
                 self._file.write(("" if is_first else ",\n") + json.dumps(event))
                 is_first = False
             # After a crash the file has all events up to the last time the queue was empty. It lacks the closing
             # bracket, which viewers do not need.
-            if self._lines.empty():
+            if self._queue.empty():
                 self._file.flush()
         self._file.write("\n]\n")

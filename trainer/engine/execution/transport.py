@@ -1,8 +1,9 @@
 """Transport of bytes and tensors between ranks: over torch.distributed, or without a network for one rank.
 
-The control group carries requests; one data group per process set carries tensors. The user's own collectives are in
-other groups, so the engine does not wait for them. Every method except `wire_device` and `close` is a collective of
-the process set: all its ranks call these methods in the same order, from the engine's thread.
+A group is a process group of torch. The control group carries requests; one data group per process set carries
+tensors. The user's own collectives are in other groups, so the engine does not wait for them. Every method except
+`wire_device`, `set_timeout` and `close` is a collective: all ranks of the process set call it in the same order, from
+the engine's thread. `exchange` and the changes of process sets are collectives of all ranks of the job.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from datasvc.trainer.env.engine_settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-# Each rank has a slot of fixed size, so that an exchange of short data needs no message about lengths.
+# Each rank has a slot of fixed size, so that an exchange of short data needs no message about lengths. A slot begins
+# with the length of the rank's data.
 _LENGTH_BYTES = 4
 _SLOT_BYTES = 512
 
@@ -39,7 +41,7 @@ _REDUCE_OPS = {
 
 
 class CollectiveWork(Protocol):
-    """A collective in flight."""
+    """A collective that has begun."""
 
     def wait(self) -> object:
         """Wait until it is done; on CUDA, make the current stream wait for it.
@@ -122,6 +124,8 @@ class Transport:
 class ExchangeStep(NamedTuple):
     """One step of an exchange: a rank sends the first parts that it has, and appends the received parts.
 
+    A part is the slot with the data of one rank.
+
     Attributes:
         target: rank to send to.
         source: rank to receive from.
@@ -136,7 +140,7 @@ class ExchangeStep(NamedTuple):
 
 
 def plan_exchange(rank: int, size: int) -> list[ExchangeStep]:
-    """Plan the steps by which a rank gets one part of each rank: first its own, then those of the ranks after it.
+    """Plan the steps by which a rank collects the parts of all ranks: its own, then those of the ranks after it.
 
     The number of parts doubles in each step: Bruck et al., "Efficient algorithms for all-to-all communications in
     multiport message-passing systems", 1997.
@@ -157,10 +161,10 @@ class GroupTransport(Transport):
         gpu: unique name of the GPU of this rank; empty without one. NCCL rejects two ranks on one GPU, so CUDA
             tensors are sent over NCCL if every rank has a GPU of its own, otherwise through host memory over gloo.
         local_size: number of ranks on this node.
-        timeout_s: seconds after which a collective without an answer fails; None for the value in `settings`.
+        timeout_s: seconds after which a collective fails if a rank does not answer; None for that of `settings`.
 
     Attributes:
-        settings: settings of rank 0, which all ranks use: different ones would plan different fusion buffers.
+        settings: settings of rank 0, which all ranks use: different settings would plan different fusion buffers.
         local_size: number of ranks on each node; 1 if nodes differ.
         is_homogeneous: whether all nodes have the same number of ranks.
     """
@@ -171,11 +175,11 @@ class GroupTransport(Transport):
         self._timeout = dt.timedelta(seconds=timeout_s or settings.timeout_s)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        # The slot of this rank comes first, then the slots of the ranks after it.
+        # The slot of this rank comes first, then the slots of the ranks after it; rank 0 follows the last rank.
         self._slots = bytearray(_SLOT_BYTES * self.size)
         self._slot_tensor = torch.frombuffer(self._slots, dtype=torch.uint8)
         self._steps = plan_exchange(self.rank, self.size)
-        # gloo is used on GPUs too, because requests are bytes in host memory.
+        # gloo also on GPUs, because requests are bytes in host memory.
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
         facts = [json.loads(data) for data in self.exchange(local_facts)]
@@ -186,7 +190,7 @@ class GroupTransport(Transport):
                 "variables on all ranks",
                 self.rank,
             )
-        # Every rank computes this from the same facts, so all ranks choose the same backend.
+        # NCCL is used if each rank has a GPU of its own. All ranks have the same facts, so they make the same choice.
         self._uses_nccl = len({gpu_name for gpu_name, _, _ in facts if gpu_name}) == self.size
         self.is_homogeneous = all(num_local_ranks == local_size for _, num_local_ranks, _ in facts)
         self.local_size = local_size if self.is_homogeneous else 1
@@ -194,20 +198,20 @@ class GroupTransport(Transport):
         self.add_process_set(GLOBAL_SET, range(self.size))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Exchange data in log2(ranks) steps if all data fit into their slots, else with one more collective."""
+        """Exchange data in log2(ranks) steps. If the data of a rank do not fit into a slot, add one collective."""
         slots = self._slots
         slots[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         beginning = data[: _SLOT_BYTES - _LENGTH_BYTES]
         slots[_LENGTH_BYTES : _LENGTH_BYTES + len(beginning)] = beginning
         assert self._control is not None
         # Not an allgather, because gloo runs it in another thread, and the switch takes longer than this exchange.
-        for number, step in enumerate(self._steps):
-            sending = self._control.send([self._window(0, step.num_parts)], step.target, number)
-            self._control.recv([self._window(step.held, step.num_parts)], step.source, number).wait()
+        for tag, step in enumerate(self._steps):
+            sending = self._control.send([self._slot_range(0, step.num_parts)], step.target, tag)
+            self._control.recv([self._slot_range(step.held, step.num_parts)], step.source, tag).wait()
             sending.wait()
         starts = [(rank - self.rank) % self.size * _SLOT_BYTES for rank in range(self.size)]
         lengths = [int.from_bytes(slots[start : start + _LENGTH_BYTES], "little") for start in starts]
-        # All ranks know all lengths now, so either all of them or none run the second collective.
+        # All ranks have all lengths now, so either all of them or none run the second collective.
         if max(lengths) > _SLOT_BYTES - _LENGTH_BYTES:
             return self._exchange_long(data, lengths)
         return [
@@ -220,54 +224,55 @@ class GroupTransport(Transport):
         return device if self._uses_nccl else torch.device("cpu")
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
-        """See `Transport`."""
+        """Create the group of a process set; ranks outside the set do not keep it."""
         backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
-        # torch requires this call on all ranks, but ranks outside the set do not need the group.
+        # torch requires this call on all ranks.
         group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
         if self.rank in ranks:
             self._groups[process_set] = group
 
     def remove_process_set(self, process_set: int) -> None:
-        """See `Transport`."""
+        """Destroy the group of a process set if this rank is in the set."""
         group = self._groups.pop(process_set, None)
         if group is not None:
             dist.destroy_process_group(group)
 
     def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:
-        """See `Transport`."""
+        """Begin to reduce a tensor in place over the ranks of the set."""
         work: CollectiveWork = dist.all_reduce(
             tensor, op=_REDUCE_OPS[op], group=self._groups[process_set], async_op=True
         )
         return work
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
-        """See `Transport`."""
+        """Fill one output per rank of the set, in the order of the set."""
         dist.all_gather(outputs, tensor, group=self._groups[process_set])
 
     def broadcast(self, tensor: Tensor, root_rank: int, process_set: int) -> None:
-        """See `Transport`."""
+        """Overwrite a tensor with the tensor of the root rank."""
         dist.broadcast(tensor, src=root_rank, group=self._groups[process_set])
 
     def alltoall(
         self, received: Tensor, sent: Tensor, received_lengths: list[int], sent_lengths: list[int], process_set: int
     ) -> None:
-        """See `Transport`."""
+        """Send one part to each rank of the set, and receive one part from each, in the order of the set."""
         dist.all_to_all_single(received, sent, received_lengths, sent_lengths, group=self._groups[process_set])
 
     def reducescatter(self, output: Tensor, inputs: list[Tensor], process_set: int) -> None:
-        """See `Transport`."""
+        """Sum input i of all ranks into the output of rank i of the set."""
         dist.reduce_scatter(output, inputs, group=self._groups[process_set])
 
     def swap(self, received: Tensor, sent: Tensor, partner: int, process_set: int) -> None:
-        """See `Transport`."""
+        """Send a tensor to a partner, and receive the partner's tensor at the same time, so that neither waits."""
         group = self._groups[process_set]
         operations = [dist.P2POp(dist.isend, sent, partner, group), dist.P2POp(dist.irecv, received, partner, group)]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the seconds after which a collective without an answer fails, also for the default group."""
+        """Set the seconds after which a collective fails if a rank does not answer, also for the default group."""
         self._timeout = dt.timedelta(seconds=timeout_s)
+        # None stands for the default group.
         for group in (None, self._control, *self._groups.values()):
             _set_pg_timeout(self._timeout, group)
 
@@ -282,11 +287,11 @@ class GroupTransport(Transport):
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _window(self, start: int, count: int) -> Tensor:
-        return self._slot_tensor[start * _SLOT_BYTES : (start + count) * _SLOT_BYTES]
+    def _slot_range(self, first: int, num_slots: int) -> Tensor:
+        return self._slot_tensor[first * _SLOT_BYTES : (first + num_slots) * _SLOT_BYTES]
 
     def _exchange_long(self, data: bytes, lengths: list[int]) -> list[bytes]:
-        # An allgather needs equal lengths.
+        # An allgather needs equal lengths, so shorter data are padded with zeros.
         max_length = max(lengths)
         padded = torch.frombuffer(bytearray(data.ljust(max_length, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty(max_length, dtype=torch.uint8) for _ in lengths]

@@ -1,4 +1,4 @@
-"""Conversions of tensors for sending: the dtypes and the memory layout that gloo and NCCL accept."""
+"""Conversions of tensors to the form in which they are sent, the wire form: dtypes and layouts of gloo and NCCL."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# gloo does not support int16. The wider type also keeps a sum from overflowing before it is averaged, and can hold a
-# sum of bool values.
+# The dtypes that are sent as another dtype. gloo does not support int16. The wider type also keeps a sum from
+# overflowing before it is averaged, and can hold a sum of bool values.
 _WIRE_DTYPES: Final = {torch.int16: torch.int32, torch.bool: torch.int32}
 
 REDUCIBLE_DTYPES: Final = (
@@ -31,12 +31,12 @@ def wire_dtype(name: str) -> torch.dtype:
 
 
 def can_send_directly(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a tensor can be sent without a copy."""
+    """Return whether a tensor can be sent without a copy, if the wire form has this dtype and device."""
     return tensor.is_contiguous() and tensor.dtype == dtype and tensor.device == device
 
 
 def copy_into(source: Tensor, target: Tensor) -> Tensor:
-    """Copy the source to the target, which may be the same tensor, and return the target."""
+    """Copy the source to the target and return the target. Do not copy if both are the same tensor."""
     return target if target is source else target.copy_(source)
 
 

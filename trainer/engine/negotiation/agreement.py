@@ -1,4 +1,4 @@
-"""Checks that the requests of several ranks can form one operation; used by `negotiation`.
+"""Checks that the requests of several ranks can form one operation. `Negotiation` calls it once all have arrived.
 
 The functions depend only on their arguments, so every rank gets the same result and the same error message.
 """
@@ -11,6 +11,8 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 
 _Property = Callable[[Request], object]
 
+# Properties that must be equal on all ranks, each with its title for error messages: for every kind of operation, and
+# below by kind.
 _EVERY_KIND: tuple[tuple[str, _Property], ...] = (
     ("operation", lambda request: request.kind.value),
     ("data type", lambda request: _one_or_all(request.dtypes)),
@@ -48,14 +50,16 @@ _BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Property], ...]] = {
 def find_disagreement(requests: Mapping[int, Request]) -> str | None:
     """Return the reason why requests cannot run as one operation; None if they can.
 
-    Factors are compared as numbers, so NaN never agrees.
+    Factors are compared as numbers, so a factor of NaN always disagrees, even with itself.
 
     Args:
         requests: request of each rank, by global rank, in rank order; not empty.
     """
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):
-        return None  # a cached request: the ranks have agreed on it before
+        # One object for all ranks comes from the request cache, so the ranks have agreed on it before. With one rank
+        # this proves nothing: its only request may be new.
+        return None
     # `_EVERY_KIND` compares the kinds first, because the other properties depend on the kind.
     for title, get_value in (*_EVERY_KIND, *_BY_KIND[first.kind]):
         if any(get_value(request) != get_value(first) for request in requests.values()):
@@ -71,6 +75,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _describe(requests: Mapping[int, Request], title: str, get_value: _Property) -> str:
+    """Return the error message for a property on which ranks disagree, with the ranks of each value."""
     ranks_by_value: dict[str, list[int]] = {}
     for rank, request in requests.items():
         ranks_by_value.setdefault(str(get_value(request)), []).append(rank)
@@ -80,5 +85,5 @@ def _describe(requests: Mapping[int, Request], title: str, get_value: _Property)
 
 
 def _one_or_all(values: Sequence[object]) -> object:
-    """Return the value itself if there is only one, for a shorter error message."""
+    """Return the value itself if there is only one, for a shorter error message; otherwise a tuple of the values."""
     return values[0] if len(values) == 1 else tuple(values)

@@ -1,7 +1,8 @@
 """The message that a rank sends to all others in one cycle, and its encoding.
 
 The encoding is JSON, not pickle. It is compact enough, because a cached request is sent as its number in the request
-cache, and an empty message has no bytes.
+cache, and an empty message has no bytes. The message is a list: is_leaving, entries and, if one of the two is set,
+failure and tuning.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from datasvc.trainer.engine.negotiation.requests import Request, request_fields,
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Fusion size and cycle time. All ranks adopt them at the end of the cycle that sends them."""
+    """A fusion size and a cycle time. All ranks adopt them at the end of the cycle in which rank 0 sends them."""
 
     fusion_bytes: int
     cycle_time_s: float
@@ -26,9 +27,9 @@ class CycleMessage:
 
     Attributes:
         entries: new submissions in order, each as a request or as its number in the cache.
-        is_leaving: whether the rank leaves the job after this cycle.
+        is_leaving: whether the rank leaves the job after this cycle, as after `shutdown`.
         failure: reason why the job cannot continue; empty if it can.
-        tuning: values that all ranks adopt; only those of rank 0 are used.
+        tuning: values that all ranks adopt; None for no change. Only those of rank 0 are used.
     """
 
     entries: tuple[Request | int, ...] = ()
@@ -54,6 +55,7 @@ def decode_message(data: bytes) -> CycleMessage:
     """Return the message for bytes from `encode_message`."""
     if not data:
         return CycleMessage()
+    # `encode_message` leaves out the last two fields if both are empty.
     is_leaving, entries, *optional = json.loads(data)
     failure, tuning = optional or ("", None)
     decoded = tuple(entry if isinstance(entry, int) else request_from_fields(entry) for entry in entries)

@@ -15,9 +15,9 @@ from datasvc.trainer.engine.negotiation.agreement import find_disagreement, name
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, Request
 
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
-# These kinds can run while some ranks have joined: those ranks send neutral values, or none for a barrier.
+# These kinds can run while some ranks have joined. For an allreduce, those ranks send neutral values.
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
-# These kinds change the state of the negotiation.
+# These kinds change the joined ranks or the process sets, so they need more than the short path of `advance`.
 _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
 
 
@@ -28,7 +28,7 @@ class Ready:
     Attributes:
         requests: requests of the ranks that submitted it, by global rank, in rank order.
         members: global ranks of the set, in order.
-        value: the rank that joined last, for a join; the number of the set, for its addition or removal.
+        value: for a join, the rank that joined last; for a change of a process set, its number; otherwise None.
     """
 
     requests: Mapping[int, Request]
@@ -37,7 +37,7 @@ class Ready:
 
     @property
     def request(self) -> Request:
-        """The request of the first rank; other ranks' requests may differ in some properties, such as the rows."""
+        """The request of the first rank. Those of other ranks may differ in some properties, such as the rows."""
         return next(iter(self.requests.values()))
 
     @property
@@ -53,7 +53,7 @@ class Refused:
     Attributes:
         key: key of the operation.
         reason: error message, with the values of the ranks.
-        requests: see `Ready`.
+        requests: requests of the ranks that submitted it, by global rank.
     """
 
     key: Key
@@ -65,14 +65,17 @@ Outcome = Ready | Refused
 
 
 class Negotiation:
-    """The state machine: operations that only some of their ranks have submitted, joined ranks, and process sets."""
+    """The state machine: pending operations, joined ranks and process sets.
+
+    An operation is pending while only some of its ranks have submitted it.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._sets: dict[int, tuple[int, ...]] = {GLOBAL_SET: tuple(range(num_ranks))}
         self._next_set = GLOBAL_SET + 1
-        self._pending: dict[Key, dict[int, Request]] = {}
-        self._joined: dict[int, Request] = {}  # in the order in which they joined
+        self._pending: dict[Key, dict[int, Request]] = {}  # the requests of each pending operation, by rank
+        self._joined: dict[int, Request] = {}  # the join of each joined rank
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
@@ -86,6 +89,7 @@ class Negotiation:
             The outcomes in the order in which the operations become complete if ranks are processed in rank order.
         """
         assert len(submitted) == self._num_ranks
+        # The short path of most training steps. Joins and changes of process sets cannot occur in it.
         if self._are_agreed(submitted):
             members = self._sets[GLOBAL_SET]
             return [Ready(dict.fromkeys(members, request), members) for request in submitted[0]]
@@ -98,9 +102,9 @@ class Negotiation:
         return outcomes
 
     def waiting(self, rank: int) -> tuple[bool, bool]:
-        """Return whether operations of this rank wait for others, and whether others wait for this rank.
+        """Return whether this rank waits for operations of others, and whether operations of others wait for it.
 
-        A rank that has joined waits for any submission of the others.
+        The first is true for a rank that has submitted a pending operation or has joined.
         """
         awaits_others, is_awaited = rank in self._joined, False
         for key, by_rank in self._pending.items():
@@ -116,22 +120,32 @@ class Negotiation:
         return missing
 
     def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Return whether all ranks submitted the same cached requests, as in most training steps."""
+        """Return whether all ranks submitted the same cached requests, as in most training steps.
+
+        Then every operation is complete at once, and needs no further check.
+        """
+        # With one rank, identity proves nothing: its requests may be new and must still be checked.
         if self._pending or self._joined or self._num_ranks == 1:
             return False
         first = submitted[0]
-        # Cached requests resolve to one object, so identity is enough.
-        return all(
+        # All ranks resolve a number of the cache to the same object here, so identity is enough.
+        are_identical = all(
             len(requests) == len(first) and all(a is b for a, b in zip(requests, first, strict=True))
             for requests in submitted
-        ) and all(request.process_set == GLOBAL_SET and request.kind not in _WITH_EFFECT for request in first)
+        )
+        return are_identical and all(
+            request.process_set == GLOBAL_SET and request.kind not in _WITH_EFFECT for request in first
+        )
 
     def _missing(self, key: Key) -> list[int]:
+        """Return the ranks for which a pending operation waits, in the order of the process set."""
         by_rank = self._pending[key]
         return [r for r in self._sets[key.process_set] if r not in by_rank and r not in self._joined]
 
     def _add(self, rank: int, request: Request) -> list[Outcome]:
-        if request.process_set not in self._sets:  # removed while the request was in flight
+        """Add a request to its operation, and return the outcomes if the operation is now complete."""
+        # The set was removed after the rank submitted this request.
+        if request.process_set not in self._sets:
             return [Refused(request.key, f"{request.key.describe()}: the process set was removed", {rank: request})]
         by_rank = self._pending.setdefault(request.key, {})
         # The submitting engine rejects a name that is still in flight, so a rank cannot submit it twice.
@@ -140,6 +154,7 @@ class Negotiation:
         return self._settle(request.key)
 
     def _join(self, rank: int, request: Request) -> list[Outcome]:
+        """Mark a rank as joined, and return the outcomes of the operations that now are complete."""
         self._joined[rank] = request
         # This rank may be the last one that pending operations have waited for.
         outcomes = [outcome for key in list(self._pending) for outcome in self._settle(key)]
@@ -149,7 +164,7 @@ class Negotiation:
         return outcomes
 
     def _settle(self, key: Key) -> list[Outcome]:
-        """Return the outcomes of a pending operation, which is then no longer pending; none if a rank is missing."""
+        """Remove a pending operation and return its outcomes, or return none if a rank is missing."""
         if key not in self._pending or self._missing(key):
             return []
         # In rank order, so that every rank has the same first request and the same error message.
@@ -170,13 +185,14 @@ class Negotiation:
                 f"and barrier can run, not {request.kind.value}"
             )
         disagreement = find_disagreement(requests)
+        # No two sets may have the same ranks, because a removal identifies a set by its ranks.
         is_addition = request.kind is CollectiveKind.ADD_PROCESS_SET
         if disagreement is None and is_addition and request.ranks in self._sets.values():
             return f"a process set of the ranks {request.ranks} exists already; use that one"
         return disagreement
 
     def _accept(self, ready: Ready) -> list[Outcome]:
-        """Add or remove a process set if the operation says so, and return the outcomes."""
+        """Apply the change of a process set, if the operation is one, and return the outcomes."""
         request = ready.request
         if request.kind is CollectiveKind.ADD_PROCESS_SET:
             assert request.ranks is not None

@@ -1,7 +1,8 @@
 """Cache of the requests on which all ranks have agreed: a cached request is sent as a number.
 
 Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
-request on every rank. Training steps repeat their requests, so most negotiations need a few bytes only.
+request on every rank. A cycle resolves all its numbers before it remembers requests, so no number in a message is
+reused before it is resolved. Training steps repeat their requests, so most negotiations need a few bytes only.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from datasvc.trainer.engine.negotiation.requests import Key, Request
 
 
 class RequestCache:
-    """A cache of the `capacity` most recently agreed requests, one for each process set and name."""
+    """A cache of the `capacity` most recently agreed requests, one for each process set and name.
+
+    With a capacity of 0 it stores nothing, so every request is sent in full.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._numbers: OrderedDict[Key, int] = OrderedDict()
+        self._numbers: OrderedDict[Key, int] = OrderedDict()  # least recently agreed key first
         self._requests: list[Request] = []
 
     def find(self, request: Request) -> int | None:
-        """Return the number of exactly this request, or None."""
+        """Return the number of this request; None if no request or a different one is stored under its key."""
         number = self._numbers.get(request.key)
         return number if number is not None and self._requests[number] == request else None
 
@@ -29,7 +33,7 @@ class RequestCache:
         return self._requests[number]
 
     def remember(self, request: Request) -> None:
-        """Store a request under the number of its key, or under a new number; evict the oldest if necessary."""
+        """Store a request under the number of its key, or else a new number, or else that of the oldest request."""
         key = request.key
         if self._capacity == 0:
             return

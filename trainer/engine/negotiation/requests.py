@@ -1,6 +1,7 @@
-"""Requests: descriptions of operations without their tensors. For each submission, a rank sends one to the others.
+"""Requests: descriptions of operations without their tensors.
 
-The requests of all ranks for one operation must have most properties in common; see `agreement`.
+When the program of a rank submits an operation, its engine sends a request to the other ranks. The requests of all
+ranks for one operation must have most properties in common; `agreement` checks this.
 """
 
 from __future__ import annotations
@@ -55,10 +56,16 @@ class Key(NamedTuple):
 class Request:
     """The request of one rank for one named operation.
 
-    `dtypes` and `shapes` have one entry per tensor: one, or several if `is_grouped`. `reduce_op` and the factors
-    belong to allreduce and reducescatter; `root_rank` to broadcast; `splits`, the rows for each rank of the set, to
-    alltoall; `ranks` to a process set that is added or removed. `layout` is a checksum of the layout of a flat
-    tensor: ranks with different layouts get an error.
+    Attributes:
+        name: name of the operation, unique among those of the process set in flight.
+        dtypes, shapes: one entry per tensor: one tensor, or several if `is_grouped`.
+        device_type: device of the tensors, such as "cuda".
+        reduce_op, prescale_factor, postscale_factor: reduction, and the factors before and after it (allreduce,
+            reducescatter).
+        root_rank: rank whose tensor the others get (broadcast).
+        splits: number of rows for each rank of the set (alltoall).
+        ranks: members of the process set (add_process_set, remove_process_set).
+        layout: checksum of the shapes and strides of the gradients in a flat tensor, which must be equal on all ranks.
     """
 
     name: str
@@ -78,7 +85,7 @@ class Request:
 
     @property
     def key(self) -> Key:
-        """The process set and the name."""
+        """The process set and the name, by which the requests of the ranks are matched."""
         return Key(self.process_set, self.name)
 
 

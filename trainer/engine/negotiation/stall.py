@@ -23,16 +23,19 @@ class StallWatch:
     def __init__(self, warning_s: float, shutdown_s: float = 0.0) -> None:
         self._warning_s = warning_s
         self._shutdown_s = shutdown_s
-        self._quiet_since: dict[Key, float] = {}
+        self._last_warning: dict[Key, float] = {}  # before the first warning, the beginning of the wait
         self._waiting_since: dict[Key, float] = {}
 
     def restart(self, key: Key) -> None:
-        """Delete the waiting time of an operation, so that it starts at zero in the next check."""
+        """Delete the waiting time of an operation, so that it starts at zero in the next check.
+
+        The engine restarts a join when other operations complete: a join that waits for working ranks is no stall.
+        """
         self._waiting_since.pop(key, None)
-        self._quiet_since.pop(key, None)
+        self._last_warning.pop(key, None)
 
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[str], str]:
-        """Return the warnings that are due, and the reason why the job ends; an empty reason if it continues.
+        """Return the warnings that are due, and the reason why the job must end; an empty reason if it can continue.
 
         Warnings about one operation are `warning_s` apart.
 
@@ -46,8 +49,8 @@ class StallWatch:
         warnings, failure = [], ""
         for key, ranks in missing.items():
             waited_s = now_s - self._waiting_since.setdefault(key, now_s)
-            if self._warning_s and now_s - self._quiet_since.setdefault(key, now_s) >= self._warning_s:
-                self._quiet_since[key] = now_s
+            if self._warning_s and now_s - self._last_warning.setdefault(key, now_s) >= self._warning_s:
+                self._last_warning[key] = now_s
                 warnings.append(_describe(key, ranks, waited_s))
             if self._shutdown_s and waited_s >= self._shutdown_s and not failure:
                 failure = f"{_describe(key, ranks, waited_s)}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"

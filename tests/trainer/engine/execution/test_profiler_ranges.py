@@ -35,4 +35,4 @@ def test_a_trace_of_all_threads_shows_what_the_engine_does_with_a_tensor():
 
 
 def test_without_a_profiler_no_range_is_made():
-    assert profiled("pack") is profiler_ranges._OFF
+    assert profiled("pack") is profiler_ranges._NO_RANGE
