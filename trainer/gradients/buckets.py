@@ -1,6 +1,7 @@
 """Plans the buckets: the groups of gradients that `GradientReducer` sends together.
 
-The plan depends only on the parameters and the settings, so all ranks and all runs of a model get the same plan.
+The plan depends only on the parameters and the settings, so all ranks and all runs of a model get the same plan. A
+position identifies a parameter: its index in the list that is passed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,13 @@ def plan_buckets(
     buckets: list[list[int]] = []
     # One open bucket per kind, so that parameters of alternating kinds still share buckets.
     open_buckets: dict[Hashable, list[int]] = {}
-    space_bytes: dict[Hashable, int] = {}
+    space_bytes: dict[Hashable, int] = {}  # unused bytes of the open bucket of each kind
     for position in reversed(range(len(sizes_bytes))):
         kind, size_bytes = kinds[position], sizes_bytes[position]
         if kind not in open_buckets or size_bytes > space_bytes[kind]:
-            bound_bytes = bucket_bytes if kind in open_buckets else min(first_bucket_bytes, bucket_bytes)
-            space_bytes[kind] = bound_bytes
+            is_first = kind not in open_buckets
+            # `bucket_bytes` may be smaller than the size of the first bucket, and limits it too.
+            space_bytes[kind] = min(first_bucket_bytes, bucket_bytes) if is_first else bucket_bytes
             open_buckets[kind] = []
             buckets.append(open_buckets[kind])
         open_buckets[kind].append(position)
@@ -64,16 +66,14 @@ def plan_groups(
 ) -> list[list[int]]:
     """Make each group of parameters a bucket (one bucket per kind), and group the other parameters by size.
 
-    See `plan_buckets` for the form of the result.
-
     Args:
-        sizes_bytes: see `plan_buckets`.
-        kinds: see `plan_buckets`.
+        sizes_bytes: size of the gradient of each parameter.
+        kinds: kind (dtype and device) of each parameter.
         groups: positions of parameters by group; each position is in at most one group.
         bucket_bytes: maximum size of the other buckets; does not limit the buckets of the groups.
 
     Returns:
-        The buckets of the groups, in the order of the groups, then the other buckets.
+        Positions of parameters by bucket: the buckets of the groups, in the order of the groups, then the others.
     """
     buckets: list[list[int]] = []
     for group in groups:
@@ -83,12 +83,13 @@ def plan_groups(
         buckets += by_kind.values()
     grouped = {position for group in groups for position in group}
     ungrouped = [position for position in range(len(sizes_bytes)) if position not in grouped]
+    # The planned buckets have indices into `ungrouped`.
     planned = plan_buckets(
         [sizes_bytes[position] for position in ungrouped],
         [kinds[position] for position in ungrouped],
         bucket_bytes=bucket_bytes,
     )
-    return buckets + [[ungrouped[i] for i in members] for members in planned]
+    return buckets + [[ungrouped[index] for index in indices] for indices in planned]
 
 
 def cut_evenly(parameters: Sequence[_T], num_groups: int) -> list[list[_T]]:

@@ -1,4 +1,7 @@
-"""Compressors of tensors for communication: no compression, 16-bit types, and access to top-k and PowerSGD."""
+"""Compressors of tensors for communication: no compression, 16-bit types, and access to top-k and PowerSGD.
+
+They are values of the argument `compression` of `DistributedOptimizer` and of the operations.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ class Compressor:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, context: Any) -> Tensor:  # noqa: ARG004 - compressors have one signature
-        """Return a received tensor, decompressed. `context` is the one that `compress` returned."""
+    def decompress(tensor: Tensor, context: Any) -> Tensor:  # noqa: ARG004 - subclasses use it
+        """Return a received tensor, decompressed. `context` is the value that `compress` returned on this rank."""
         return tensor
 
 

@@ -17,7 +17,7 @@ from datasvc.trainer.engine.negotiation.requests import ReduceOp
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 
 Memory = dict[int, dict[str, Any]]
-"""The memory of a compression on one rank: for each position of a parameter, tensors and numbers by name."""
+"""The memory of a compression on one rank: for each position of a parameter in the optimizer, values by name."""
 
 RESIDUAL = "residual"
 """Name of the unsent part of the gradients in a memory; it has the shape of the parameter."""
@@ -43,8 +43,8 @@ class CompressionWithMemory(ABC):
     ) -> Bucket:
         """Return a bucket that sends compressed gradients and stores its state in `memory`."""
 
-    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - as `Compressor`
-        """Reject the use as a plain `Compressor`, which has no memory.
+    def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:  # noqa: ARG002 - the signature of `Compressor`
+        """Raise an error, because an operation that takes a plain `Compressor` has no memory.
 
         Raises:
             ValueError: always.
@@ -65,19 +65,21 @@ def copy_memory(memory: Memory, *, residuals: bool) -> Memory:
     """Return a copy of the memory, with or without the residuals."""
     return {
         position: {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in values.items()
-            if residuals or key != RESIDUAL
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in values.items()
+            if residuals or name != RESIDUAL
         }
         for position, values in memory.items()
     }
 
 
 def with_residual(parameter: Tensor, memory: dict[str, Any]) -> Tensor:
-    """Return a new tensor: the gradient, or zeros without one, plus the residual of earlier gradients."""
+    """Return a new tensor: the gradient, or zeros without one, plus the residual of earlier gradients.
+
+    The caller may change the tensor, so even a gradient without a residual is copied.
+    """
     residual = memory.get(RESIDUAL)
     if parameter.grad is None:
         return parameter.new_zeros(parameter.shape) if residual is None else residual.clone()
     gradient = parameter.grad.detach()
-    # A new tensor in either case, because the caller changes it.
     return gradient.clone() if residual is None else gradient + residual

@@ -26,7 +26,8 @@ class GradientReduction:
 
     Attributes:
         op: reduction over the ranks.
-        predivide_factor: with Average, the part of the division that is done before the sum; see `factors`.
+        predivide_factor: with Average, the divisor before the sum; the sum is divided by the rest of the number of
+            ranks. With 1, the whole division is done before the sum.
         process_set: ranks that take part.
     """
 
@@ -35,7 +36,7 @@ class GradientReduction:
     process_set: ProcessSet = global_process_set
 
     def factors(self) -> tuple[float, float]:
-        """Return two factors: one to multiply gradients with before the sum, one for the sum."""
+        """Return two factors: one for the gradients before the sum, and one for the sum."""
         if self.op is not ReduceOp.AVERAGE:
             return 1.0, 1.0
         size = len(members_of(self.process_set))
@@ -80,7 +81,7 @@ class Bucket(ABC):
             self.launch()
 
     def exclude(self, position: int) -> None:
-        """Remove a parameter before its gradient is added; all ranks remove it in the same step."""
+        """Remove a parameter whose gradient has not been added; all ranks remove it in the same step."""
         assert not self.is_launched
         del self.parameters[position]
 
@@ -112,7 +113,8 @@ class Bucket(ABC):
         """Copy or encode the gradient of a parameter for `_send`; zeros if the parameter has none."""
 
     @abstractmethod
-    def _send(self) -> Handle: ...
+    def _send(self) -> Handle:
+        """Begin the operation. Every parameter has been passed to `_take` in this step."""
 
     def _wait(self) -> Any:
         assert self._handle is not None
@@ -126,9 +128,10 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """A bucket with one flat tensor, allocated once; gradients are views of it from the first step on.
+    """A bucket with one flat tensor; gradients are views of it from the first step on.
 
-    The parameters have one dtype and device. The flat tensor has the dtype `dtype`, or theirs if `dtype` is None.
+    The flat tensor is allocated in the first step, and again after `exclude`. Its dtype is `dtype`, or that of the
+    parameters if `dtype` is None. All parameters have the same dtype and device.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class DenseBucket(Bucket):
         self._factors = (1.0, 1.0)
 
     def exclude(self, position: int) -> None:
-        """See `Bucket`. Gradients that were added before move to a new flat tensor."""
+        """Remove a parameter, and move the gradients that were added before to a new flat tensor."""
         super().exclude(position)
         filled_views = {filled: self._views[filled] for filled in self._filled}
         self._flat = None
@@ -157,7 +160,7 @@ class DenseBucket(Bucket):
                 self._views[filled].copy_(view)
 
     def collect(self) -> None:
-        """See `Bucket`."""
+        """Wait for the sum, and make each gradient a view of it; copy the values if a gradient cannot be a view."""
         self._wait()
         for position, parameter in self.parameters.items():
             view, gradient = self._views[position], parameter.grad
@@ -173,7 +176,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self._allocate()
         if not self._filled:
-            # Computed in each step, because the number of ranks can change between the steps of an elastic job.
+            # Compute them in each step, because the number of ranks can change between the steps of an elastic job.
             self._factors = self.reduction.factors()
         parameter, view, factor = self.parameters[position], self._views[position], self._factors[0]
         gradient = parameter.grad
@@ -185,8 +188,8 @@ class DenseBucket(Bucket):
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if fits(gradient, view):
-            # Assigned at once, so that the next gradient of the backward pass can use the memory of this gradient.
-            # Allocating new memory would take longer than the copy.
+            # Assign the view now, not in `collect`, so that the next gradient of the backward pass can use the memory
+            # of this gradient. Allocating new memory would take longer than the copy.
             parameter.grad = view
 
     def _send(self) -> Handle:
@@ -200,6 +203,7 @@ class DenseBucket(Bucket):
             prescale_factor=self._factors[0],
             postscale_factor=self._factors[1],
             is_prescaled=True,
+            # The engine does not fuse a grouped request with others, so equal runs give equal bits.
             is_grouped=True,
             process_set=self.reduction.process_set,
             layout=self._layout,
@@ -212,8 +216,8 @@ class DenseBucket(Bucket):
         self._flat = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
         parts = torch.split(self._flat, lengths)
         self._views = {i: view_like(p, part) for (i, p), part in zip(self.parameters.items(), parts, strict=True)}
-        # If the memory order differed between ranks, elements of different positions would be added. The ranks
-        # therefore compare this checksum.
+        # If the memory order differed between ranks, unrelated elements would be added. The engine therefore refuses
+        # requests of ranks with different checksums.
         layouts = [(tuple(view.shape), view.stride()) for view in self._views.values()]
         self._layout = zlib.crc32(repr(layouts).encode())
 
@@ -226,12 +230,14 @@ def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
     if not parameter.numel():
         return flat.view(parameter.shape)
     strides = parameter.stride()
+    # From the slowest dimension in memory to the fastest.
     order = sorted(range(parameter.ndim), key=lambda dimension: (-strides[dimension], dimension))
-    expected = 1
+    # Without gaps, the stride of a dimension is the product of the lengths of all faster dimensions.
+    expected_stride = 1
     for dimension in reversed(order):
-        if parameter.shape[dimension] > 1 and strides[dimension] != expected:
+        if parameter.shape[dimension] > 1 and strides[dimension] != expected_stride:
             return flat.view(parameter.shape)
-        expected *= parameter.shape[dimension]
+        expected_stride *= parameter.shape[dimension]
     return flat.as_strided(parameter.shape, strides, flat.storage_offset())
 
 

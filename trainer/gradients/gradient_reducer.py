@@ -1,4 +1,4 @@
-"""Reduction of gradients over the ranks during the backward pass.
+"""Reduction of gradients over the ranks during the backward pass; the core of `DistributedOptimizer`.
 
 Parameters are grouped into buckets; a bucket is sent as soon as all its gradients are complete. The buckets are the
 same in every run, so equal runs give equal bits.
@@ -24,8 +24,8 @@ from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, Gradi
 from datasvc.trainer.gradients.single_gradients import CompressedBucket, SparseGradient
 from datasvc.trainer.job import runtime
 
-# These compressors only convert the dtype, which the copy into the bucket does as well; any other compressor needs a
-# `CompressedBucket`.
+# The compressors that only convert the dtype, with the dtype of their `DenseBucket`; None for that of the parameters.
+# The copy into the bucket does the conversion. Any other compressor needs a `CompressedBucket`.
 _FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: FP16Compressor.dtype,
@@ -38,12 +38,12 @@ class Exchange:
     """The settings of the gradient reduction, the same on every rank, and its state on this rank.
 
     Attributes:
-        reduction: reduction and ranks.
+        reduction: reduction, and the ranks that take part.
         compression: compression of the gradients.
-        groups: groups of positions; the gradients of a group are sent together.
+        groups: groups of positions of parameters in the optimizer; the gradients of a group are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back.
         memory: memory of the compression on this rank.
-        sparse: positions of parameters known to have sparse gradients; positions are added when one occurs.
+        sparse: positions of parameters that have had a sparse gradient, or always have one; extended during training.
     """
 
     reduction: GradientReduction
@@ -81,14 +81,14 @@ class GradientReducer:
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
         trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
-        # A parameter that had a sparse gradient before gets its own bucket, unless it is sent as a dense tensor.
+        # A parameter with sparse gradients gets a bucket of its own, unless they are sent as dense tensors.
         gathered = frozenset() if exchange.sparse_as_dense else exchange.sparse
         self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         for position in trainable.keys() - self._bucket_of.keys():
             self._add_sparse_bucket(position)
         self.covers = frozenset(self._bucket_of)
-        """Positions of the parameters that were trainable when the buckets were planned."""
+        """Positions of the parameters that have a bucket: those that were trainable when the buckets were planned."""
         self._hooks = [self._hook(position) for position in self._bucket_of]
 
     def is_reducing(self) -> bool:
@@ -103,7 +103,7 @@ class GradientReducer:
         """
         try:
             self._launch_remaining()
-            # All second messages are sent before the first result is awaited, so that they are in flight together.
+            # Send all second messages before waiting for the first result, so that they are in flight together.
             for bucket in self._buckets:
                 bucket.send_second()
             for bucket in self._buckets:
@@ -114,7 +114,7 @@ class GradientReducer:
             self.reset()
 
     def reset(self) -> None:
-        """Wait for buckets in flight, discard their results, and reset the counts of backward passes."""
+        """Wait for buckets in flight, discard results and added gradients, and set the counts of passes to 0."""
         for bucket in self._buckets:
             bucket.drop()
         self._num_passes = dict.fromkeys(self._parameters, 0)
@@ -143,8 +143,8 @@ class GradientReducer:
             self._bucket_of[position].add(position)
 
     def _hook(self, position: int) -> RemovableHandle:
-        # A weak reference: after the user deletes this optimizer and wraps the model's parameters in a new one, the
-        # old hooks do nothing.
+        # The parameters keep the hook alive, and must not keep the reducer: after the user deletes this optimizer and
+        # wraps the parameters in a new one, the old hooks do nothing.
         reducer = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
@@ -157,6 +157,7 @@ class GradientReducer:
         return hook
 
     def _launch_remaining(self) -> None:
+        """Send the buckets for which this rank has not had all gradients."""
         # Iterate over a copy, because `_settle_layout` can move a parameter to another bucket.
         for position, bucket in list(self._bucket_of.items()):
             if not bucket.is_launched:
@@ -173,6 +174,7 @@ class GradientReducer:
         if self._exchange.sparse_as_dense:
             parameter.grad = parameter.grad.to_dense()
             self._exchange.sparse.add(position)
+        # A position in `sparse` has its own bucket already.
         elif position not in self._exchange.sparse:
             self._move_to_sparse_bucket(position)
 
@@ -195,6 +197,7 @@ class GradientReducer:
         if not bucket.parameters:
             self._buckets.remove(bucket)
         else:
+            # This parameter may have been the last one that the bucket waited for.
             bucket.launch_if_complete()
 
     def _add_sparse_bucket(self, position: int) -> None:

@@ -2,6 +2,9 @@
 
 The algorithm, the matrix shapes and the choice of compressed parameters are those of torch's DDP hook. The module
 uses the hook's helper functions, but the allreduce of this trainer. Parameters of one dimension are not compressed.
+
+A gradient, as a matrix, is approximated by `left @ right.T`. In each step the ranks sum `left = matrix @ basis`; the
+basis is the `right` of the previous step. They orthonormalize the sum, and then reduce `right = matrix.T @ left`.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, Compress
 from datasvc.trainer.gradients.gradient_bucket import Bucket, GradientReduction
 from datasvc.trainer.job.submit import submit_allreduce
 
+# Names of values in the memory: the basis, and the number of steps so far.
 _BASIS, _NUM_STEPS = "basis", "num_steps"
 # Prevents division by zero, and is far below the norms of gradients.
 _SMALLEST_NORM = 1e-30
@@ -34,7 +38,7 @@ class PowerSGD(CompressionWithMemory):
         rank: number of columns of the two matrices.
         start_iteration: number of initial steps without compression, because gradients change fast in these steps.
         min_compression_rate: smallest compression ratio at which a parameter is compressed.
-        seed: seed of the random first basis, which is the right matrix before the first compressed step.
+        seed: seed of the first basis, which is random because there is no right matrix of an earlier step.
 
     Raises:
         ValueError: `rank` is below 1, or `start_iteration` below 0.
@@ -52,7 +56,7 @@ class PowerSGD(CompressionWithMemory):
     def make_bucket(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
-        """See `CompressionWithMemory`."""
+        """Return a bucket that sends factors of the gradients instead of the gradients."""
         return _PowerSGDBucket(name, parameters, reduction, memory, self)
 
     def shrinks(self, parameter: Tensor) -> bool:
@@ -62,16 +66,16 @@ class PowerSGD(CompressionWithMemory):
         num_rows = parameter.shape[0]
         num_columns = parameter.numel() // num_rows
         rank = min(self.rank, num_rows, num_columns)
-        worth, _, _ = _should_compress(num_rows, num_columns, rank, self.min_compression_rate)  # type: ignore[no-untyped-call]
-        return bool(worth)
+        is_compressed, _, _ = _should_compress(num_rows, num_columns, rank, self.min_compression_rate)  # type: ignore[no-untyped-call]
+        return bool(is_compressed)
 
 
 @dataclass
 class _Factors:
     """The factors of one gradient: `matrix` is approximately `left @ right.T`.
 
-    `matrix` is float[rows, columns], `left` float[rows, rank], `right` float[columns, rank]. `left` and `right` are
-    replaced by those of all ranks when the messages arrive.
+    `matrix` is float[rows, columns], `left` float[rows, rank], `right` float[columns, rank]. They first hold this
+    rank's values; `left`, and later `right`, are overwritten by the combined values when the messages arrive.
     """
 
     matrix: Tensor
@@ -134,54 +138,57 @@ class _PowerSGDBucket(Bucket):
             self._uncompressed[position] = with_residual(parameter, {}).mul_(self._scale())
 
     def _scale(self) -> float:
-        # Both scaling factors are applied before the sum, because splitting them would not improve the rounding here.
+        # Both factors are applied before the sum, as one: a split would not improve the rounding here.
         return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:
-        # Put both in the order of the bucket, because gradients may become complete in another order on each rank.
+        # Put both dicts in the order of the bucket, because gradients may become complete in another order on each
+        # rank.
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
         self._uncompressed = {i: self._uncompressed[i] for i in self.parameters if i in self._uncompressed}
         lefts = [factors.left for factors in self._factors.values()]
         self._flat = _pack([*lefts, *self._uncompressed.values()])
         return self._submit("left")
 
-    def _submit(self, which: str) -> Handle:
+    def _submit(self, message: str) -> Handle:
         return submit_allreduce(
             [self._flat],
             [self._flat],
-            name=f"{self.name}.{which}",
+            name=f"{self.name}.{message}",
             op=ReduceOp.SUM,
             is_grouped=True,
             process_set=self.reduction.process_set,
         )
 
     def _factorize(self, position: int, gradient: Tensor) -> _Factors:
-        """Return the factors of a local gradient; the left one is to be summed over the ranks."""
+        """Return the factors of a local gradient. The right one is the basis until the second message replaces it."""
         matrix = gradient.reshape(gradient.shape[0], -1)
         if matrix.dtype not in (torch.float32, torch.float64):
             matrix = matrix.float()
-        # Warm start: the right factor of the last step approximates the row space of this gradient too.
+        # Warm start: the right factor of the last step approximates the row space of this gradient too, because
+        # gradients of successive steps are similar.
         right = self._basis(position, matrix)
         _orthonormalize(right)
         return _Factors(matrix, matrix @ right, right)
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
         """Return the basis of the last step, or a random basis if there is none or it is zero."""
-        # The random basis is equal on all ranks, because their left factors are summed.
+        # The random basis must be equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
-        fresh = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
+        random_basis = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
         last = self._memory[position].get(_BASIS)
-        if last is None or last.shape != fresh.shape:
-            return fresh
-        return torch.where(last.norm() > _SMALLEST_NORM, last, fresh)
+        if last is None or last.shape != random_basis.shape:
+            return random_basis
+        # A choice on the device: an `if` would make the host wait for the norm.
+        return torch.where(last.norm() > _SMALLEST_NORM, last, random_basis)
 
     def _finish_parameter(self, position: int, factors: _Factors) -> None:
         """Assign the combined gradient, and store the basis and the residual for the next step."""
         approximation = factors.left @ factors.right.t()
         memory, parameter = self._memory[position], self.parameters[position]
         memory[_BASIS] = factors.right
-        # With Sum, the approximation is the sum over all ranks; each rank subtracts an equal share of it.
+        # With Sum, the approximation is the sum over all ranks; each rank counts an equal part of it as sent.
         is_sum = self.reduction.op is ReduceOp.SUM
         sent = approximation / self.reduction.process_set.size() if is_sum else approximation
         memory[RESIDUAL] = (factors.matrix - sent).view(parameter.shape).to(parameter.dtype)
@@ -194,6 +201,7 @@ class _PowerSGDBucket(Bucket):
 
 
 def _orthonormalize(matrix: Tensor) -> None:
+    """Make the columns of the matrix orthonormal, in place."""
     _orthogonalize(matrix.unsqueeze(0), epsilon=_SMALLEST_NORM)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -202,5 +210,6 @@ def _pack(tensors: list[Tensor]) -> Tensor:
 
 
 def _unpack(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Overwrite the tensors with the parts of `flat`, in order; the inverse of `_pack`."""
     for part, tensor in zip(torch.split(flat, [tensor.numel() for tensor in tensors]), tensors, strict=True):
         tensor.copy_(part.view(tensor.shape))

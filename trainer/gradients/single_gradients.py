@@ -1,4 +1,7 @@
-"""Buckets for gradients that are not views of a flat tensor: sparse gradients, and custom compressors."""
+"""Buckets whose gradients are separate tensors: sparse gradients, and gradients that a custom compressor encodes.
+
+The gradients of a `DenseBucket`, in contrast, are views of one flat tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class SparseGradient(Bucket):
     """A bucket of one parameter with sparse gradients; it gathers the indices and values of all ranks."""
 
     def collect(self) -> None:
-        """See `Bucket`."""
+        """Wait for the indices and values of all ranks, add them, and store the sum or average in `grad`."""
         assert self._handle is not None
         ((position, parameter),) = self.parameters.items()
         self._assign(position, combine_gathered(self._handle, parameter.shape, self.reduction))
@@ -31,7 +34,7 @@ class SparseGradient(Bucket):
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
             # A missing gradient is sent as an empty sparse tensor. A dense gradient does not come from the model: it
-            # contains the zeros that `broadcast_optimizer_state` sets.
+            # is the zeros that `broadcast_optimizer_state` sets before the first step.
             gradient = empty_sparse_like(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 
@@ -44,16 +47,17 @@ class CompressedBucket(Bucket):
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._compression = compression
+        # By position: the compressed gradient, and the context for its decompression.
         self._compressed: dict[int, tuple[Tensor, Any]] = {}
 
     def collect(self) -> None:
-        """See `Bucket`."""
+        """Wait for the operation, and store the decompressed gradients in `grad`."""
         self._wait()
         for position in self.parameters:
             self._assign(position, self._compression.decompress(*self._compressed[position]))
 
     def drop(self) -> None:
-        """See `Bucket`."""
+        """Wait for the operation in flight, and discard its result and the compressed gradients."""
         super().drop()
         self._compressed.clear()
 
@@ -63,16 +67,16 @@ class CompressedBucket(Bucket):
         self._compressed[position] = self._compression.compress(gradient.detach())
 
     def _send(self) -> Handle:
-        before, after = self.reduction.factors()
-        # In the order of the bucket, which is equal on all ranks; the order in which gradients complete may differ.
+        prescale, postscale = self.reduction.factors()
+        # Send in the order of the bucket, which all ranks have. The order in which gradients complete may differ.
         tensors = [self._compressed[position][0] for position in self.parameters]
         return submit_allreduce(
             tensors,
-            tensors,
+            tensors,  # reduced in place
             name=self.name,
             op=self.reduction.op_on_wire,
-            prescale_factor=before,
-            postscale_factor=after,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
             is_grouped=True,
             process_set=self.reduction.process_set,
         )

@@ -14,10 +14,10 @@ from datasvc.trainer.job.submit import submit_allgather
 
 def gather_sparse(tensor: Tensor, *, name: str, process_set: ProcessSet) -> Handle:
     """Start to gather a sparse COO tensor; `combine_gathered` returns the result."""
-    # Coalesced, so that an index that occurs twice on this rank is sent once.
+    # Coalesce, so that an index that occurs twice on this rank is sent once.
     compact = tensor.detach().coalesce()
     return submit_allgather(
-        # Transposed to [values, dimensions], because an allgather concatenates along the first dimension.
+        # Transpose the indices to int64[values, dimensions]: an allgather concatenates along the first dimension.
         [compact.indices().t().contiguous(), compact.values()],
         name=name,
         is_grouped=True,
@@ -41,7 +41,7 @@ def combine_gathered(handle: Handle, shape: torch.Size, reduction: GradientReduc
     indices, values = gathered
     if reduction.op is ReduceOp.AVERAGE:
         values = values / len(members_of(reduction.process_set))
-    # Every rank adds in rank order, so that all ranks have the same bits.
+    # `coalesce` adds values of the same index. Every rank has them in rank order, so all ranks get the same bits.
     return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False).coalesce()
 
 

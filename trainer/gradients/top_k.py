@@ -44,7 +44,7 @@ class TopK(CompressionWithMemory):
     def make_bucket(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory
     ) -> Bucket:
-        """See `CompressionWithMemory`."""
+        """Return a bucket that sends the largest values of the gradients instead of the gradients."""
         return _TopKBucket(name, parameters, reduction, memory, self.ratio)
 
 
@@ -56,15 +56,15 @@ def take_largest(tensor: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
         tensor.
     """
     flat = tensor.view(-1)
-    count = min(flat.numel(), max(1, math.ceil(ratio * flat.numel())))
-    indices = torch.topk(flat.abs(), count, sorted=False).indices
+    num_values = min(flat.numel(), max(1, math.ceil(ratio * flat.numel())))
+    indices = torch.topk(flat.abs(), num_values, sorted=False).indices
     values = flat[indices]
     flat[indices] = 0
     return values, indices
 
 
 class _TopKBucket(Bucket):
-    """A bucket that gathers the chosen values of all ranks, with their positions in the flattened bucket."""
+    """A bucket that gathers the chosen values of all ranks, with their indices in the concatenated parameters."""
 
     def __init__(
         self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, memory: Memory, ratio: float
@@ -72,18 +72,20 @@ class _TopKBucket(Bucket):
         super().__init__(name, parameters, reduction)
         self._memory = memory
         self._ratio = ratio
-        self._taken: dict[int, tuple[Tensor, Tensor]] = {}
+        # By position of the parameter: the chosen values, and their indices in the flattened parameter.
+        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def collect(self) -> None:
         values, indices = self._wait()
         assert self._handle is not None
-        rows = list(self._handle.gathered_rows[0])
+        num_values = list(self._handle.gathered_rows[0])  # from each rank
         parameters = self.parameters.values()
-        sample = next(iter(parameters))
-        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=sample.dtype, device=sample.device)
-        # Values are added rank by rank. No index occurs twice within a rank, so the order of additions is fixed, and
+        first = next(iter(parameters))
+        flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        # Add the values rank by rank. No index occurs twice within a rank, so the order of additions is fixed, and
         # all ranks get the same bits.
-        for rank_values, rank_indices in zip(torch.split(values, rows), torch.split(indices, rows), strict=True):
+        values_by_rank, indices_by_rank = torch.split(values, num_values), torch.split(indices, num_values)
+        for rank_values, rank_indices in zip(values_by_rank, indices_by_rank, strict=True):
             flat.index_add_(0, rank_indices, rank_values)
         if self.reduction.op is ReduceOp.AVERAGE:
             flat /= len(members_of(self.reduction.process_set))
@@ -93,22 +95,23 @@ class _TopKBucket(Bucket):
 
     def drop(self) -> None:
         super().drop()
-        self._taken.clear()
+        self._chosen.clear()
 
     def _take(self, position: int) -> None:
         memory = self._memory.setdefault(position, {})
         residual = with_residual(self.parameters[position], memory).contiguous()
         # `take_largest` removes the sent values from the residual, which keeps the unsent part of the gradient.
-        self._taken[position] = take_largest(residual, self._ratio)
+        self._chosen[position] = take_largest(residual, self._ratio)
         memory[RESIDUAL] = residual
 
     def _send(self) -> Handle:
         values, indices, offset = [], [], 0
         for position, parameter in self.parameters.items():
-            values.append(self._taken[position][0])
-            indices.append(self._taken[position][1] + offset)
+            parameter_values, parameter_indices = self._chosen[position]
+            values.append(parameter_values)
+            indices.append(parameter_indices + offset)
             offset += parameter.numel()
-        # Four bytes per index are enough for all but the largest buckets.
+        # An index is below the length of the concatenated parameters, so four bytes are enough for most buckets.
         dtype = torch.int32 if offset < 2**31 else torch.int64
         return submit_allgather(
             [torch.cat(values), torch.cat(indices).to(dtype)],

@@ -1,4 +1,4 @@
-"""Horovod's functions that return which features are available, such as `nccl_built`, for the installed torch."""
+"""Horovod's functions that return which features are available, such as `nccl_built`. The installed torch decides."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def nccl_built() -> int:
     """Return the version of NCCL as one number, such as 22703; 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
+    # Take three numbers: torch may append a suffix, and a missing number counts as 0.
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]  # untyped in torch
     return int(major) * 10_000 + int(minor) * 100 + int(patch)
 

@@ -1,4 +1,8 @@
-"""Process sets: subsets of the ranks that run operations among themselves."""
+"""Process sets: subsets of the ranks that run operations among themselves.
+
+A process set has a number only while it is added to the job of this process; `runtime` clears the numbers when the job
+ends. Functions import `submit` inside, because `submit` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,8 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
+    """The set of all ranks. Its number is fixed, and its ranks are not known before `init`."""
+
     def __init__(self) -> None:
         self._ranks = None
         self.process_set_id = GLOBAL_SET
@@ -83,7 +89,7 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set: ProcessSet = _GlobalProcessSet()
 """The process set of all ranks; its `process_set_id` is 0."""
 
-# The sets of the current job by their numbers, so that `shutdown` can clear the numbers.
+# The sets that were added to the current job, by their numbers, so that `shutdown` can clear the numbers.
 _added: dict[int, ProcessSet] = {}
 
 
@@ -106,8 +112,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     ranks = new_set.ranks or []
     if not ranks or ranks[-1] >= runtime.size():
         raise ValueError(f"a process set has the ranks {ranks}, but the job has only {runtime.size()} ranks, from 0")
-    existing = runtime.current_job().engine.process_sets
-    if new_set.process_set_id is not None or tuple(ranks) in existing.values():
+    current_sets = runtime.current_job().engine.process_sets
+    if new_set.process_set_id is not None or tuple(ranks) in current_sets.values():
         raise ValueError(f"a process set of the ranks {ranks} exists already; use that one")
     number = submit_process_set(ranks, is_new=True).wait()
     assert isinstance(number, int)

@@ -1,4 +1,7 @@
-"""The job of this process: `init` joins it, `shutdown` leaves it. Between the two, the process has one engine."""
+"""The job of this process: `init` joins it, `shutdown` leaves it. Between the two, the process has one engine.
+
+`init` and `shutdown` import `process_sets` inside, because `process_sets` imports this module.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ class JobContext:
 
 _lock = threading.Lock()
 _job: JobContext | None = None
+# The store through which the ranks of a static job connect; opened by the first `init`, and kept for later ones.
 _store: Store | None = None
+# How often this process has joined a job, including the present call of `init`.
 _num_inits = 0
 
 
@@ -109,6 +114,7 @@ def init(
             # Other ranks may still be in this `init`, so a retry on this rank must use the same number.
             _num_inits -= 1
             raise
+        # With several ranks, the settings of rank 0 apply to all of them.
         if isinstance(transport, GroupTransport):
             settings = transport.settings
         _job = JobContext(placement, Engine(transport, settings), owns_default_group)
@@ -132,7 +138,7 @@ def shutdown() -> None:
     with _lock:
         if _job is None:
             return
-        # The threads of the engine use the group, so they must end before the group is destroyed.
+        # The threads of the engine use process groups, so they must end before the default group is destroyed.
         _job.engine.close()
         clear_numbers()
         if _job.owns_default_group and dist.is_initialized():
@@ -213,7 +219,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     job = current_job()
     if job.placement.rank == 0:
-        # Complete the previous trace first: it may be the same file.
+        # Complete the previous trace first, because it may be the same file. `Timeline` records nothing.
         job.engine.write_timeline(Timeline())
         try:
             job.engine.write_timeline(TraceFile(Path(file_path), marks_cycles=mark_cycles))
@@ -241,6 +247,12 @@ def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
 
 
 def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
+    """Connect this rank of a static job; return its transport, and whether this created the default process group.
+
+    Raises:
+        ValueError: the existing default process group has another rank or size than the environment.
+        HorovodInternalError: this rank could not connect to the others.
+    """
     if placement.size == 1:
         return Transport(), False
     gpu = find_gpu_uuid(placement)
@@ -258,6 +270,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
         # Destroy our group, because a retry would treat it as one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+        # This subclass of RuntimeError says already which ranks are missing.
         if isinstance(error, HorovodInternalError):
             raise
         raise HorovodInternalError(f"rank {placement.rank} could not connect to the other ranks: {error}") from error
@@ -270,11 +283,13 @@ def _create_default_group(placement: RankPlacement, settings: EngineSettings, *,
     # Open the store only once in each process, and use new keys for each `init`. If a process opened a second server,
     # or used the keys of an earlier `init`, the ranks would hang.
     if _store is None:
+        # torch reads the variables of torchrun, so set them from those of mpirun or Slurm.
         os.environ.update(translate(os.environ))
         _store, _, _ = next(rendezvous("env://"))
     # The launcher reads this key to name ranks that do not connect.
     _store.set(arrival_key(placement.rank), "")
     store = PrefixStore(f"trainer/{_num_inits}", _store)
+    # Wait here first, because the error of `init_process_group` would not name the ranks that are missing.
     _await_ranks(store, placement, settings.start_timeout_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpu else "gloo",

@@ -23,6 +23,7 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set, members_of
 
+# The end of the name of an operation that the program has not named. `_submit` appends numbers.
 _UNNAMED = ".noname."
 
 
@@ -69,7 +70,7 @@ def submit_allreduce(
         is_grouped: whether the tensors form one operation with a buffer of its own.
         is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
         process_set: ranks that take part.
-        layout: checksum of the memory layout of the inputs, equal on every rank; 0 if it is not checked.
+        layout: checksum of the memory layout of the inputs; ranks with different ones get an error. 0 for no check.
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
@@ -108,7 +109,7 @@ def submit_reducescatter(
 ) -> Handle:
     """Start to reduce the tensors over the ranks into new tensors with the rows of this rank.
 
-    For the arguments, see `submit_allreduce`.
+    The arguments are those of `submit_allreduce`.
 
     Raises:
         ValueError: as for `submit_allreduce`, or a tensor has no dimensions.
@@ -144,10 +145,12 @@ def submit_allgather(
 ) -> Handle:
     """Start to concatenate the tensors of the ranks along the first dimension, in rank order, into new tensors.
 
+    The arguments are those of `submit_allreduce`. The tensors of the ranks may differ in the number of rows.
+
     Raises:
         ValueError: there is no tensor, a sparse tensor, or tensors on different devices; this rank is not in the set.
     """
-    _check_any(name, tensors)
+    _check_not_empty(name, tensors)
     request = _describe_request(CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped)
     return _submit(request, tensors, [], None)
 
@@ -158,7 +161,7 @@ def submit_alltoall(
     """Start to send rows of the tensor to the ranks; the result is a new tensor of the received rows, in rank order.
 
     The tensor has at least one dimension. `splits` is int32[size], the number of rows for each rank; None for equal
-    parts. For the other arguments, see `submit_allreduce`.
+    parts. The other arguments are those of `submit_allreduce`.
 
     Raises:
         ValueError: `splits` is not int32, does not have one number per rank, has a negative number, or has a larger
@@ -179,7 +182,7 @@ def submit_broadcast(
     """Start to write the tensor of the root into `output` on every rank.
 
     `output` has the shape and dtype of `tensor`, and may be `tensor` itself. `root_rank` is a global rank, not a rank
-    within `process_set`. For the other arguments, see `submit_allreduce`.
+    within `process_set`. The other arguments are those of `submit_allreduce`.
 
     Raises:
         ValueError: the root or this rank is not in the set, the tensor is sparse, or `output` cannot be overwritten.
@@ -230,7 +233,7 @@ def choose_name(kind: CollectiveKind, name: str | None) -> str:
 
 
 def restart_names() -> None:
-    """Restart the numbering of unnamed operations after a join, when the counts of the ranks differ."""
+    """Restart the numbering of unnamed operations after a join: ranks that joined early have counted fewer."""
     counts = _current_counts()
     counts.num_joins += 1
     counts.counters.clear()
@@ -259,11 +262,12 @@ def _submit(
     *,
     is_prescaled: bool = False,
 ) -> Handle:
+    """Number the operation if it has no name, and pass the submission to the engine of this rank."""
     if request.name.endswith(_UNNAMED):
         # Count only here, after all checks: a call that fails on one rank must not shift its later names.
         counts = _current_counts()
         count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
-        # The name has the number of joins: an operation from before the last join may have the same count.
+        # The name includes the number of joins, because an operation before the last join may have the same count.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
     # Detach the tensors, because autograd must not record the engine's writes. There is one detached tensor for each
@@ -283,7 +287,8 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    # Checked at each operation and join, because a rank may join before it submits any other operation.
+    """Return the counters, which start anew with each `init`."""
+    # Both `_submit` and `restart_names` call this, because the first call after `init` may come from either.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():
         _counts = _Counts(num_inits=runtime.num_inits())
@@ -299,13 +304,13 @@ def _number_of(process_set: ProcessSet) -> int:
     return process_set.process_set_id
 
 
-def _check_any(name: str, tensors: Sequence[Tensor]) -> None:
+def _check_not_empty(name: str, tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise ValueError(f"'{name}': a group needs at least one tensor")
 
 
 def _check_reducible(name: str, tensors: Sequence[Tensor]) -> None:
-    _check_any(name, tensors)
+    _check_not_empty(name, tensors)
     for tensor in tensors:
         if tensor.dtype not in REDUCIBLE_DTYPES:
             raise ValueError(f"'{name}': tensors of {tensor.dtype} cannot be reduced; convert them to another dtype")
@@ -317,6 +322,7 @@ def _check_outputs(name: str, outputs: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"'{name}': a tensor from inference mode cannot be overwritten; use an out-of-place operation"
             )
+        # 1 means that some elements share memory.
         if torch._debug_has_internal_overlap(output) == 1:  # noqa: SLF001 - torch calls it for the same check
             raise ValueError(f"'{name}': an expanded tensor cannot be overwritten; use tensor.contiguous()")
 

@@ -65,7 +65,7 @@ class Request:
         root_rank: rank whose tensor the others get (broadcast).
         splits: number of rows for each rank of the set (alltoall).
         ranks: members of the process set (add_process_set, remove_process_set).
-        layout: checksum of the shapes and strides of the gradients in a flat tensor, which must be equal on all ranks.
+        layout: checksum of the shapes and strides of the gradients in a flat tensor; it must be equal on all ranks.
     """
 
     name: str
