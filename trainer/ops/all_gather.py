@@ -34,7 +34,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Gather several tensors as one operation that succeeds or fails as a whole. Differentiable."""
+    """Gather several tensors as one operation that succeeds or fails as a whole. Differentiable like `allgather`."""
     return autograd.allgather(tensors, name, process_set, is_grouped=True)
 
 

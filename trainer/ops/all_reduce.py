@@ -100,8 +100,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Reduce several tensors as one operation that succeeds or fails as a whole. Differentiable.
 
-    The tensors are packed into the same buffers in every run, so that results are reproducible. See `allreduce` for
-    the arguments.
+    The tensors are packed into the same buffers in every run, so that results are reproducible. The other arguments
+    are those of `allreduce`.
     """
     reduction = autograd.ReduceOptions(
         op=choose_op(average, op),
@@ -168,10 +168,11 @@ def _allreduce(
     process_set: ProcessSet,
     is_grouped: bool = False,
 ) -> Handle:
+    """Submit an allreduce of the inputs into the outputs; `factors` are the prescale and the postscale factor."""
     return submit_allreduce(
         inputs,
         outputs,
-        # With this stack level, the warning about `average` names the line that calls the public function.
+        # With this stack level, the warning about `average` names the line that calls the asynchronous function.
         op=choose_op(average, op, stacklevel=4),
         name=choose_name(CollectiveKind.ALLREDUCE, name),
         prescale_factor=factors[0],

@@ -1,5 +1,8 @@
 """Differentiable collectives, with Horovod's gradients. The backward pass of each one is a collective too.
 
+The synchronous operations of `ops` use this module. A `backward` returns one value per argument of `forward`; it is
+None for an argument that is not a tensor.
+
 The gradient of an allreduce is the same allreduce. The gradients of allgather and broadcast are averaged over the
 ranks, not summed: otherwise a loss that every rank computes from the same gathered values would count once per rank.
 The gradient of an alltoall is sent back to the ranks that the rows came from; the gradient of a reducescatter is
@@ -51,7 +54,7 @@ def allreduce(
 def reducescatter(
     tensors: Sequence[Tensor], name: str | None, compression: type[Compressor], reduction: ReduceOptions
 ) -> list[Tensor]:
-    """Like `allreduce`, but each result has only this rank's rows."""
+    """Compress, reduce and decompress tensors like `allreduce`, but return only this rank's rows of each result."""
     return _reduce_compressed(_Reducescatter, CollectiveKind.REDUCESCATTER, tensors, name, compression, reduction)
 
 
@@ -63,6 +66,7 @@ def _reduce_compressed(
     compression: type[Compressor],
     reduction: ReduceOptions,
 ) -> list[Tensor]:
+    """Apply `function`, which is `_Allreduce` or `_Reducescatter`, to compressed tensors; decompress the results."""
     # Pairs of a compressed tensor and the context that `decompress` needs.
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
     reduced = _apply(function, choose_name(kind, name), reduction, *(tensor for tensor, _ in pairs))
@@ -144,14 +148,18 @@ class _Allgather(torch.autograd.Function):
         gathered = handle.wait()
         rank_in_set = process_set.rank()
         ctx.name, ctx.is_grouped, ctx.process_set = f"{handle.name}.gradient", is_grouped, process_set
-        ctx.windows = [(sum(rows[:rank_in_set]), rows[rank_in_set]) for rows in handle.gathered_rows]
+        # For each tensor: the first of this rank's rows in the gathered tensor, and their number.
+        ctx.local_rows = [(sum(rows[:rank_in_set]), rows[rank_in_set]) for rows in handle.gathered_rows]
         return tuple(gathered) if isinstance(gathered, list) else (_tensor(gathered),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         averages = _average(gradients, ctx.name, ctx.process_set, is_grouped=ctx.is_grouped)
-        local_rows = [average.narrow(0, *window) for average, window in zip(averages, ctx.windows, strict=True)]
-        return (None, None, None, *local_rows)
+        local_gradients = [
+            average.narrow(0, first_row, num_rows)
+            for average, (first_row, num_rows) in zip(averages, ctx.local_rows, strict=True)
+        ]
+        return (None, None, None, *local_gradients)
 
 
 class _Broadcast(torch.autograd.Function):

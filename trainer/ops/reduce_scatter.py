@@ -1,4 +1,4 @@
-"""Reducescatter: the tensors of all ranks are reduced, and every rank gets its share of the rows."""
+"""Reducescatter: the tensors of all ranks are reduced, and every rank gets some of the rows of the result."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce and scatter several tensors as one operation that succeeds or fails as a whole. Differentiable."""
+    """Reduce and scatter several tensors as one operation that succeeds or fails as a whole. Differentiable.
+
+    The other arguments and the errors are those of `reducescatter`.
+    """
     reduction = autograd.ReduceOptions(
         op=op,
         prescale_factor=prescale_factor,

@@ -1,4 +1,4 @@
-"""Allreduce of sparse tensors. Their indices may differ between ranks, so every rank gathers all tensors and adds."""
+"""Allreduce of sparse tensors. Indices may differ between ranks, so every rank gathers all tensors and adds them."""
 
 from __future__ import annotations
 

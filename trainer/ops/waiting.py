@@ -42,6 +42,6 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's signature
     """
     last = submit_join().wait()
     assert isinstance(last, int)
-    # Ranks that joined earlier have counted fewer unnamed operations than the others, so all restart the numbering.
+    # Ranks that joined early have counted fewer unnamed operations than the others, so all ranks start again at 1.
     restart_names()
     return last

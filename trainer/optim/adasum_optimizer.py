@@ -1,6 +1,7 @@
 """Optimizer for Adasum: each rank makes a local step, then the ranks combine the changes of the parameters.
 
-Adasum combines changes, not gradients, because optimizers such as Adam normalize the gradients (Maleki et al. 2020).
+`DistributedOptimizer` returns it for `op=Adasum`. The changes are combined, not the gradients, because optimizers such
+as Adam normalize the gradients (Maleki et al. 2020).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def make_adasum_optimizer(
     names: Mapping[Tensor, str],
     passes_per_step: int,
 ) -> Any:
-    """Wrap an optimizer for Adasum; see `DistributedOptimizer`.
+    """Wrap an optimizer for Adasum. The arguments are those of `DistributedOptimizer`, checked.
 
     Raises:
         ValueError: `process_set` is not the global one, or the number of ranks is not a power of two.
@@ -55,6 +56,7 @@ def make_adasum_optimizer(
     if runtime.size() & (runtime.size() - 1):
         raise ValueError(f"Adasum needs a power of two as the number of ranks, not {runtime.size()}")
     wrapped = wrap_optimizer(optimizer, _DistributedAdasumOptimizer)
+    # `DistributedOptimizer` has checked the compression: those with memory support only Average and Sum.
     assert not isinstance(compression, CompressionWithMemory)
     wrapped.set_up(compression, names, passes_per_step)
     return wrapped
@@ -70,6 +72,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     sparse_as_dense = False
 
     def set_up(self, compression: type[Compressor], names: Mapping[Tensor, str], passes_per_step: int) -> None:
+        """Initialize the added attributes."""
         self._compression = compression
         self._parameter_names = names
         self.backward_passes_per_step = passes_per_step
@@ -84,34 +87,35 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Reject the call: a step of Adasum always needs the other ranks.
+        """Raise an error, because a step of Adasum always needs the other ranks.
 
         Raises:
             AssertionError: always.
         """
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-        yield
+        yield  # never reached; makes this function the generator that `contextmanager` needs
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a local step, then replace its change of the parameters by the combined change of all ranks."""
         # List the parameters in each step, because some may be frozen or added between steps.
         parameters = [parameter for parameter in parameters_of(self) if parameter.requires_grad]
-        before = [parameter.detach().clone() for parameter in parameters]
+        old_values = [parameter.detach().clone() for parameter in parameters]
         loss = super().step(closure) if closure is not None else super().step()
         with torch.no_grad():
-            self._combine(parameters, before)
+            self._combine(parameters, old_values)
         return loss
 
-    # Because of this attribute, torch does not wrap step() in profiling hooks a second time.
+    # Because of this attribute, torch does not wrap step() in profiling and user hooks. It has wrapped the step() of
+    # the base class already.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _combine(self, parameters: list[Tensor], before: list[Tensor]) -> None:
+    def _combine(self, parameters: list[Tensor], old_values: list[Tensor]) -> None:
         """Set the parameters to their values before the step plus the Adasum of the changes of all ranks."""
-        changes = [parameter.detach() - old for parameter, old in zip(parameters, before, strict=True)]
+        changes = [parameter.detach() - old for parameter, old in zip(parameters, old_values, strict=True)]
         compressed = [self._compression.compress(change) for change in changes]
-        # One operation for all parameters; Adasum still computes a dot product for each parameter.
+        # Send all parameters as one operation; Adasum still computes a dot product for each parameter.
         tensors = [tensor for tensor, _ in compressed]
         if tensors:
             submit_allreduce(tensors, tensors, name=self._name, op=ReduceOp.ADASUM, is_grouped=True).wait()
-        for parameter, old, (tensor, context) in zip(parameters, before, compressed, strict=True):
+        for parameter, old, (tensor, context) in zip(parameters, old_values, compressed, strict=True):
             parameter.copy_(old + self._compression.decompress(tensor, context))

@@ -61,6 +61,7 @@ def broadcast_object(
     """
     name = name or "object"
     is_root = runtime.rank() == root_rank
+    # On the other ranks, `data` is None until the length is known.
     data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8) if is_root else None
     # Send the length first, because the other ranks must allocate the memory for the data.
     length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length", process_set)
@@ -112,26 +113,29 @@ def broadcast_optimizer_state(
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # SparseAdam rejects dense gradients, so none of its parameters may get one.
-    sparse = (
-        _sparse_parameters(model) if not isinstance(optimizer, torch.optim.SparseAdam) else set(map(id, parameters))
-    )
+    is_sparse_adam = isinstance(optimizer, torch.optim.SparseAdam)
+    sparse_ids = set(map(id, parameters)) if is_sparse_adam else _find_sparse_parameters(model)
     for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse:
+        if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse_ids:
             parameter.grad = torch.zeros_like(parameter)
     # First broadcast the values without the tensors, so that all ranks prepare tensors of the root's shapes. Then
     # broadcast the tensors.
+    # The state of each parameter, then the options of each group; the other lists below have the same order.
     local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     described = [_describe(values) for values in local_values]
-    shared = optimizer.shared_memory() if isinstance(optimizer, HasMemory) else {}
-    root_values, shared = broadcast_object((described, shared), root_rank, "optimizer")
+    shared_memory = optimizer.shared_memory() if isinstance(optimizer, HasMemory) else {}
+    root_values, shared_memory = broadcast_object((described, shared_memory), root_rank, "optimizer")
     if runtime.rank() != root_rank:
         devices = [parameter.device for parameter in parameters]
         devices += [group["params"][0].device for group in optimizer.param_groups]
-        local_values = [_prepare(*arguments) for arguments in zip(local_values, root_values, devices, strict=True)]
+        local_values = [
+            _prepare(values, values_of_root, device)
+            for values, values_of_root, device in zip(local_values, root_values, devices, strict=True)
+        ]
         _adopt(optimizer, parameters, local_values)
         if isinstance(optimizer, HasMemory):
-            optimizer.adopt_shared_memory(shared)
+            optimizer.adopt_shared_memory(shared_memory)
     tensors = {
         f"optimizer.{i}.{key}": local_values[i][key]
         for i, values in enumerate(root_values)
@@ -176,7 +180,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
         if isinstance(value, _TensorDescription):
             local = local_values.get(key)
             fits = isinstance(local, Tensor) and (local.shape, local.dtype) == (value.shape, value.dtype)
-            # Some optimizers keep step counters on the host, also for parameters on a GPU.
+            # The device of the parameter, except that some optimizers keep step counters on the host in any case.
             tensor_device = torch.device("cpu") if value.is_on_host else device
             prepared[key] = local if fits else torch.empty(value.shape, dtype=value.dtype, device=tensor_device)
     return prepared
@@ -184,6 +188,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
 
 def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: list[dict[str, Any]]) -> None:
     """Replace the state and options: `values` has the state of each parameter, then the options of each group."""
+    # Not strict, because the options follow the states.
     for parameter, state in zip(parameters, values, strict=False):
         if state:
             optimizer.state[parameter] = state
@@ -194,18 +199,19 @@ def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: l
         group.update(options)
 
 
-def _sparse_parameters(model: torch.nn.Module | None) -> set[int]:
+def _find_sparse_parameters(model: torch.nn.Module | None) -> set[int]:
+    """Return the ids of the parameters that get sparse gradients: the weights of embeddings with `sparse=True`."""
     modules = () if model is None else model.modules()
     return {id(module.weight) for module in modules if getattr(module, "sparse", False) is True}
 
 
 def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return pairs of name and value for the `params` of `broadcast_parameters`; unnamed tensors are numbered."""
+    """Return pairs of name and value for the `params` of `broadcast_parameters`; number tensors without a name."""
     if isinstance(params, Mapping):
         return list(params.items())
-    # A tensor is iterable too; without this check its rows would be broadcast one by one.
-    listed = [] if isinstance(params, Tensor) else list(params)
-    pairs = [(None, entry) if isinstance(entry, Tensor) else entry for entry in listed]
+    # A tensor is iterable too, but is rejected below: its rows would be broadcast one by one.
+    entries = [] if isinstance(params, Tensor) else list(params)
+    pairs = [(None, entry) if isinstance(entry, Tensor) else entry for entry in entries]
     if isinstance(params, Tensor) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ValueError(
             "params must be model.state_dict(), model.named_parameters() or a list of tensors such as "

@@ -28,6 +28,7 @@ from datasvc.trainer.optim.adasum_optimizer import (
 from datasvc.trainer.optim.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
 from datasvc.trainer.optim.wrapper_numbers import next_number
 
+# Part of the name by which a saved state identifies the process that saved it; see `_name_process`.
 _process_token = uuid.uuid4().hex
 
 
@@ -79,15 +80,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         compression.check(op)
     names = name_parameters(optimizer, named_parameters)
     passes = _checked_passes(backward_passes_per_step)
+    # A single rank has nothing to combine, so the wrapper below does for Adasum too.
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
     reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     wrapped: _DistributedOptimizer = wrap_optimizer(optimizer, _DistributedOptimizer)
-    placed = place_groups(groups, parameters_of(optimizer), names, process_set) if _takes_part(process_set) else []
-    # SparseAdam rejects dense gradients, so a rank without a gradient in the first step must send a sparse one too.
+    takes_part = _takes_part(process_set)
+    positions = place_groups(groups, parameters_of(optimizer), names, process_set) if takes_part else []
+    # SparseAdam rejects dense gradients, so even a rank without a gradient in the first step must send a sparse one.
     sparse = set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set()
     exchange = Exchange(
-        reduction=reduction, compression=compression, groups=placed, sparse_as_dense=sparse_as_dense, sparse=sparse
+        reduction=reduction, compression=compression, groups=positions, sparse_as_dense=sparse_as_dense, sparse=sparse
     )
     wrapped.set_up(names, exchange, passes)
     return wrapped
@@ -116,7 +119,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """See `set_backward_passes_per_step`, which the setter calls."""
+        """The number of backward passes per step. Setting it calls `set_backward_passes_per_step`."""
         return self._passes_per_step
 
     @backward_passes_per_step.setter
@@ -131,6 +134,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         self._passes_per_step = _checked_passes(passes)
         if self._reducer is not None:
+            # Passes that were counted toward the previous number do not count toward the new one.
             self._reducer.reset()
             self._reducer.passes_per_step = passes
 
@@ -159,7 +163,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the combined gradients, then make a step. After each call of a closure, combine them again."""
+        """Wait for the combined gradients, then make a step. With a closure, combine them after each of its calls."""
         # A closure computes the gradients inside of `step`, possibly several times, as for LBFGS.
         if closure is not None and self._reducer is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))
@@ -217,8 +221,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             # The state of a plain optimizer has no memory.
             saved = state.get("compression", {"rank": None, "memory": {}})
             self._exchange.memory.clear()
-            is_mine = saved["rank"] == runtime.rank() or saved.get("process") == _name_process()
-            self._remember(copy_memory(saved["memory"], residuals=is_mine))
+            is_own_state = saved["rank"] == runtime.rank() or saved.get("process") == _name_process()
+            self._remember(copy_memory(saved["memory"], residuals=is_own_state))
 
     def shared_memory(self) -> Memory:
         """Return the part of the compression's memory that must be equal on all ranks."""
@@ -267,27 +271,29 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _reduce_new_parameters(self) -> None:
-        """Reduce parameters that became trainable, or were added, after the buckets were planned.
+        """Combine the gradients of parameters that became trainable, or were added, after the buckets were planned.
 
-        The set of changed parameters must be the same on all ranks.
+        Also plan new buckets if parameters were frozen. All ranks must have changed the same parameters.
         """
         assert self._reducer is not None
         parameters = parameters_of(self)
-        covers = self._reducer.covers
+        covered = self._reducer.covers
         trainable = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
-        if covers == trainable:
+        if covered == trainable:
             return
         self._reducer.close()
         self._reducer = self._hook_parameters(parameters, self._reducer_name)
-        new_positions = sorted(trainable - covers)
+        new_positions = sorted(trainable - covered)
         if new_positions:
             # The new reducer was not hooked during this backward pass, so a temporary one sends the new gradients.
-            reducer = self._hook_parameters([parameters[i] for i in new_positions], f"{self._reducer_name}.late")
-            reducer.finish()
-            reducer.close()
+            new_parameters = [parameters[position] for position in new_positions]
+            temporary_reducer = self._hook_parameters(new_parameters, f"{self._reducer_name}.late")
+            temporary_reducer.finish()
+            temporary_reducer.close()
 
 
 def _name_process() -> str:
+    """Return a name that no other process has, on any host."""
     # A forked child inherits the token, so the name also contains the process id.
     return f"{_process_token}.{os.getpid()}"
 

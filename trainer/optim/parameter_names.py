@@ -1,4 +1,7 @@
-"""Checks the names and groups that a user gives for the parameters of an optimizer, for `DistributedOptimizer`."""
+"""Checks the names and groups that a user gives for the parameters of an optimizer, for `DistributedOptimizer`.
+
+The position of a parameter is its index in `parameters_of(optimizer)`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from datasvc.trainer.job.process_sets import ProcessSet
 from datasvc.trainer.optim.broadcast_state import broadcast_object
 
 Groups = int | Sequence[Sequence[Tensor]] | None
+"""The parameters that are sent together: a number of groups, lists of parameters, or None for groups by size."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -59,21 +63,23 @@ def check_groups(groups: Groups) -> None:
         if groups < 0:
             raise ValueError(f"groups must be a number of at least 0, or lists of tensors, not {groups}")
         return
-    listed = [tensor for group in groups for tensor in group]
-    if not all(isinstance(tensor, Tensor) for tensor in listed):
+    tensors = [tensor for group in groups for tensor in group]
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise ValueError("groups must be a number of at least 0, or lists of tensors")
-    if len({id(tensor) for tensor in listed}) < len(listed):
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ValueError("groups contain a parameter twice; list each parameter once")
 
 
 def place_groups(
     groups: Groups, parameters: Sequence[Tensor], names: Mapping[Tensor, str], process_set: ProcessSet
 ) -> list[list[int]]:
-    """Return the positions of the parameters of each group. If `groups` is a number above 0, this is a collective.
+    """Return the positions of the parameters of each group.
+
+    If `groups` is a number above 0, this is a collective, in which all ranks adopt the order of the set's first rank.
 
     Args:
-        groups: number of groups of consecutive parameters, in the order of the set's first rank; or lists of
-            parameters. Parameters that are not in `parameters` are ignored.
+        groups: number of groups of consecutive parameters, or lists of parameters. Parameters that are not in
+            `parameters` are ignored.
         parameters: parameters of the optimizer.
         names: name of each parameter.
         process_set: ranks that take part.
@@ -84,7 +90,7 @@ def place_groups(
         if groups == 0:
             return []
         by_name = {names[parameter]: position for position, parameter in enumerate(parameters)}
-        # Ranks may list their parameters in different orders, so all ranks use the order of one rank.
+        # Ranks may list their parameters in different orders, but the groups must be equal.
         first_rank = (process_set.ranks or [0])[0]
         order = broadcast_object(list(by_name), first_rank, "optimizer.groups", process_set)
         return cut_evenly([by_name[name] for name in order if name in by_name], groups)

@@ -47,7 +47,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # The name contains no count of calls, because the counts would differ after epochs of different lengths.
+        # The name contains no count of calls, because after epochs of different lengths the ranks would have different
+        # counts.
         self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -86,6 +87,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
 
     @classmethod
     def _from_local(cls, module: nn.modules.batchnorm._BatchNorm, process_set: ProcessSet) -> SyncBatchNorm:
+        # Create no parameters and buffers here, because those of the old module are shared below.
         converted = cls(
             module.num_features,
             module.eps,
@@ -101,21 +103,24 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
         return converted
 
     def _normalize_locally(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        uses_batch = self.training or self.running_mean is None
-        factor = self._next_momentum() if self.training and self.track_running_stats else 0.0
-        is_tracked = not self.training or self.track_running_stats
+        """Normalize like torch's modules, without the other ranks."""
+        uses_batch_statistics = self.training or self.running_mean is None
+        momentum = self._next_momentum() if self.training and self.track_running_stats else 0.0
+        # In training the running statistics are passed only to be updated, in evaluation to be used.
+        passes_running = not self.training or self.track_running_stats
         return functional.batch_norm(
             input,
-            self.running_mean if is_tracked else None,
-            self.running_var if is_tracked else None,
+            self.running_mean if passes_running else None,
+            self.running_var if passes_running else None,
             self.weight,
             self.bias,
-            uses_batch,
-            factor,
+            uses_batch_statistics,
+            momentum,
             self.eps,
         )
 
     def _next_momentum(self) -> float:
+        """Count a batch, and return the weight of its statistics in the running statistics."""
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
         if self.momentum is not None:
@@ -124,14 +129,15 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
         return 1.0 / float(self.num_batches_tracked)
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Update the running statistics with those of a batch of `count` values per channel."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
-        factor = self._next_momentum()
+        momentum = self._next_momentum()
         with torch.no_grad():
             # As torch does: normalize by the biased variance, but track the unbiased one.
             unbiased = variance * (count / (count - 1))
-            self.running_mean.mul_(1 - factor).add_(mean.to(self.running_mean.dtype), alpha=factor)
-            self.running_var.mul_(1 - factor).add_(unbiased.to(self.running_var.dtype), alpha=factor)
+            self.running_mean.mul_(1 - momentum).add_(mean.to(self.running_mean.dtype), alpha=momentum)
+            self.running_var.mul_(1 - momentum).add_(unbiased.to(self.running_var.dtype), alpha=momentum)
 
 
 class _Normalize(torch.autograd.Function):
@@ -152,17 +158,19 @@ class _Normalize(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sums = allreduce_(_sums_of(input), op=Sum, name=name, process_set=process_set)
-        count, first, second = sums[-1], *sums[:-1].chunk(2)
+        count, value_sums, square_sums = sums[-1], *sums[:-1].chunk(2)
         if float(count) <= 1:
             raise ValueError(
                 f"training needs more than 1 value per channel over all ranks, but the input is {tuple(input.shape)}"
             )
-        mean = first / count
-        variance = (second / count - mean * mean).clamp_(min=0)
+        mean = value_sums / count
+        # Rounding can make a variance of zero slightly negative.
+        variance = (square_sums / count - mean * mean).clamp_(min=0)
         ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt(), count)
         ctx.name, ctx.process_set = name, process_set
-        working = _working_dtype(input)
-        moments = mean.to(working), variance.to(working)
+        dtype = _working_dtype(input)
+        moments = mean.to(dtype), variance.to(dtype)
+        # An empty batch has nothing to normalize; this rank only takes part in the sum.
         output = (
             functional.batch_norm(input, *moments, weight, bias, eps=eps)
             if input.numel()
@@ -174,25 +182,28 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, inverse, count = ctx.saved_tensors  # noqa: A001 - torch's name
-        working, shape = _working_dtype(input), (1, -1, *[1] * (input.dim() - 2))
+        input, weight, mean, inverse_std, count = ctx.saved_tensors  # noqa: A001 - torch's name
+        # `shape` makes a value per channel broadcast over the input; `axes` are all axes except the channels.
+        dtype, shape = _working_dtype(input), (1, -1, *[1] * (input.dim() - 2))
         axes = [axis for axis in range(input.dim()) if axis != 1]
-        output_gradient, centred = gradient.to(working), input.to(working) - mean.to(working).view(shape)
+        output_gradient, centred = gradient.to(dtype), input.to(dtype) - mean.to(dtype).view(shape)
         bias_gradient, products = output_gradient.sum(axes), (output_gradient * centred).sum(axes)
         sums = torch.cat([bias_gradient, products]).double()
         sums = allreduce_(sums, op=Sum, name=f"{ctx.name}.gradient", process_set=ctx.process_set)
         # Mean and variance depend on all inputs, so two terms are subtracted from each gradient: the mean gradient,
-        # and a part that is proportional to the centred input.
+        # and a part that is proportional to the centred input. With means over all ranks, the input gradient is
+        # weight / std * (gradient - mean(gradient) - centred * mean(gradient * centred) / std^2).
         mean_gradient, mean_product = (sums / count).chunk(2)
-        scale = inverse if weight is None else inverse * weight.double()
-        centred_scale = scale * inverse * inverse * mean_product
+        scale = inverse_std if weight is None else inverse_std * weight.double()
+        centred_scale = scale * inverse_std * inverse_std * mean_product
         scale, centred_scale, mean_gradient = (
-            values.to(working).view(shape) for values in (scale, centred_scale, mean_gradient)
+            values.to(dtype).view(shape) for values in (scale, centred_scale, mean_gradient)
         )
         input_gradient = ((output_gradient - mean_gradient) * scale).sub_(centred.mul_(centred_scale)).to(input.dtype)
         if weight is None:
             return (input_gradient, *[None] * 5)
-        weight_gradient = (products * inverse.to(working)).to(weight.dtype)
+        # These are of the local batch only; `DistributedOptimizer` combines them.
+        weight_gradient = (products * inverse_std.to(dtype)).to(weight.dtype)
         return (input_gradient, weight_gradient, bias_gradient.to(weight.dtype), None, None, None)
 
 
@@ -205,8 +216,10 @@ def _sums_of(input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         return torch.cat([num_values.new_zeros(2 * input.shape[1]), num_values])
     moments = torch.var_mean(input.to(_working_dtype(input)), axes, correction=0)
     variance, mean = (moment.double() for moment in moments)
+    # The mean square of values is their variance plus their squared mean.
     return torch.cat([mean * count, (variance + mean * mean) * count, num_values])
 
 
 def _working_dtype(input: Tensor) -> torch.dtype:  # noqa: A002 - torch's name
+    """Return the dtype to compute in: float32, or that of the input if it is wider."""
     return torch.promote_types(input.dtype, torch.float32)

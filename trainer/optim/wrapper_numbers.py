@@ -1,8 +1,8 @@
-"""Numbers optimizers and modules: their operations have names with the number, which must be equal on all ranks.
+"""Numbers distributed optimizers and `SyncBatchNorm` modules, so that each has names of its own for its operations.
 
-The numbers count creations, not live objects, because garbage collection happens at different times on different
-ranks. In an elastic job, ranks that start later have created fewer objects, so all ranks raise their counts to the
-maximum whenever they synchronize their states.
+An object must have the same number on all ranks. The numbers count creations, not live objects, because garbage
+collection happens at different times on different ranks. In an elastic job, ranks that start later have created fewer
+objects, so all ranks raise their counts to the maximum whenever they synchronize their states.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ _counts: Counter[str] = Counter()
 
 
 def next_number(kind: str) -> int:
-    """Return the number of a new object of a kind, such as "adasum"; every rank calls this in the same order."""
+    """Return the number of a new object of a kind, such as "adasum"; every rank calls this in the same order.
+
+    Each kind is numbered from 0.
+    """
     number = _counts[kind]
     _counts[kind] += 1
     return number
