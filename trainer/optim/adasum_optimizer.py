@@ -1,7 +1,7 @@
 """Optimizer for Adasum: each rank makes a local step, then the ranks combine the changes of the parameters.
 
-`DistributedOptimizer` returns it for `op=Adasum`. The changes are combined, not the gradients, because optimizers such
-as Adam normalize the gradients (Maleki et al. 2020).
+`DistributedOptimizer` returns it for `op=Adasum`. The changes are combined, not the gradients, because optimizers
+such as Adam normalize the gradients (Maleki et al. 2020).
 """
 
 from __future__ import annotations

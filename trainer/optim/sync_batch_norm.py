@@ -47,8 +47,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # The name contains no count of calls, because after epochs of different lengths the ranks would have different
-        # counts.
+        # The name contains no count of calls. After epochs of different lengths, ranks would have different counts.
         self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name

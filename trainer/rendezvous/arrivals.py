@@ -1,6 +1,6 @@
-"""Finds ranks that do not start, or do not call `init`, in time, for the launcher of a job that is not elastic.
+"""Finds ranks that do not start in time, or do not call `init` in time.
 
-The module reads no clock: its caller passes the time.
+The launcher of a job that is not elastic polls it. The module reads no clock: its caller passes the time.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 DEFAULT_LIMIT_S = 60.0
-_PREFIX = "trainer/arrived"
+_KEY_PREFIX = "trainer/arrived"
 
 
 def arrival_key(rank: int) -> str:
     """Return the key that `init` sets in the launcher's store; the launcher reports ranks without this key."""
-    return f"{_PREFIX}/{rank}"
+    return f"{_KEY_PREFIX}/{rank}"
 
 
 @dataclass(frozen=True)
 class LateRanks:
-    """Ranks for which the others have waited too long, and the step that is missing."""
+    """Ranks for which the others have waited too long, and the step that is missing, such as "start"."""
 
     ranks: tuple[int, ...]
     missing_step: str
@@ -28,13 +28,15 @@ class LateRanks:
 class Arrivals:
     """The arrivals of the ranks: first the starts of their processes, then their calls of `init`.
 
-    A program may never call `init`, so the limit for this call begins when the first rank has called it. `is_over` is
-    True when all ranks have arrived.
+    A program may never call `init`, so the limit for this call begins when the first rank has called it.
 
     Args:
         num_ranks: number of ranks of the job.
         limit_s: maximum time for which the others wait for a rank.
         now_s: time of the start; all calls use the same clock.
+
+    Attributes:
+        is_over: whether all ranks have arrived, so that the caller need not poll any more.
     """
 
     def __init__(self, num_ranks: int, *, limit_s: float, now_s: float) -> None:
@@ -42,16 +44,16 @@ class Arrivals:
         self._limit_s = limit_s
         self._start_s = now_s
         self._first_init_s: float | None = None
-        self._reported_steps: set[str] = set()
+        self._reported_steps: set[str] = set()  # values of `LateRanks.missing_step`
         self.is_over = False
 
     def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
-        """Return the ranks that are late, or None; each missing step is reported once.
+        """Return the ranks that are late, or None. Each missing step is returned once.
 
         Args:
             now_s: current time.
             started: ranks whose program runs or has ended.
-            called: ranks that have called `init` or have ended.
+            called: ranks that have called `init` or have ended; empty until a rank has called it.
         """
         missing = tuple(rank for rank in self._ranks if rank not in started)
         if missing:

@@ -18,10 +18,10 @@ class HostUpdateResult:
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is not an error
     """Hosts have changed: the ranks form a new round (a new assignment of ranks) and keep their current state.
 
-    It is raised on all ranks in the same call.
+    It is raised on all ranks in the same call of `State.commit` or `State.check_host_updates`.
 
     Args:
-        skip_sync: whether ranks were only removed, so that all remaining ranks have the same state.
+        skip_sync: whether ranks were only removed, so that all remaining ranks have the same state. None must copy it.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -30,7 +30,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is
 
 
 class LeaveJob(SystemExit):
-    """The worker has no rank in the job any more: its process exits with status 0."""
+    """The worker has no rank in the job any more. As a `SystemExit`, it ends the process with status 0."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -1,8 +1,8 @@
 """Messages between the workers and the driver of an elastic job, and their keys in the store of the job.
 
-A worker is a process that the driver starts; a round is a period with a fixed assignment of ranks to workers. All
+A worker is a process that the driver starts. A round is a period with a fixed assignment of ranks to workers. All
 workers push their messages onto one queue. The driver stores the answer to each request under a separate key. It
-pushes changes of hosts onto one queue per worker, which a thread of the worker reads.
+pushes notices of changed hosts onto one queue per worker, which a thread of the worker reads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from datasvc.trainer.env.environment import RankPlacement
 
 # The environment variable with the name of a worker. The driver sets it for each process that it starts.
 WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
+# The queue of the messages of all workers to the driver.
 MESSAGE_QUEUE = "elastic/words"
-# The last message of a queue; the thread that reads the queue then ends.
+# The last message of a queue. The thread that reads the queue ends when it gets this message.
 END_OF_QUEUE = b""
 
 
@@ -34,13 +35,14 @@ def answer_key(worker: str, number: int) -> str:
 def training_key(worker: str) -> str:
     """Return the key that exists from a worker's first request until its training function has returned.
 
-    If the program has no training function, the key is removed when the program exits normally.
+    If the program has no training function, the key is removed when the program exits normally. The driver warns if
+    a worker exits with status 0 while the key exists.
     """
     return f"elastic/training/{worker}"
 
 
 def broken_key(round_number: int) -> str:
-    """Return the key that exists as soon as a member of the round is lost."""
+    """Return the key that exists as soon as a member of the round is lost; its value is the reason, for messages."""
     return f"elastic/broken/{round_number}"
 
 
@@ -51,7 +53,7 @@ class RankRequest:
     Args:
         worker: name of the worker.
         number: number of the request of this worker, from 1.
-        serial: serial number of its committed state; see `State.serial`.
+        serial: serial number of the worker's state (`State.serial`); equal numbers mean equal states.
         wants_sync: whether this worker needs all ranks to copy the state of rank 0 before they continue.
     """
 
@@ -122,7 +124,7 @@ _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 def encode(message: Message) -> str:
     """Return the message as JSON."""
-    # The class name is included, because one queue has messages of several classes.
+    # Include the class name, because one queue has messages of several classes.
     return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)})
 
 

@@ -1,7 +1,7 @@
 """A worker's connection to the driver of an elastic job: requests for ranks, reports, and notices of changed hosts.
 
-A round is a period with a fixed assignment of ranks. Invariant: a process has at most one open request for a rank,
-and sends it only after it has left its last round.
+A round is a period with a fixed assignment of ranks. Invariant: a process has at most one request for a rank without
+an answer, and sends a request only after it has left its last round.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from datasvc.trainer.rendezvous.round_store import RoundStore
 
 logger = logging.getLogger(__name__)
 
+# Pauses between two checks for an answer: the first one, and the maximum to which they double.
 _FIRST_PAUSE_S = 0.002
 _MAX_PAUSE_S = 0.1
 _CONNECT_TIMEOUT_S = 60.0
+# Maximum wait at exit for the end of the thread that receives notices.
 _JOIN_TIMEOUT_S = 10.0
 
-
-# Called with the number of a change of hosts and its `HostUpdateResult`; see `State.on_hosts_updated`. It must not
-# block: the thread that calls it also receives later notices, or begins the next round.
+# A function such as `State.on_hosts_updated`. Its arguments are the number of a change of hosts, and the value of
+# `HostUpdateResult` for the change. It must not block, because the thread that calls it also receives later notices,
+# or begins the next round.
 Listener = Callable[[float, int], None]
 
 
@@ -78,7 +80,7 @@ class Rendezvous:
         self._send(messages.RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
         key = messages.answer_key(self._worker, self._num_requests)
         pause_s = _FIRST_PAUSE_S
-        # Polling: Python cannot handle signals during a wait inside the store.
+        # Poll, because Python cannot handle signals during a wait inside the store.
         while not self._store.check([key]):
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)
@@ -105,7 +107,10 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def notifying(self, listener: Listener) -> Iterator[None]:
-        """Notify a listener of each change of hosts inside the block, and of an earlier one if the round lacks it."""
+        """Notify a listener of each change of hosts inside the block.
+
+        At the beginning, notify it of the newest earlier change, unless the current round includes this change.
+        """
         with self._lock:
             self._listeners.append(listener)
         try:
@@ -116,9 +121,9 @@ class Rendezvous:
                 self._listeners.remove(listener)
 
     def repeat_notice(self) -> None:
-        """Notify the listeners of the newest change of hosts, unless this round includes it."""
+        """Notify the listeners of the newest change of hosts, unless the current round includes this change."""
         with self._lock:
-            # A notice can arrive late: the current round may include the change already, and must then not end.
+            # A notice can arrive late. A round that includes the change already must not end because of the notice.
             if self.assignment is None or self._notice.number <= self.assignment.notice:
                 return
             notice, listeners = self._notice, tuple(self._listeners)
@@ -134,9 +139,9 @@ class Rendezvous:
         """Notify the listeners of changes of hosts until the queue or the driver ends.
 
         Args:
-            store: separate connection, because a connection that waits blocks all other calls.
+            store: connection of its own, because a connection that waits blocks all other calls.
         """
-        # The loss of the driver is not reported here: the next request for a rank raises an error.
+        # Do not report the loss of the driver here, because the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
             while (data := store.queue_pop(messages.notice_queue(self._worker))) != messages.END_OF_QUEUE:
                 notice = messages.decode(data)
@@ -183,7 +188,8 @@ class Rendezvous:
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:
     """Install an exception hook that reports errors of the main thread to the driver, then calls the previous hook.
 
-    It does not report a `HorovodInternalError`: its cause is the loss of another rank, or it is already reported.
+    The hook does not report a `HorovodInternalError`, whose cause is the loss of another rank, or which is already
+    reported.
     """
     previous_hook, pid = sys.excepthook, os.getpid()
 
@@ -230,6 +236,7 @@ def _connect(environ: Mapping[str, str]) -> TCPStore:
 
 
 def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
+    """Start the thread that receives notices. At exit, end it, and report the end of the program."""
     thread = threading.Thread(target=rendezvous.receive_notices, args=(store,), name="elastic-notices", daemon=True)
     thread.start()
 
@@ -240,7 +247,7 @@ def _start_notices(rendezvous: Rendezvous, store: Store) -> None:
         if os.getpid() != pid:
             return
         rendezvous.end_program()
-        # The interpreter may abort if it exits while a thread is inside the store.
+        # End the thread, because the interpreter may abort if it exits while a thread is inside the store.
         rendezvous.end_notices()
         thread.join(_JOIN_TIMEOUT_S)
 

@@ -21,8 +21,9 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# These limits can be short, because all members wait for the round and connect at the same time. They must be short,
-# because the others wait for a few times the second limit if a member dies while it connects.
+# The limits of a wait for a key of the round, and of a collective while the members connect. They can be short: all
+# members wait for the round and connect at the same time. They must be short: if a member dies while it connects, the
+# others wait for a few times the second limit.
 _KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 # After this many consecutive failed rounds, the likely cause is a network that blocks connections, not dead ranks.
@@ -47,6 +48,7 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPl
     for attempt in range(1, _MAX_ROUNDS + 1):
         assignment = rendezvous.join_round()
         if assignment.placement.size == 1:
+            # A single rank needs no connection.
             return assignment.placement, Transport()
         try:
             store = rendezvous.round_store(assignment, timeout_s=min(settings.timeout_s, _KEY_TIMEOUT_S))
@@ -60,6 +62,7 @@ def join_round(rendezvous: Rendezvous, settings: EngineSettings) -> tuple[RankPl
 
 
 def _report_failure(rendezvous: Rendezvous, placement: RankPlacement, reason: RuntimeError) -> HorovodInternalError:
+    """Report to the driver that the job must end, and return the error to raise."""
     error = HorovodInternalError(
         f"rank {placement.rank} could not connect to the other ranks in {_MAX_ROUNDS} consecutive rounds; check "
         f"GLOO_SOCKET_IFNAME and the firewall between the hosts. Last error: {reason}"
@@ -69,12 +72,13 @@ def _report_failure(rendezvous: Rendezvous, placement: RankPlacement, reason: Ru
 
 
 def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -> Transport:
+    """Connect to the other members of the round; on an error, leave no process group behind."""
     gpu = find_gpu_uuid(placement)
     timeout_s = min(settings.timeout_s, _CONNECT_TIMEOUT_S)
-    # torch numbers groups, failed ones included, and the numbers must be equal on all ranks. The ranks may have had
+    # torch numbers groups, including failed ones, and the numbers must be equal on all ranks. The ranks may have had
     # different numbers of failures, so start at 0.
     _world.group_count = 0
-    hook = sys.excepthook
+    previous_hook = sys.excepthook
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
@@ -84,6 +88,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -
             timeout=dt.timedelta(seconds=timeout_s),
         )
         transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size, timeout_s=timeout_s)
+        # Once all members are connected, the limit of the settings applies.
         transport.set_timeout(transport.settings.timeout_s)
     except BaseException:
         if dist.is_initialized():
@@ -91,5 +96,5 @@ def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -
         raise
     finally:
         # torch installs an exception hook that prefixes errors with the rank. Each round would add another one.
-        sys.excepthook = hook
+        sys.excepthook = previous_hook
     return transport

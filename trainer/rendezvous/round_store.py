@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+# Pauses between two checks in a wait: the first one, and the maximum to which they double.
 _FIRST_PAUSE_S = 0.001
 _MAX_PAUSE_S = 0.05
 
@@ -28,13 +29,13 @@ class RoundStore(Store):
     def __init__(self, store: Store, *, prefix: str, broken_key: str, timeout_s: float) -> None:
         super().__init__()
         self._store = store
-        self._round = PrefixStore(prefix, store)
+        self._prefixed_store = PrefixStore(prefix, store)
         self._broken_key = broken_key
         self._timeout = dt.timedelta(seconds=timeout_s)
 
     def set(self, key: str, value: str) -> None:
-        """See `torch.distributed.Store`."""
-        self._round.set(key, value)
+        """Set the value of a key."""
+        self._prefixed_store.set(key, value)
 
     def get(self, key: str) -> bytes:
         """Wait for the key and return its value.
@@ -43,30 +44,30 @@ class RoundStore(Store):
             RuntimeError: a member of the round is lost, or the timeout has expired.
         """
         self.wait([key])
-        return bytes(self._round.get(key))
+        return bytes(self._prefixed_store.get(key))
 
     def add(self, key: str, amount: int) -> int:
-        """See `torch.distributed.Store`."""
-        return int(self._round.add(key, amount))
+        """Add to the number that is the value of a key, and return the sum; a missing key counts as 0."""
+        return int(self._prefixed_store.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """See `torch.distributed.Store`."""
-        return bool(self._round.check(list(keys)))
+        """Return whether all keys exist."""
+        return bool(self._prefixed_store.check(list(keys)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """See `torch.distributed.Store`."""
-        return bytes(self._round.compare_set(key, expected, desired))
+        """Set the value of a key to `desired` if it is `expected`, as `torch.distributed.Store` does."""
+        return bytes(self._prefixed_store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """See `torch.distributed.Store`."""
-        return bool(self._round.delete_key(key))
+        """Delete a key, and return whether it existed."""
+        return bool(self._prefixed_store.delete_key(key))
 
     def num_keys(self) -> int:
         """Return the number of keys of all rounds."""
         return int(self._store.num_keys())
 
     def set_timeout(self, timeout: dt.timedelta) -> None:
-        """Set the limit of `wait` and `get`."""
+        """Set the default limit of a wait for a key."""
         self._timeout = timeout
 
     def has_extended_api(self) -> bool:
@@ -77,11 +78,11 @@ class RoundStore(Store):
         """Wait until the keys exist.
 
         Raises:
-            RuntimeError: see `get`.
+            RuntimeError: a member of the round is lost, or the timeout has expired.
         """
         deadline_s = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause_s = _FIRST_PAUSE_S
-        # Polling: a wait inside the store could not be interrupted when a member is lost.
+        # Poll, because a wait inside the store would not end when a member is lost.
         while not self.check(keys):
             if self._store.check([self._broken_key]):
                 raise RuntimeError(self._store.get(self._broken_key).decode())
