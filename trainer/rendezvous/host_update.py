@@ -21,7 +21,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name; it is
     It is raised on all ranks in the same call of `State.commit` or `State.check_host_updates`.
 
     Args:
-        skip_sync: whether ranks were only removed, so that all remaining ranks have the same state. None must copy it.
+        skip_sync: whether ranks were only removed, so that the remaining ranks have equal states and copy none.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

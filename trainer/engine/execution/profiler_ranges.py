@@ -1,6 +1,6 @@
 """Named ranges around the engine's work, for torch's profiler and for tools that read NVTX (Nsight Systems).
 
-The engine enters a range for each phase of its work. Without a profiler, this only checks two flags.
+The engine enters a range for each phase of its work. Without a profiler, entering a range only checks two flags.
 """
 
 from __future__ import annotations

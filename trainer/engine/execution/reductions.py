@@ -1,6 +1,6 @@
 """Runs the reductions that the negotiation has agreed on: fused allreduces, and reducescatters.
 
-Used by `Executor`. A fusion buffer has the dtype and the device in which its values are sent; see `wire`.
+`Executor` uses this module. A fusion buffer has the dtype and the device in which its values are sent; see `wire`.
 """
 
 from __future__ import annotations
@@ -55,16 +55,12 @@ class Reductions:
         # The tensors of a grouped request may be in several buffers. Buffers complete in order, so the request
         # finishes with the last of them, whose index replaces the earlier ones here.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
+        submissions = [submission for _, submission in operations]
         for index, buffer in enumerate(buffers):
-            completed = [operation for operation in buffer.operations if last_buffer[operation] == index]
+            finishing = [submissions[number] for number in buffer.operations if last_buffer[number] == index]
             # The requests of a buffer have the same process set, reduction and factors, so the first stands for all.
             ready = operations[buffer.operation][0]
-            self._begin(
-                buffer,
-                ready,
-                [submission for _, submission in operations],
-                [operations[number][1] for number in completed],
-            )
+            self._begin(buffer, ready, submissions, finishing)
 
     def reducescatter(self, ready: Ready, submission: Submission) -> None:
         """Reduce the tensors over the ranks, and store this rank's rows of the results in the outputs."""
@@ -76,9 +72,9 @@ class Reductions:
         self.finish(submission, submission.result)
 
     def _begin(
-        self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], completed: Sequence[Submission]
+        self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], finishing: Sequence[Submission]
     ) -> None:
-        """Pack a buffer and begin its allreduce. After the allreduce, unpack it and finish `completed`.
+        """Pack a buffer and begin its allreduce. After the allreduce, unpack it and finish those in `finishing`.
 
         `slot.operation` of the buffer is an index of `submissions`.
         """
@@ -103,7 +99,7 @@ class Reductions:
                 work = self._reduce(buffer, request, flat)
 
         def complete(work: CollectiveWork) -> None:
-            # The engine's stream already waits for the events and keeps the tensors, since the buffer was packed.
+            # Without events and tensors: those given above still apply to this stream.
             with self.streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()
@@ -115,7 +111,7 @@ class Reductions:
             if scratch is not None:
                 self.buffers.give_back(scratch)
             timeline.end(keys)
-            for submission in completed:
+            for submission in finishing:
                 self.finish(submission, submission.result)
 
         is_short = flat.numel() * flat.element_size() <= _SHORT_BYTES
@@ -136,12 +132,14 @@ class Reductions:
 
     @staticmethod
     def _prescale(buffer: Buffer, submissions: Sequence[Submission], flat: Tensor) -> None:
+        """Scale only the parts of the buffer that are not prescaled."""
         for slot in buffer.slots:
             submission = submissions[slot.operation]
             if not submission.is_prescaled:
                 _scale(flat[slot.offset : slot.offset + slot.length], factor=submission.request.prescale_factor)
 
     def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> CollectiveWork:
+        """Begin the reduction of a packed buffer in place. Adasum is complete when this returns."""
         assert request.reduce_op is not None
         if request.reduce_op is ReduceOp.ADASUM:
             self._reduce_by_adasum(buffer, flat)
@@ -186,6 +184,7 @@ class Reductions:
         return -1 - node  # negative, so that it differs from the number of every process set of users
 
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
+        """Reduce one tensor over the ranks in a dtype, and store this rank's rows of the result in `output`."""
         request, transport = ready.request, self.transport
         # Always copy, because `_scale` and the allreduce below overwrite `wire`.
         wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 4
 _SLOT_BYTES = 512
 
+# Adasum is missing, because `Reductions` computes it from swaps.
 _REDUCE_OPS = {
     # gloo cannot average integers; the engine divides afterwards.
     ReduceOp.AVERAGE: dist.ReduceOp.SUM,
@@ -179,7 +180,7 @@ class GroupTransport(Transport):
         self._slots = bytearray(_SLOT_BYTES * self.size)
         self._slot_tensor = torch.frombuffer(self._slots, dtype=torch.uint8)
         self._steps = plan_exchange(self.rank, self.size)
-        # gloo also on GPUs, because requests are bytes in host memory.
+        # Use gloo also on GPUs, because requests are bytes in host memory.
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
         facts = [json.loads(data) for data in self.exchange(local_facts)]
@@ -204,11 +205,12 @@ class GroupTransport(Transport):
         beginning = data[: _SLOT_BYTES - _LENGTH_BYTES]
         slots[_LENGTH_BYTES : _LENGTH_BYTES + len(beginning)] = beginning
         assert self._control is not None
-        # Not an allgather, because gloo runs it in another thread, and the switch takes longer than this exchange.
+        # Use no allgather, because gloo runs it in another thread, and the switch takes longer than this exchange.
         for tag, step in enumerate(self._steps):
             sending = self._control.send([self._slot_range(0, step.num_parts)], step.target, tag)
             self._control.recv([self._slot_range(step.held, step.num_parts)], step.source, tag).wait()
             sending.wait()
+        # The slots are in the order of the steps: this rank first.
         starts = [(rank - self.rank) % self.size * _SLOT_BYTES for rank in range(self.size)]
         lengths = [int.from_bytes(slots[start : start + _LENGTH_BYTES], "little") for start in starts]
         # All ranks have all lengths now, so either all of them or none run the second collective.
@@ -220,7 +222,7 @@ class GroupTransport(Transport):
         ]
 
     def wire_device(self, device: torch.device) -> torch.device:
-        """Return the device itself for NCCL, else the CPU."""
+        """Return the device itself if the ranks use NCCL, else the CPU."""
         return device if self._uses_nccl else torch.device("cpu")
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
