@@ -26,8 +26,8 @@ class GradientReduction:
 
     Attributes:
         op: reduction over the ranks.
-        predivide_factor: with Average, the divisor before the sum; the sum is divided by the rest of the number of
-            ranks. With 1, the whole division is done before the sum.
+        predivide_factor: with Average, gradients are divided by this number before the sum, and the sum is divided by
+            `size / predivide_factor`. With 1, the whole division by `size` is done before the sum.
         process_set: ranks that take part.
     """
 
@@ -168,7 +168,7 @@ class DenseBucket(Bucket):
                 self._assign(position, view if view.dtype == parameter.dtype else view.to(parameter.dtype))
             elif fits(gradient, view):
                 self._assign(position, view)
-            # The gradient keeps its own memory, because its dtype or strides differ from those of the view.
+            # Otherwise the gradient keeps its own memory, because its dtype or strides differ from those of the view.
             elif parameter.requires_grad and gradient.data_ptr() != view.data_ptr():
                 gradient.copy_(view)
 

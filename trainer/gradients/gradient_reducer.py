@@ -143,8 +143,8 @@ class GradientReducer:
             self._bucket_of[position].add(position)
 
     def _hook(self, position: int) -> RemovableHandle:
-        # The parameters keep the hook alive, and must not keep the reducer: after the user deletes this optimizer and
-        # wraps the parameters in a new one, the old hooks do nothing.
+        # A weak reference, because the parameters refer to the hook. After the user deletes this optimizer and wraps
+        # the parameters in a new one, the old hooks find no reducer and do nothing.
         reducer = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:

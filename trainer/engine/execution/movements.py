@@ -69,8 +69,8 @@ class Movements:
             wire = _materialized(tensor[: sum(sent)]).to(self.transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
-            # Skip the collective if no rank sends a byte. The condition has the same value on all ranks, so all of them
-            # take part or none does.
+            # Skip the collective if no rank sends a byte. The condition has the same value on all ranks, so all of
+            # them take part or none does.
             if row_bytes and any(sum(_splits(request)) for request in ready.requests.values()):
                 self.transport.alltoall(
                     as_bytes(output),

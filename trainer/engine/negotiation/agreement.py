@@ -1,6 +1,7 @@
-"""Checks that the requests of several ranks can form one operation. `Negotiation` calls it once all have arrived.
+"""Checks that the requests of several ranks can form one operation.
 
-The functions depend only on their arguments, so every rank gets the same result and the same error message.
+`negotiation` uses this module. The functions depend only on their arguments, so every rank gets the same result and
+the same error message.
 """
 
 from __future__ import annotations

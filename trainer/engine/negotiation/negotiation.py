@@ -102,9 +102,9 @@ class Negotiation:
         return outcomes
 
     def waiting(self, rank: int) -> tuple[bool, bool]:
-        """Return whether this rank waits for operations of others, and whether operations of others wait for it.
+        """Return whether this rank waits for other ranks, and whether other ranks wait for this rank.
 
-        The first is true for a rank that has submitted a pending operation or has joined.
+        A rank waits while an operation that it submitted is pending, and after it has joined.
         """
         awaits_others, is_awaited = rank in self._joined, False
         for key, by_rank in self._pending.items():
