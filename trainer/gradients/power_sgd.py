@@ -180,7 +180,7 @@ class _PowerSGDBucket(Bucket):
         last = self._memory[position].get(_BASIS)
         if last is None or last.shape != random_basis.shape:
             return random_basis
-        # A choice on the device: an `if` would make the host wait for the norm.
+        # Choose on the device, because an `if` would make the host wait for the norm.
         return torch.where(last.norm() > _SMALLEST_NORM, last, random_basis)
 
     def _finish_parameter(self, position: int, factors: _Factors) -> None:

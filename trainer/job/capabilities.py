@@ -1,4 +1,4 @@
-"""Horovod's functions that return which features are available, such as `nccl_built`. The installed torch decides."""
+"""Horovod's functions, such as `nccl_built`, that return which features are available with the installed torch."""
 
 from __future__ import annotations
 

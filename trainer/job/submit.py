@@ -287,7 +287,7 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    """Return the counters, which start anew with each `init`."""
+    """Return the counters, which start again with each `init`."""
     # Both `_submit` and `restart_names` call this, because the first call after `init` may come from either.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():
@@ -341,7 +341,7 @@ def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet)
 def _choose_splits(
     name: str, num_rows: int, splits: Tensor | Sequence[int] | None, num_ranks: int
 ) -> tuple[int, ...]:
-    """Return the number of rows for each rank, after a check of `splits`; see `submit_alltoall`."""
+    """Check `splits`, and return the number of rows for each rank; None stands for equal parts."""
     if splits is None:
         rows_per_rank, remainder = divmod(num_rows, num_ranks)
         if remainder:

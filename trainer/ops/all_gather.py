@@ -20,8 +20,8 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
     Args:
         tensor: tensor with at least one dimension; only the first dimension may differ between ranks.
-        name: name of the operation; see `datasvc.trainer.ops`.
-        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        name: name of the operation, the same on all ranks; None to number it in the order of calls.
+        process_set: ranks that take part, by default all.
     """
     return autograd.allgather([tensor], name, process_set, is_grouped=False)[0]
 

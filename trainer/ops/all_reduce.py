@@ -30,12 +30,12 @@ def allreduce(
     Args:
         tensor: tensor of the same shape and dtype on every rank.
         average: deprecated; True means `op=Average`, False `op=Sum`.
-        name: name of the operation; see `datasvc.trainer.ops`.
+        name: name of the operation, the same on all ranks; None to number it in the order of calls.
         compression: encoding of the values that are sent.
         op: reduction, by default Average. Integers are averaged in float64 and truncated toward zero.
         prescale_factor: factor for each tensor before the reduction.
         postscale_factor: factor for the result of the reduction.
-        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        process_set: ranks that take part, by default all.
     """
     reduction = autograd.ReduceOptions(
         op=choose_op(average, op),

@@ -25,8 +25,8 @@ def alltoall(
     Args:
         tensor: tensor with at least one dimension; only the first dimension may differ between ranks.
         splits: int32[size], number of rows for each rank, in rank order; None for equal parts.
-        name: name of the operation; see `datasvc.trainer.ops`.
-        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        name: name of the operation, the same on all ranks; None to number it in the order of calls.
+        process_set: ranks that take part, by default all.
 
     Returns:
         The received rows, in rank order. With `splits`, also the number of rows received from each rank, int32[size],
@@ -37,7 +37,7 @@ def alltoall(
             rows; without `splits`, the number of rows is not divisible by the number of ranks.
     """
     output, received = autograd.alltoall(tensor, splits, name, process_set)
-    # As in Horovod: the numbers of received rows are returned only to a caller that gave splits.
+    # As in Horovod, only a caller that gave splits gets the numbers of received rows.
     if splits is None:
         return output
     return output, received.to(splits.device) if isinstance(splits, Tensor) else received

@@ -21,8 +21,8 @@ def broadcast(
     Args:
         tensor: tensor of the same shape and dtype on every rank.
         root_rank: global rank of the root, the same on every rank.
-        name: name of the operation; see `datasvc.trainer.ops`.
-        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        name: name of the operation, the same on all ranks; None to number it in the order of calls.
+        process_set: ranks that take part, by default all.
     """
     return autograd.broadcast(tensor, root_rank, name, process_set)
 

@@ -29,10 +29,10 @@ def reducescatter(
     Args:
         tensor: tensor with at least one dimension, of the same shape and dtype on every rank. The rows are divided
             evenly; the first `rows % size` ranks get one row more than the others.
-        name: name of the operation; see `datasvc.trainer.ops`.
+        name: name of the operation, the same on all ranks; None to number it in the order of calls.
         compression: encoding of the values that are sent.
         op: reduction, Average or Sum.
-        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        process_set: ranks that take part, by default all.
         prescale_factor: factor for each tensor before the reduction.
         postscale_factor: factor for the result of the reduction.
 

@@ -24,9 +24,9 @@ def sparse_allreduce_async(
     Args:
         tensor: sparse tensor of the same shape, dtype and number of sparse dimensions on every rank; the number of
             values may differ.
-        name: name of the operation; see `datasvc.trainer.ops`.
+        name: name of the operation, the same on all ranks; None to number it in the order of calls.
         op: reduction, Average or Sum.
-        process_set: ranks that take part; see `datasvc.trainer.ops`.
+        process_set: ranks that take part, by default all.
 
     Returns:
         A function that waits for the operation and returns the reduced tensor, coalesced.

@@ -180,7 +180,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
         if isinstance(value, _TensorDescription):
             local = local_values.get(key)
             fits = isinstance(local, Tensor) and (local.shape, local.dtype) == (value.shape, value.dtype)
-            # The device of the parameter, except that some optimizers keep step counters on the host in any case.
+            # Use the device of the parameter, unless the root keeps the tensor on the host, such as a step counter.
             tensor_device = torch.device("cpu") if value.is_on_host else device
             prepared[key] = local if fits else torch.empty(value.shape, dtype=value.dtype, device=tensor_device)
     return prepared
@@ -188,7 +188,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
 
 def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: list[dict[str, Any]]) -> None:
     """Replace the state and options: `values` has the state of each parameter, then the options of each group."""
-    # Not strict, because the options follow the states.
+    # `zip` is not strict here, because the options of the groups follow the states.
     for parameter, state in zip(parameters, values, strict=False):
         if state:
             optimizer.state[parameter] = state

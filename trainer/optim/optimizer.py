@@ -80,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         compression.check(op)
     names = name_parameters(optimizer, named_parameters)
     passes = _checked_passes(backward_passes_per_step)
-    # A single rank has nothing to combine, so the wrapper below does for Adasum too.
+    # A single rank has nothing to combine, so the other wrapper is enough for Adasum too.
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
     reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
@@ -178,7 +178,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 )
             self.synchronize()
         self._is_synchronized = False
-        # Not step(None): the step of some optimizers takes no argument.
+        # Do not call step(None), because the step of some optimizers takes no argument.
         return super().step(closure) if closure is not None else super().step()
 
     # Because of this attribute, torch does not wrap step() in profiling and user hooks. It has wrapped the step() of

@@ -110,7 +110,7 @@ class Notice:
 
     Args:
         number: number of the notice, from 1; 0 for none.
-        result: 1 for removed, 2 for added, 3 for both; see `HostUpdateResult`.
+        result: 1 for removed hosts, 2 for added ones, 3 for both, as in `HostUpdateResult`.
     """
 
     number: int = 0

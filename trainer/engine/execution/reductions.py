@@ -99,7 +99,7 @@ class Reductions:
                 work = self._reduce(buffer, request, flat)
 
         def complete(work: CollectiveWork) -> None:
-            # Without events and tensors: those given above still apply to this stream.
+            # No events and tensors here, because the stream got them when the buffer was packed.
             with self.streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()

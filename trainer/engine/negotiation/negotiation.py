@@ -167,7 +167,7 @@ class Negotiation:
         """Remove a pending operation and return its outcomes, or return none if a rank is missing."""
         if key not in self._pending or self._missing(key):
             return []
-        # In rank order, so that every rank has the same first request and the same error message.
+        # Sort by rank, so that every rank has the same first request and the same error message.
         requests = dict(sorted(self._pending.pop(key).items()))
         members = self._sets[key.process_set]
         reason = self._find_objection(requests, members)
