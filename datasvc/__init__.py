@@ -33,7 +33,8 @@ def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - u
 
     Raises:
         NotFoundError: there is no repository at `url`, and `create` is false.
-        ConfigError: the repository has a later format, or its store lacks an operation that the logs need.
+        ConfigError: the repository has a later format; no driver for the URL is installed; or, with `create`, the
+            store cannot create a file only if it is absent, as each commit does.
         UnavailableError: the store does not respond.
     """
     from datasvc.api import DataRepository

@@ -1,7 +1,7 @@
-"""Child processes that exit with their parent, even if it is killed: worker processes and helper programs.
+"""Child processes that exit when their parent ends, even if it is killed: worker processes and helper programs.
 
-A worker process waits for the end of its parent. A helper program (`ChildProcess`) waits for the end of its standard
-input: the kernel closes the pipe when the parent ends, however it ends.
+A worker process is a process of `multiprocessing`: it watches its parent (`end_with_parent`). A helper program is a
+`ChildProcess`: it watches its standard input (`end_with_input`), a pipe that the kernel closes when the parent ends.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from multiprocessing import connection, parent_process
 
 
 def end_with_parent() -> None:
-    """Start a thread that ends this worker process when its parent exits, even if the parent is killed."""
+    """Start a thread that ends this worker process when its parent ends, even if the parent is killed."""
     parent = parent_process()
-    assert parent is not None
+    assert parent is not None, "only a process of multiprocessing calls this"
 
     def wait() -> None:
         connection.wait([parent.sentinel])
-        os._exit(1)
+        os._exit(1)  # ends the process even if another thread hangs
 
     threading.Thread(target=wait, daemon=True, name="datasvc-parent").start()
 
@@ -44,13 +44,14 @@ def end_with_input() -> None:
 
 
 def command_of(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of datasvc; run it with `environment`, so that it finds the module."""
+    """Return the command that runs a module of datasvc. Run it with `environment()`, so that it finds datasvc."""
     # -P keeps the working directory off the search path, because the directory may contain modules of the same names.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
     """Return the environment of this process, with its current import path as PYTHONPATH."""
+    # Leave out "", which is the working directory; see `command_of`.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -77,13 +78,16 @@ class ChildProcess:
             stdout=subprocess.PIPE if answers else subprocess.DEVNULL,
         )
         self._started_by = os.getpid()
-        _running.add(self)
+        _started.add(self)
         self.send(message)
 
     def send(self, message: object) -> None:
-        """Send a message. Do nothing if either side of the pipe is closed."""
+        """Send a message. Do nothing if the program has exited, or `close` was called.
+
+        The caller need not stop for a lost helper; if it reads answers, it finds the end of the output.
+        """
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError, ValueError):
+        with suppress(BrokenPipeError, ValueError):  # ValueError: the file is closed in this process
             pickle.dump(message, self.process.stdin)
             self.process.stdin.flush()
 
@@ -93,7 +97,10 @@ class ChildProcess:
         return self.process.stdout.readline().decode().strip()
 
     def close(self) -> None:
-        """Terminate the program; a second call does nothing. A forked child only closes its copies of the pipes."""
+        """Terminate the program and wait until it has exited; a second call does nothing.
+
+        In a forked child, only close its copies of the pipes: the program belongs to the parent.
+        """
         self.close_pipes()
         if self._started_by == os.getpid():
             self.process.terminate()
@@ -103,16 +110,16 @@ class ChildProcess:
         """Close this process's ends of the pipes. The program exits when no process has them open."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                with suppress(BrokenPipeError):
+                with suppress(BrokenPipeError):  # `close` flushes, and the program may have exited
                     pipe.close()
 
 
-_running: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+_started: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
 def _close_inherited_pipes() -> None:
     # A forked child has copies of the pipes, which would keep the programs running after the parent exits.
-    for child in list(_running):
+    for child in list(_started):
         child.close_pipes()
 
 

@@ -31,7 +31,8 @@ class DataRepository:
 
     @classmethod
     def open(cls, url: str, *, create: bool = False) -> DataRepository:
-        """Open the repository at `url`; see `datasvc.open`."""
+        """Open the repository at `url`; for arguments and errors, see `datasvc.open`."""
+        # `Repository.create` also opens a repository that exists.
         return cls(Repository.create(url) if create else Repository.open(url))
 
     def __repr__(self) -> str:

@@ -15,16 +15,16 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class HasRepository(Protocol):
-    """An object with a repository, which its operations pass to their functions."""
+    """An object whose attribute `repository` is the first argument of all its operations."""
 
     repository: Repository
 
 
 class Operation(Generic[P, R_co]):
-    """Descriptor that makes a function or class a method, with the object's repository as the first argument.
+    """Descriptor that makes a function or class a method of an object with a repository.
 
-    The method has the signature and the docstring of the function, so `help(repo.datasets.ingest)`, editors and type
-    checkers show every argument.
+    `repo.datasets.ingest(source, ...)` calls `ingest(repository, source, ...)`. The method has the signature and the
+    docstring of the function, so `help(repo.datasets.ingest)`, editors and type checkers show every argument.
     """
 
     def __init__(self, function: Callable[Concatenate[Repository, P], R_co]) -> None:
@@ -36,11 +36,14 @@ class Operation(Generic[P, R_co]):
     def __get__(self, instance: HasRepository, owner: type) -> Callable[P, R_co]: ...
 
     def __get__(self, instance: HasRepository | None, owner: type) -> Callable[..., R_co]:
-        return self.function if instance is None else MethodType(self.function, instance.repository)
+        if instance is None:  # accessed on the class, such as `Datasets.ingest`
+            return self.function
+        # A bound method, but with the repository in the place of `self`.
+        return MethodType(self.function, instance.repository)
 
 
 class Collection:
-    """All data sets or all models of a repository: their names, versions and tags. Base class of the facade."""
+    """Base class of `Datasets` and `Models`: the names, versions and tags of one kind in a repository."""
 
     kind: ClassVar[Kind]
 
@@ -79,5 +82,5 @@ class Collection:
         return mark_lost(self.repository, self.kind, refs, force=force, message=message)
 
     def tag_history(self, name: str, tag: str) -> list[Entry]:
-        """Return every move of a tag, oldest first; [] for a tag that never existed."""
+        """Return the history of a tag: an entry per move, oldest first; [] if the tag never existed."""
         return self.repository.tag_history(self.kind, name, tag)

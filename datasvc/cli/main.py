@@ -48,12 +48,13 @@ app.add_typer(models.app, name="models")
 
 
 def main() -> None:
-    """Run the command line; print expected errors as one line, without a traceback."""
+    """Run the command line. Print an expected error without a traceback, and exit with its status."""
     try:
         with report_unreadable():
             app()
     except (DatasvcError, OSError) as error:
-        # A message may have several lines, and names from outside in each.
+        # Print the lines of a message one by one: `print_line` escapes control characters, which names in the
+        # message may contain, and it would escape the line breaks too.
         for line in f"error: {error}".split("\n"):
             print_line(line, err=True)
         sys.exit(error.exit_code if isinstance(error, DatasvcError) else 1)

@@ -26,7 +26,7 @@ _RUNNING: Final = ("waiting", "running")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirects: the request would carry the token to the host in the redirect."""
+    """Handles a redirect as an error: a request that follows it would send the token to another host."""
 
     def redirect_request(self, *_request: Any) -> None:
         return None
@@ -94,12 +94,12 @@ class NodeClient:
         wanted = {"ref": ref, "repo": repo, "split": split}
         job = self._request("POST", "/stage", {name: value for name, value in wanted.items() if value is not None})
         progress.begin(job["total_bytes"])
-        counted: Counter[str] = Counter()
+        reported: Counter[str] = Counter()  # bytes that `progress` has counted, by source
         try:
             while True:
                 for source, size_bytes in job["bytes"].items():
-                    progress.advance(size_bytes - counted[source], source=source)
-                    counted[source] = size_bytes
+                    progress.advance(size_bytes - reported[source], source=source)
+                    reported[source] = size_bytes
                 if job["state"] not in _RUNNING:
                     break
                 time.sleep(poll_s)
@@ -110,20 +110,21 @@ class NodeClient:
         if job["state"] == "cancelled":
             raise DatasvcError(f"staging {ref} on {self._url} was cancelled; what has arrived stays in its cache")
         if job["state"] != "done":
-            raise _error_of(job["error_kind"])(f"staging {ref} on {self._url} failed: {job['error']}")
+            raise _error_class(job["error_kind"])(f"staging {ref} on {self._url} failed: {job['error']}")
         return job
 
     def _request(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return the JSON object of an answer. Raise the errors of `stage`."""
+        """Return the JSON object of a response. Raise the errors of `stage`, but not those of a job."""
         content = None if body is None else json.dumps(body).encode()
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}{path}", content, headers, method=method)  # noqa: S310 - http(s)
         try:
-            # A new job resolves its data set in the repository before the node answers.
+            # A request with a body starts a job: the node reads the data set's version from the repository before it
+            # answers.
             with self._opener.open(request, timeout=_TIMEOUT_S if body is None else _START_TIMEOUT_S) as response:
                 document = json.loads(response.read(_MAX_RESPONSE_BYTES))
         except urllib.error.HTTPError as error:
-            raise self._refusal(error) from error
+            raise self._response_error(error) from error
         except (OSError, http.client.HTTPException) as error:
             raise UnavailableError(f"{self._url} does not respond: {error}") from error
         except ValueError as error:
@@ -132,19 +133,20 @@ class NodeClient:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a JSON object")
         return document
 
-    def _refusal(self, error: urllib.error.HTTPError) -> DatasvcError:
+    def _response_error(self, error: urllib.error.HTTPError) -> DatasvcError:
         """Return the error for a response with an error status."""
-        # The user must correct a wrong token, setting or name; other errors may be temporary.
+        # ConfigError and NotFoundError: the user must correct something. Otherwise, a later request may succeed.
         if error.code == http.client.UNAUTHORIZED:
             return ConfigError(f"{self._url} rejects the token; give its token with --token-file")
         message = f"{self._url} responds {error.code} {error.reason}"
+        # Without a message in JSON, the status and its reason must do.
         with suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             message += f": {json.loads(error.read(_MAX_ERROR_BYTES))['error']}"
         kinds = {http.client.BAD_REQUEST: ConfigError, http.client.NOT_FOUND: NotFoundError}
         return kinds.get(error.code, UnavailableError)(message)
 
 
-def _error_of(name: str) -> type[DatasvcError]:
-    """Return the class of datasvc's errors with this name; `DatasvcError` for the name of another class."""
+def _error_class(name: str) -> type[DatasvcError]:
+    """Return the class in `datasvc.errors` with this name, or `DatasvcError` if there is no such error."""
     kind = getattr(errors, str(name), None)
     return kind if isinstance(kind, type) and issubclass(kind, DatasvcError) else DatasvcError

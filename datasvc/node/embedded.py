@@ -1,4 +1,4 @@
-"""Run a node's server as a child process of a job, for as long as the job runs.
+"""Run a node's server as a child process of a job, for as long as the job runs. `RankNodes` uses this.
 
 The child is a program of its own (`python -m datasvc.node.embedded`) and exits with the job: see `ChildProcess`.
 """
@@ -20,6 +20,9 @@ class EmbeddedNode:
 
     Args:
         settings: settings of the node.
+
+    Attributes:
+        url: URL of the server, which accepts connections already.
 
     Raises:
         ConfigError: the server did not start; the reason is on standard error.
@@ -44,14 +47,14 @@ class EmbeddedNode:
 def main() -> None:
     """Serve with the pickled settings on standard input."""
     settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
-    end_with_input()  # exits with the job, which is safe: the cache survives a kill of its server at any time
+    end_with_input()  # exit when the job ends; this may be at any time, because the cache survives a kill
     try:
         has_ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
     except DatasvcError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     if not has_ended:
-        os._exit(0)  # some threads still run; do not wait for them
+        os._exit(0)  # do not wait for the threads that still run
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def open_peers(
         ConfigError: `text`, the token or the certificates are not valid.
         UnavailableError: see `parse_membership`.
     """
+    # An empty variable counts as not set.
     ca_variable = os.environ.get(CA_VARIABLE)
     settings = PeerSettings(
         token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)),

@@ -1,7 +1,7 @@
 """Make the nodes of a training job each other's peers, through the job's process group.
 
-No configuration is needed: the first rank of each node starts a server, the addresses are gathered, and every rank
-gets the same list. The servers end with the ranks that started them.
+No configuration is needed: the ranks exchange their addresses, the first rank of each node starts a server, and every
+rank gets the same list of servers. The servers end with the ranks that started them.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class _RankNode:
     def of(cls, folder: str | Path, address: str | None) -> _RankNode:
         """Return the `_RankNode` of the calling rank. Raise OSError or ConfigError."""
         path = Path(folder).expanduser().resolve()
+        # Create the folder, because its inode is needed before `Cache` opens it.
         path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         status = path.stat()
         host = address or _address()
@@ -98,18 +99,19 @@ class RankNodes:
         address: str | None = None,
     ) -> None:
         self._group = group or _new_group()
-        self._node: EmbeddedNode | None = None
-        # Every rank computes the same nodes and leaders from the same list, without further messages.
+        self._server: EmbeddedNode | None = None
+        # Every rank computes the same leaders and URLs from the same list, without further messages.
         nodes_by_rank = self._gather(lambda: _RankNode.of(folder, address))
-        rank, token = self._rank(), nodes_by_rank[0].token
+        rank = self._rank()
+        token = nodes_by_rank[0].token
         local = nodes_by_rank[rank]
-        # The leader of a node is its first rank, which starts the server.
+        # The leader of a node is its first rank, which starts the server. List the leader of each rank.
         leaders = [
             min(number for number, other in enumerate(nodes_by_rank) if other.shares_cache(node))
             for node in nodes_by_rank
         ]
-        nodes = list(dict.fromkeys(nodes_by_rank[leader].url for leader in leaders))
-        _check_reachable(nodes_by_rank, nodes)
+        urls = list(dict.fromkeys(nodes_by_rank[leader].url for leader in leaders))
+        _check_reachable(nodes_by_rank, urls)
 
         def start() -> None:
             if leaders[rank] != rank:
@@ -121,25 +123,26 @@ class RankNodes:
                 port=local.port,
                 token=token,
                 budget=budget,
-                peers=",".join(nodes),
+                peers=",".join(urls),
                 own_url=local.url,
             )
-            self._node = EmbeddedNode(settings)
+            self._server = EmbeddedNode(settings)
 
         try:
-            self._gather(start)
+            self._gather(start)  # also waits until all servers accept connections
         except ConfigError:
+            # The server of this rank may run, although that of another node did not start.
             self.close()
             raise
         self.peers = Peers(
-            FixedMembership(nodes, local_url=nodes_by_rank[leaders[rank]].url), PeerSettings(token=token)
+            FixedMembership(urls, local_url=nodes_by_rank[leaders[rank]].url), PeerSettings(token=token)
         )
 
     def close(self) -> None:
         """Stop the server that this rank started, if any; other ranks then read from the origin."""
-        if self._node is not None:
-            self._node.close()
-            self._node = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +161,7 @@ class RankNodes:
         except (DatasvcError, OSError) as error:
             failure = f"rank {self._rank()} on {socket.gethostname()}: {error}"
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        # Failures are gathered too: a rank that raised alone would leave the others waiting in the collective.
+        # Gather failures too: if a rank raised its own error here, the others would wait for it in the collective.
         dist.all_gather_object(gathered, (result, failure), group=self._group)
         failures = [failure for _, failure in gathered if failure]
         if failures:
@@ -182,11 +185,12 @@ def _new_group() -> ProcessGroup:
 
 def _address() -> str:
     """Return this machine's address on the route to the job's first rank."""
+    # The route does not depend on the port. Take the first of the addresses.
     (family, _, _, _, first_rank), *_ = socket.getaddrinfo(
         os.environ.get("MASTER_ADDR", "127.0.0.1"), 9, type=socket.SOCK_DGRAM
     )
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(first_rank)  # a datagram socket: chooses the route and sends nothing
+        probe.connect(first_rank)  # for a datagram socket, this chooses the route and sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -197,9 +201,9 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _check_reachable(nodes_by_rank: Sequence[_RankNode], nodes: Sequence[str]) -> None:
-    """Raise ConfigError for loopback addresses in a job of several machines."""
-    local = [node.url for node in nodes_by_rank if node.url in nodes and is_loopback(node.host)]
+def _check_reachable(nodes_by_rank: Sequence[_RankNode], urls: Sequence[str]) -> None:
+    """Raise ConfigError if a job of several machines has a server at a loopback address; `urls`: all servers."""
+    local = [node.url for node in nodes_by_rank if node.url in urls and is_loopback(node.host)]
     if local and len({node.machine for node in nodes_by_rank}) > 1:
         raise ConfigError(
             f"{', '.join(local)} cannot be reached from the other machines: set `address` on each rank, or set "

@@ -78,17 +78,17 @@ def stage(
 
     Example: datasvc stage pets@1 --node http://node1:8765 --token-file token
     """
-    are_urls = {"://" in argument for argument in refs_or_urls}
-    if are_urls == {True, False}:
+    num_urls = sum("://" in argument for argument in refs_or_urls)
+    if 0 < num_urls < len(refs_or_urls):
         raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
     if node is not None:
-        if are_urls == {True} or budget is not None:
+        if num_urls or budget is not None:
             raise ConfigError("a node stages data sets, within its own budget; leave out URLs of files and --budget")
         stage_on_node(node, refs_or_urls, repo, split, token_file=token_file, ca=ca, as_json=as_json)
         return
     if cache is None:
         raise ConfigError("nowhere to stage; give --cache FOLDER for this machine, or --node URL for a node's server")
-    if are_urls == {True}:
+    if num_urls:
         if split is not None:
             raise ConfigError(f"--split {split} is given with URLs, which have no splits; leave it out")
         _stage_files(refs_or_urls, cache, budget, tenant, as_json=as_json)
@@ -96,7 +96,9 @@ def stage(
     if repo is None:
         raise ConfigError("no repository is given for the data set; use --repo or DATASVC_REPO")
     title = ", ".join(refs_or_urls)
-    splits = [chosen for ref in refs_or_urls for chosen in _open_splits(repo, ref, split)[1]]
+    splits: list[Split] = []
+    for ref in refs_or_urls:
+        splits += _open_splits(repo, ref, split)[1]
     opened_peers = _open_peers(peers, token_file, ca, tls_name)
     with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
         report = _stage_splits(opened, splits, title)
@@ -109,14 +111,15 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
 
     Example: datasvc cache status --cache /nvme/cache
     """
-    with open_existing_cache(cache) as node:
-        state = node.status()
+    with open_existing_cache(cache) as opened:
+        state = opened.status()
     if as_json:
+        # `asdict` leaves the named tuples of the jobs as they are, and JSON would make them lists without names.
         print_json({**asdict(state), "jobs": [job._asdict() for job in state.jobs]})
         return
-    disk_limit = (
-        "" if state.limit_bytes == state.budget_bytes else f", the disk has room for {format_size(state.limit_bytes)}"
-    )
+    disk_limit = ""
+    if state.limit_bytes != state.budget_bytes:
+        disk_limit = f", the disk has room for {format_size(state.limit_bytes)}"
     print_facts(
         {
             "folder": state.folder,
@@ -132,7 +135,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
     for name, pinned_bytes in state.pins.items():
         print_facts({"pin": f"{name}, {format_size(pinned_bytes)}"})
     rows = [
-        (name, format_size(usage.used_bytes), format_size(usage.guaranteed_bytes), _maximum(usage.maximum_bytes))
+        (name, format_size(usage.used_bytes), format_size(usage.guaranteed_bytes), _maximum_text(usage.maximum_bytes))
         for name, usage in state.tenants.items()
     ]
     print_table(["tenant", "used", "guaranteed", "maximum"], rows)
@@ -160,8 +163,8 @@ def pin(
     # Name the pin by the version, because a tag may move and `datasvc cache unpin` must still find the pin.
     name = version if split is None else f"{version}/{split}"
     opened_peers = _open_peers(peers, token_file, ca, tls_name)
-    with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as node:
-        report = _stage_splits(node, splits, name, pinned=True)
+    with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
+        report = _stage_splits(opened, splits, name, pinned=True)
     _print_staged(name, report, as_json=as_json, verb="pinned")
 
 
@@ -175,8 +178,8 @@ def unpin(
 
     Example: datasvc cache unpin pets@1 --cache /nvme/cache
     """
-    with open_existing_cache(cache) as node:
-        pinned = node.unpin(name)
+    with open_existing_cache(cache) as opened:
+        pinned = opened.unpin(name)
     if as_json:
         print_json({"pin": name, "num_objects": len(pinned.objects), "size_bytes": pinned.size_bytes})
     else:
@@ -191,9 +194,9 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
 
     Example: datasvc cache scrub --cache /nvme/cache
     """
-    with open_existing_cache(cache) as node, byte_progress("scrubbing") as progress:
-        result = node.scrub(progress)
-        folder = node.folder
+    with open_existing_cache(cache) as opened, byte_progress("scrubbing") as progress:
+        result = opened.scrub(progress)
+        folder = opened.folder
     if as_json:
         print_json(asdict(result))
     else:
@@ -226,15 +229,17 @@ def quota(
     """
     from datasvc.cache import Quota, parse_budget
 
-    with open_existing_cache(cache) as node:
+    with open_existing_cache(cache) as opened:
         # `parse_budget` rejects 0 because no cache has this size, but most tenants have a guarantee of 0.
-        guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, node.folder)
-        maximum_bytes = None if maximum is None else parse_budget(maximum, node.folder)
-        node.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))
+        guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, opened.folder)
+        maximum_bytes = None if maximum is None else parse_budget(maximum, opened.folder)
+        opened.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))
     if as_json:
         print_json({"tenant": tenant, "guaranteed_bytes": guaranteed_bytes, "maximum_bytes": maximum_bytes})
     else:
-        print_line(f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum(maximum_bytes)}")
+        print_line(
+            f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum_text(maximum_bytes)}"
+        )
 
 
 def _open(cache: Path, *, budget: str | None, tenant: str, peers: Peers | None = None) -> Cache:
@@ -266,7 +271,7 @@ def open_existing_cache(cache: Path) -> Cache:
 
 
 def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Split]]:
-    """Return the version that `ref` resolves to, and its requested split, or all its splits."""
+    """Return the version that `ref` resolves to, and its split with the name `split`, or all its splits for None."""
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.versions.dataset import choose_split
@@ -275,19 +280,19 @@ def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Spli
     return str(dataset.resolved), choose_split(dataset, split)
 
 
-def _stage_splits(node: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
+def _stage_splits(opened: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
     with byte_progress(f"staging {name}") as progress:
-        return node.pin(name, splits, progress) if pinned else node.stage(splits, progress)
+        return opened.pin(name, splits, progress) if pinned else opened.stage(splits, progress)
 
 
 def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, *, as_json: bool) -> None:
     from datasvc.cache.staged_files import stage_files
 
     with (
-        _open(cache, budget=budget, tenant=tenant) as node,
+        _open(cache, budget=budget, tenant=tenant) as opened,
         byte_progress(f"staging {len(urls)} files") as progress,
     ):
-        files = stage_files(node, urls, progress)
+        files = stage_files(opened, urls, progress)
     if as_json:
         print_json([{**asdict(file), "path": str(file.path)} for file in files])
     else:
@@ -297,15 +302,16 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
 def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = "staged") -> None:
     if as_json:
+        # `asdict` has only the fields, and these two are properties.
         fetched = {"num_fetched": report.num_fetched, "fetched_bytes": report.fetched_bytes}
         print_json({**asdict(report), **fetched})
         return
-    peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
+    from_peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
     print_line(
-        f"{verb} {name}: {report.num_fetched} shards fetched ({format_size(report.fetched_bytes)}{peers}), "
+        f"{verb} {name}: {report.num_fetched} shards fetched ({format_size(report.fetched_bytes)}{from_peers}), "
         f"{report.num_hits} already in the cache ({format_size(report.hit_bytes)})"
     )
 
 
-def _maximum(maximum_bytes: int | None) -> str:
+def _maximum_text(maximum_bytes: int | None) -> str:
     return "the whole budget" if maximum_bytes is None else format_size(maximum_bytes)

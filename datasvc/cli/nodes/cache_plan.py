@@ -71,13 +71,14 @@ def plan(
     # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
     budget_bytes = parse_budget(budget, Path.cwd())
     is_derived = shuffle == "windowed" and block is None and lanes == 1 and not sticky
+    if is_derived:
+        # Deriving the order needs a workload, which needs an order. `derive_order` takes only the seed of this one.
+        order = OrderConfig(seed=seed)
+    else:
+        chosen_shuffle = None if shuffle == "none" else shuffle
+        order = OrderConfig(seed=seed, shuffle=chosen_shuffle, lanes=lanes, block=block, sticky=sticky)
     workload = Workload(
-        # An order that needs all shards stands for the one to derive, which depends on the rest of the workload.
-        OrderConfig(seed=seed)
-        if is_derived
-        else OrderConfig(
-            seed=seed, shuffle=None if shuffle == "none" else shuffle, lanes=lanes, block=block, sticky=sticky
-        ),
+        order,
         batch_size,
         nodes=nodes,
         ranks_per_node=ranks_per_node,
@@ -102,7 +103,7 @@ def _print_forecast(result: Forecast, workload: Workload, images_per_second: flo
         {
             "data": f"{result.num_samples} samples in {result.num_shards} shards, {format_size(result.data_bytes)}",
             "nodes": f"{workload.nodes}, each reads {'its own lanes' if workload.splits_lanes else 'all shards'}",
-            "order": _order_facts(workload.order),
+            "order": _order_text(workload.order),
             "budget": f"{format_size(result.budget_bytes)} per node",
             "minimum": f"{format_size(result.window_bytes)} per node, the window of the access order",
             "resident": f"{format_size(result.resident_bytes)} per node after several epochs, "
@@ -113,10 +114,11 @@ def _print_forecast(result: Forecast, workload: Workload, images_per_second: flo
     )
 
 
-def _order_facts(order: OrderConfig) -> str:
+def _order_text(order: OrderConfig) -> str:
     if order.shuffle != "windowed":
         return order.shuffle or "that of the shard table"
-    return f"windowed, {order.lanes} lane{'s' * (order.lanes > 1)}, blocks of {order.block} samples"
+    plural = "s" if order.lanes > 1 else ""
+    return f"windowed, {order.lanes} lane{plural}, blocks of {order.block} samples"
 
 
 def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float | None) -> dict[str, str]:
@@ -130,13 +132,13 @@ def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float
             f"{format_size(epoch.origin_rate)}/s from the origin in total, {format_size(epoch.peer_rate)}/s from "
             "peers to each node"
         )
-    if epoch.starves is not None:
+    if epoch.starves:
         facts["starves"] = (
             f"yes: the bandwidth suffices for {epoch.fed_samples_per_second:.0f} of {images_per_second:.0f} images/s "
             "per node"
-            if epoch.starves
-            else "no"
         )
-    elif epoch.fed_samples_per_second is not None:
+    elif epoch.starves is not None:
+        facts["starves"] = "no"
+    elif epoch.fed_samples_per_second is not None:  # a bandwidth is given, but not --images-per-second
         facts["trains at most"] = f"{epoch.fed_samples_per_second:.0f} images/s per node"
     return facts

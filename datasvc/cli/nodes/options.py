@@ -1,4 +1,7 @@
-"""Options of several commands of nodes and caches."""
+"""Options that several commands for nodes and caches share.
+
+An option without a name here is named after the parameter of the command: `token_file` becomes `--token-file`.
+"""
 
 from __future__ import annotations
 

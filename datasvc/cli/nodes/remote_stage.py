@@ -1,4 +1,4 @@
-"""`datasvc stage --node`: stage data sets by the server of a node."""
+"""`datasvc stage --node`: have the server of a node stage data sets into its cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def stage_on_node(
     ca: Path | None,
     as_json: bool,
 ) -> None:
-    """Stage data sets on a node one after the other, and print the result of each; for errors, see `NodeClient`."""
+    """Stage data sets on a node one after the other. Print a line for each, or all results as one JSON list.
+
+    For errors, see `NodeClient.stage`.
+    """
     from datasvc.node.client import NodeClient
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 

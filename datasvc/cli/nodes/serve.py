@@ -97,7 +97,7 @@ def serve(
             print_json_line({"url": address, "cache": str(cache), "process": os.getpid()})
         else:
             print_line(f"serving {cache} at {address}")
-            sys.stdout.flush()
+            sys.stdout.flush()  # a program that reads a pipe waits for the address
 
     if not run_server(settings, ready):
         # Some threads still wait for other nodes, and a normal exit would wait for these threads. Exit at once: the

@@ -21,6 +21,7 @@ from datasvc.errors import UnavailableError
 from datasvc.sizes import format_size
 
 Status = Mapping[str, Any]
+"""The status document of a node, or `{"cache": ...}` for a local cache without a server."""
 
 # Label of a row of the traffic table, and name of the counter of bytes that the row shows.
 _RATE_COUNTERS = (
@@ -39,7 +40,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
     # Disable the automatic refresh of rich, because there is nothing new to draw between two readings. Ctrl-C is the
     # usual way to end the command, so it is not an error.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        previous: tuple[float, Status] | None = None
+        previous: tuple[float, Status] | None = None  # time and status of the reading before
         while not stop.is_set():
             now = time.monotonic()
             try:
@@ -74,7 +75,7 @@ def byte_rates(before: Status, after: Status, elapsed_s: float) -> dict[str, flo
 
 
 def draw(status: Status, rates: Mapping[str, float]) -> RenderableType:
-    """Return the status of a node as an object that rich can print."""
+    """Return the status of a node as an object that rich can print. `rates`: from `byte_rates`, or empty."""
     return Group(*_parts(status, rates))
 
 

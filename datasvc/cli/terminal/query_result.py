@@ -56,5 +56,5 @@ def _unique_names(names: list[str]) -> list[str]:
 
 def _csv_value(value: Any) -> Any:
     """Return a value of one CSV field; nested values and bytes become text."""
-    plain = json_value(value)
+    plain = json_value(value)  # a dict for bytes too
     return text_value(value) if isinstance(plain, (dict, list)) else plain

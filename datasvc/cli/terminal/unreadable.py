@@ -1,4 +1,8 @@
-"""Reports versions that a command leaves out because they cannot be read: a line each, JSON, and the exit status."""
+"""Reports the versions that a command leaves out because they cannot be read.
+
+The library issues an `UnreadableVersionWarning` for each. A command prints it as a line, ends with status 3, and adds
+the version to its list of versions in JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,13 @@ _messages: ContextVar[dict[str, str] | None] = ContextVar("unreadable versions",
 
 @contextmanager
 def report_unreadable() -> Iterator[None]:
-    """Print each version that the command leaves out, once, on standard error, and end the command with status 3."""
-    messages: dict[str, str] = {}
+    """Print each version that the command leaves out, once, on standard error.
 
-    def show(
+    A command that left out a version and has no other error ends with status 3.
+    """
+    messages: dict[str, str] = {}  # by version
+
+    def show(  # with the parameters of `warnings.showwarning`
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -29,7 +36,7 @@ def report_unreadable() -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if not isinstance(message, UnreadableVersionWarning):
-            shown(message, category, filename, lineno, file, line)
+            show_other(message, category, filename, lineno, file, line)
         elif message.version not in messages:
             messages[message.version] = str(message)
             sys.stderr.write(f"warning: {text_value(str(message))}\n")
@@ -37,8 +44,9 @@ def report_unreadable() -> Iterator[None]:
     token = _messages.set(messages)
     try:
         with warnings.catch_warnings():
+            # By default, Python shows only one warning with the same text per place in the code, or none.
             warnings.simplefilter("always", UnreadableVersionWarning)
-            shown, warnings.showwarning = warnings.showwarning, show
+            show_other, warnings.showwarning = warnings.showwarning, show
             yield
     except SystemExit as end:
         # Typer ends each command with SystemExit.
@@ -53,6 +61,6 @@ def unreadable_facts() -> list[dict[str, Any]]:
     """Return the versions that the command has left out so far as JSON values, for lists of versions."""
     facts = []
     for version, message in (_messages.get() or {}).items():
-        name, _, number = version.partition("@")
+        name, _, number = version.partition("@")  # `number` is a tag if only the tag cannot be read
         facts.append({"name": name, "version": int(number) if number.isdecimal() else number, "unreadable": message})
     return facts

@@ -1,4 +1,4 @@
-"""Conversion of sample values to JSON values and to printable text; blobs become their sizes."""
+"""Conversion of sample values to JSON values and to printable text. Blobs are represented by their sizes."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class RankShare:
         dtypes: dtypes of the tensors in the rank's plan, including tensors of which it has an empty block.
         values: skeletons of the values that are not tensors, by key.
         opaque: keys of values in a format that only their planner can read.
-        shapes: shapes of the tensors inside values; each belongs to this rank alone.
+        shapes: shapes of the tensors inside values. Only the rank that stores the value has such a tensor.
         new_bytes: number of bytes that were not in the repository before.
         num_nonfinite: number of NaN and infinite elements, by tensor.
     """
@@ -83,20 +83,20 @@ def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
     """Return the rank's block of a tensor, divided into the chunks to store."""
     tensor = planner.resolve_data(item)
     assert item.tensor_data is not None, "an item of another type than BYTE_IO describes a tensor"
-    chunk = item.tensor_data.chunk
-    if not isinstance(tensor, torch.Tensor) or tensor.shape != chunk.sizes:
+    block = item.tensor_data.chunk  # torch's "chunk" is the whole block of a rank
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != block.sizes:
         resolved = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(
-            f"{type(planner).__name__} planned {item.index.fqn!r} as {tuple(chunk.sizes)} and returned {resolved}; a "
+            f"{type(planner).__name__} planned {item.index.fqn!r} as {tuple(block.sizes)} and returned {resolved}; a "
             "planner that changes the shape of a tensor must plan the new shape"
         )
-    name, start, tensor = item.index.fqn, tuple(chunk.offsets), tensor.detach()
+    name, start, tensor = item.index.fqn, tuple(block.offsets), tensor.detach()
     tensor_shape = tuple(item.tensor_data.size)
-    boxes = _plan_boxes(start, tuple(chunk.sizes), tensor_shape, tensor.itemsize)
-    # A rank with an empty block must still report the dtype of the tensor.
-    return [
-        TensorBlock(name, box_start, tensor[slices((box_start, shape), origin=start)]) for box_start, shape in boxes
-    ] or [TensorBlock(name, start, tensor)]
+    boxes = _plan_boxes(start, tuple(block.sizes), tensor_shape, tensor.itemsize)
+    if not boxes:
+        # A rank with an empty block must still report the dtype of the tensor.
+        return [TensorBlock(name, start, tensor)]
+    return [TensorBlock(name, box[0], tensor[slices(box, origin=start)]) for box in boxes]
 
 
 def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int) -> list[Box]:
@@ -108,6 +108,7 @@ def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int
         # Smaller chunks, because a load on another number of ranks needs parts of the block, but reads whole chunks.
         tensor_bytes = math.prod(tensor_shape) * item_bytes
         chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
+    # `plan_chunks` counts from the first element of the block; add its index in the tensor.
     return [
         (tuple(a + b for a, b in zip(start, inner, strict=True)), size)
         for inner, size in plan_chunks(shape, item_bytes, chunk_bytes=chunk_bytes)
@@ -115,7 +116,7 @@ def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int
 
 
 def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:
-    """Join the shares of all ranks into one state. Raises ConfigError: they are contradictory or incomplete."""
+    """Join the shares of all ranks into one state. Raises ConfigError: the shares are contradictory or incomplete."""
     num_nonfinite: Counter[str] = Counter()
     for share in shares:
         num_nonfinite.update(share.num_nonfinite)
@@ -158,6 +159,7 @@ def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
     if missing:
         raise ConfigError(f"no rank stored the value {missing[0]!r}, which is in the global plan")
     paths = planned_paths(metadata)
+    # A key without a value is a tensor, which the skeleton contains by its name.
     return nest({path_of(paths, key): values.get(key, {"$tensor": key}) for key in keys})
 
 

@@ -46,7 +46,9 @@ def encode_value(planner: SavePlanner, item: WriteItem) -> EncodedValue:
     key = item.index.fqn
     value, is_opaque = _resolve_value(planner, item)
     if is_opaque:
+        # The same skeleton as `flatten` returns for bytes.
         return EncodedValue({"$bytes": value.hex()}, {}, is_opaque=True)
+    # Put the value into a dict with its key, so that the names of its tensors begin with the key.
     skeleton, tensors = flatten({key: value})
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -64,8 +66,8 @@ def decode_opaque(value: Any, key: str, planner: LoadPlanner, *, is_trusted: boo
         value: decoded value; bytes, if the version is valid.
         key: key of the value, for messages.
         planner: planner that will read the bytes.
-        is_trusted: whether the caller trusts the author of the bytes. A check of the bytes cannot replace this trust,
-            because a pickle may be text, or wrapped in another format.
+        is_trusted: whether the caller trusts the author of the bytes. No check can show that the bytes are safe: a
+            pickle may be plain text, or inside another format, and `_is_pickle` recognises neither.
 
     Raises:
         ConfigError: the caller does not trust the author; or `planner` is torch's default planner, which would
@@ -96,7 +98,9 @@ def wrap_value(value: Any) -> io.BytesIO:
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """Build the skeleton of a state tree from the skeletons of its leaves, by path; an integer is a list index.
+    """Build the skeleton of a state tree.
+
+    `leaves` maps the path of each leaf to its skeleton. An integer in a path is an index of a list.
 
     Raises ConfigError: two leaves have the same path, or the path of one leads through another.
     """
@@ -114,6 +118,8 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
 
 
 class _ValueLeaf(NamedTuple):
+    """A leaf of the tree. Without this class, a skeleton that is a dict would look like a node of the tree."""
+
     skeleton: Any
 
 
@@ -122,24 +128,25 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
         return node.skeleton
     children = {key: _encode_node(child) for key, child in node.items()}
     if children and all(isinstance(key, int) for key in children):
-        # An element without leaves, such as an empty dict, has no path: its index is absent and becomes None.
+        # An index may be absent: an element without leaves, such as an empty dict, has no path. It becomes None.
         return [children.get(index) for index in range(max(map(int, children)) + 1)]
     if all(isinstance(key, str) and not key.startswith("$") for key in children):
         return children
-    # JSON keys are strings, and a key with "$" would mark an encoded value: store such a dict as a list of pairs.
+    # Keys of JSON objects are texts, and one with "$" means an encoded value: store other dicts as a list of pairs.
     return {"$dict": [[key, child] for key, child in children.items()]}
 
 
 def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
     """Return the value of an item, and whether it is bytes in the planner's own format."""
-    kind = type(planner)
-    # A planner that saves values as they are would only pickle this value, so take the value itself.
+    planner_class = type(planner)
+    # `resolve_data` of torch's planners pickles the value. If it does nothing else, take the value itself.
     if isinstance(planner, DefaultSavePlanner) and _keeps_values(type(planner)):
         return planner.lookup_object(item.index), False
     resolved = planner.resolve_data(item)
     if not isinstance(resolved, io.BytesIO):
         raise ConfigError(
-            f"{kind.__name__} returned a {type(resolved).__name__} for the value {item.index.fqn!r}; expected BytesIO"
+            f"{planner_class.__name__} returned a {type(resolved).__name__} for the value {item.index.fqn!r}; "
+            "expected BytesIO"
         )
     raw = resolved.getvalue()
     if not _is_pickle(raw):
@@ -148,15 +155,16 @@ def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:
         return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True), False
     except Exception as error:
         raise ConfigError(
-            f"{kind.__name__} pickled the value {item.index.fqn!r}, which cannot be stored without pickle: {error}; "
-            "save tensors, numbers, strings, and lists, tuples and dicts of them instead"
+            f"{planner_class.__name__} pickled the value {item.index.fqn!r}, which cannot be stored without pickle: "
+            f"{error}; save tensors, numbers, strings, and lists, tuples and dicts of them instead"
         ) from error
 
 
-def _keeps_values(kind: type[DefaultSavePlanner]) -> bool:
+def _keeps_values(planner_class: type[DefaultSavePlanner]) -> bool:
     """Return whether a planner class saves values as they are, without a transformation of its own."""
     default = DefaultSavePlanner
-    return kind.resolve_data is default.resolve_data and kind.transform_object is default.transform_object
+    resolves_as_default = planner_class.resolve_data is default.resolve_data
+    return resolves_as_default and planner_class.transform_object is default.transform_object
 
 
 def _is_pickle(raw: bytes) -> bool:

@@ -106,7 +106,8 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         """Start a new save.
 
         Args:
-            checkpoint_id: NAME, the URL of a repository (any text with a slash), or URL#NAME.
+            checkpoint_id: NAME, the URL of a repository (any text with a slash), or URL#NAME. A part that is not
+                given stays as it was.
 
         Raises:
             ConfigError: `checkpoint_id` has none of these forms, or names a version.
@@ -141,13 +142,17 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         self.committed = None
         self._repository = Repository.create(self.url)
         self._is_coordinator = is_coordinator
-        # Ranks may resolve different base versions, which is harmless: each chunk lists all links of its own chain.
+        # Ranks may read different base versions, if another save commits at this time. This is harmless: each chunk
+        # lists all stored objects from which it is decoded.
         needs_base = self.codec == "delta"
         self._base = base_records(self._repository, self.name, self.version_metadata.parent) if needs_base else ()
 
     @picklable_errors()
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Write a marker for the check in `prepare_global_plan`; return the plan with it. Raises UnavailableError."""
+        """Write a marker file, which `prepare_global_plan` checks, and return the plan with it as `storage_data`.
+
+        Raises UnavailableError.
+        """
         assert self._repository is not None, "torch sets a writer up before it plans"
         if self._is_coordinator:
             # The coordinator checks the markers of the other ranks, and needs none itself.
@@ -156,7 +161,9 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all ranks write to the same repository, before any tensor is stored; return the plans unchanged.
+        """Check that all ranks write to the same repository, before any tensor is stored.
+
+        Return the plans without their markers.
 
         If a planner drops the marker of a rank, that rank is not checked here. The commit still checks that all
         objects exist.
@@ -213,5 +220,6 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         metadata.storage_meta = VersionStorageMeta(self.checkpoint_id, self.save_id, reference=reference)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A background save in another process pickles the writer. That process opens the repository again.
+        # A background save in another process pickles the writer. There, `set_up_storage_writer` opens the repository
+        # and reads the base again.
         return {**vars(self), "_repository": None, "_base": ()}

@@ -32,7 +32,7 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         return None if from_environment is None else _checked(from_environment.strip(), TOKEN_VARIABLE)
     try:
         with path.open(encoding="ascii") as file:
-            # The mode is that of the open file, because the path may name another file by now.
+            # Use the mode of the open file, because the path may name another file by now.
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096)
     except (OSError, UnicodeDecodeError) as error:
@@ -54,17 +54,21 @@ def _checked(token: str, source: str) -> str:
 
 
 def is_authorized(header: str | None, token: str | None) -> bool:
-    """Return whether an `Authorization` header has the token; the comparison takes constant time."""
+    """Return whether an `Authorization` header has the token, or no token is required.
+
+    The comparison takes constant time, so that its duration does not reveal parts of the token.
+    """
     if token is None:
         return True
     scheme, _, credentials = (header or "").partition(" ")
-    # The tokens are compared before the scheme is checked, so that a wrong scheme takes as long as a wrong token.
+    # Compare the tokens before the scheme, so that a wrong scheme takes as long as a wrong token. aiohttp decodes
+    # headers with "surrogateescape", so they may contain characters that only this option can encode.
     matches = hmac.compare_digest(credentials.strip().encode("utf-8", "surrogateescape"), token.encode())
     return matches and scheme.lower() == _SCHEME
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` is reachable only from this machine; the only such name is "localhost"."""
+    """Return whether `host` is "localhost" or a loopback address. Other names count as reachable from elsewhere."""
     if host == "localhost":
         return True
     try:
@@ -74,9 +78,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_host(header: str, own_hosts: Collection[str]) -> bool:
-    """Return whether the `Host` of a request is a loopback name or address, or one of `own_hosts`."""
+    """Return whether the `Host` header of a request is a loopback name or address, or is one of `own_hosts`."""
     try:
-        host = urlsplit(f"//{header}").hostname
+        host = urlsplit(f"//{header}").hostname  # without the port
     except ValueError:
         return False
     return host is not None and (is_loopback(host) or host in own_hosts)

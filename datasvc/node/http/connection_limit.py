@@ -3,10 +3,11 @@
 A connection is *pending* until the head of its first request has arrived; only then aiohttp gets it. The limits:
 
 - A first head takes at most `FIRST_HEAD_S`.
-- Pending connections are limited per address of the client and in total: a new one takes the place of the oldest. A
-  client sends its head at once, so the oldest is not one that is about to send it.
+- Pending connections are limited per address of the client and in total. Above a limit, a new connection replaces the
+  oldest one: ordinary clients send the head at once, so the oldest connection is probably not theirs.
 - Connections with an authorized request are limited by `max_connections`; a request above it gets a 503 response.
   `/healthz` is outside of this limit.
+- Connections of aiohttp are limited to twice `max_connections`, whether their requests are authorized or not.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from aiohttp import web
 
 FIRST_HEAD_S: Final = 5.0
 _MAX_PENDING_PER_ADDRESS: Final = 32
-# The event loop accepts many connections before it reads their heads: a burst of a client is not limited.
+# A client may open many connections in a burst, all of which the event loop accepts before it reads a head. The limit
+# per address therefore closes only a connection that is older than this.
 _BURST_S: Final = 1.0
-# Connections in total, as a multiple of `max_connections`: those without access are answered and closed.
-_MAX_TOTAL: Final = 2
-_NUM_HEALTH: Final = 64
-_MAX_HEAD_BYTES: Final = 16 << 10  # more than aiohttp accepts in a line
+# Limit of the connections of aiohttp, as a multiple of `max_connections`. Those without access count until they are
+# answered and closed.
+_TOTAL_FACTOR: Final = 2
+_NUM_HEALTH: Final = 64  # connections above this limit that only `/healthz` may use
+_MAX_HEAD_BYTES: Final = 16 << 10  # more than aiohttp accepts in one line of a head
 _HEALTH: Final = (b"GET /healthz ", b"HEAD /healthz ")
 _BODY: Final = b'{"error": "too many connections"}'
 _REFUSAL: Final = (
@@ -38,7 +41,7 @@ class BoundedConnections:
 
     Args:
         server: aiohttp server, which counts the connections that it has.
-        max_connections: maximum number of connections with an authorized request, and of pending ones.
+        max_connections: maximum number of connections with an authorized request; also of pending connections.
 
     Attributes:
         num_refused: connections whose request was refused, or that were closed without a request.
@@ -46,8 +49,8 @@ class BoundedConnections:
 
     def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
-        self._max = max_connections
-        self._pending: dict[_FirstHead, None] = {}  # the oldest first
+        self._max_connections = max_connections
+        self._pending: dict[_FirstHead, None] = {}  # an ordered set, the oldest first
         self._authorized: set[object] = set()
         self.num_refused = 0
 
@@ -74,7 +77,7 @@ class BoundedConnections:
         of_client = [other for other in self._pending if other.client == connection.client]
         if len(of_client) >= _MAX_PENDING_PER_ADDRESS and of_client[0].age_s > _BURST_S:
             self.drop(of_client[0])
-        elif len(self._pending) >= self._max:
+        elif len(self._pending) >= self._max_connections:
             self.drop(next(iter(self._pending)))
         self._pending[connection] = None
 
@@ -90,10 +93,11 @@ class BoundedConnections:
     def protocol_for(self, head: bytes) -> asyncio.Protocol | None:
         """Return the protocol for the connection of a request that begins with `head`; None: it is refused."""
         connections = self._server.connections
-        self._authorized.intersection_update(connections)
+        self._authorized.intersection_update(connections)  # remove those that are closed
         is_health = head.startswith(_HEALTH)
-        max_total = _MAX_TOTAL * self._max + (_NUM_HEALTH if is_health else 0)
-        if len(connections) >= max_total or (len(self._authorized) >= self._max and not is_health):
+        max_total = _TOTAL_FACTOR * self._max_connections + (_NUM_HEALTH if is_health else 0)
+        is_full = len(self._authorized) >= self._max_connections
+        if len(connections) >= max_total or (is_full and not is_health):
             self.num_refused += 1
             return None
         return self._server()
@@ -130,7 +134,7 @@ class _FirstHead(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._timer is None:  # refused or closed already
             return
-        # The end of the head may begin in the bytes before.
+        # The four bytes that end the head may begin in the last three bytes received before.
         begin = max(0, len(self._received) - 3)
         self._received += data
         if self._received.find(b"\r\n\r\n", begin) >= 0:
@@ -151,7 +155,7 @@ class _FirstHead(asyncio.Protocol):
         received = bytes(self._received)
         protocol = self._connections.protocol_for(received)
         if protocol is None:
-            # A response, instead of a closed connection, tells the peer that it may try again.
+            # Respond instead of only closing the connection, so that the peer can tell that it may try again.
             self._transport.write(_REFUSAL)
             self._transport.close()
             return
@@ -167,13 +171,13 @@ class _FirstHead(asyncio.Protocol):
 
 
 def client_of(peername: object) -> str:
-    """Return the text that identifies a client: its IPv4 address, or the first 64 bits of its IPv6 address."""
+    """Return the text that identifies a client: its IPv4 address, or the network of its IPv6 address."""
     if not isinstance(peername, tuple):
-        return ""
+        return ""  # a socket without addresses
     address = ipaddress.ip_address(str(peername[0]).partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
-    # One machine may have every address of such a network.
+    # A machine may use any address of its network of 64 bits, so its single addresses must not count separately.
     return str(ipaddress.ip_network((address, 64), strict=False))

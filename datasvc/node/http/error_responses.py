@@ -21,7 +21,8 @@ from datasvc.errors import (
 )
 from datasvc.node.http.auth import is_authorized, is_own_host
 
-# The status of the first class that matches. A peer that gets any of these tries another source.
+# An error gets the status of the first class here that it is an instance of. A peer that gets any of these statuses
+# tries another source.
 _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (CacheFullError, 507),
     (NotFoundError, 404),
@@ -67,7 +68,7 @@ async def respond_to_errors(request: web.Request, handler: Handler) -> web.Strea
         return error_response(status_of(error), str(error))
     except web.HTTPException as error:
         response = error_response(error.status, error.reason)
-        if "Allow" in error.headers:
+        if "Allow" in error.headers:  # a response 405 must have this header
             response.headers["Allow"] = error.headers["Allow"]
         return response
 
@@ -78,25 +79,28 @@ def check_access(
     """Return a middleware that refuses requests without access.
 
     Args:
-        token: bearer token of all requests; None: none is required. Then the request must name this machine, because
-            a web page in a browser on it can send requests to any name that its author lets point here.
-        own_hosts: names and addresses of this node in the `Host` of a request, besides those of the loopback.
+        token: bearer token of all requests; None: no token is required. Then the `Host` header must name this
+            machine. A browser on this machine may show a web page whose author lets the page's host name point to
+            this machine; without the check, that page could send requests to the node.
+        own_hosts: names and addresses of this node in the `Host` header, besides those of the loopback.
         authorize: called with each request that has access.
     """
 
     @web.middleware
     async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
-        # Checked before all else: without access, a response must not reveal whether a path exists.
         if request.path in _OPEN_PATHS:
             response = await handler(request)
-            response.force_close()  # such a connection is outside of the limit, so it has one request
+            # The connection does not count towards the limit of authorized ones, so it must end with this request.
+            response.force_close()
             return response
+        # Check access before the handler runs: without access, a response must not reveal whether a path exists.
         if not is_authorized(request.headers.get("Authorization"), token):
             refusal = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
             refusal.headers["WWW-Authenticate"] = "Bearer"
             refusal.force_close()
             return refusal
         host = request.headers.get("Host")
+        # A browser always sends `Host`, so a request without this header is not from a web page.
         if token is None and host is not None and not is_own_host(host, own_hosts):
             refusal = error_response(
                 421, f"this node is not {host[:80]!r}; use the address that `datasvc serve` prints, or a token"
@@ -110,10 +114,14 @@ def check_access(
 
 
 def log_briefly(record: logging.LogRecord) -> bool:
-    """Filter of aiohttp's logger: a request that is not HTTP becomes one line, because clients cause it at will."""
+    """Shorten aiohttp's message about a request that is not valid HTTP to one line, without a traceback.
+
+    A filter for aiohttp's logger. Any client can cause such messages, as many as it likes.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):
-        text = (getattr(error, "message", "").splitlines() or [""])[0][:200]
+        lines = getattr(error, "message", "").splitlines()
+        text = lines[0][:200] if lines else ""
         record.msg, record.args = "%s: %s: %s", (record.getMessage(), type(error).__name__, ascii(text))
         record.exc_info = record.exc_text = None
         record.levelno, record.levelname = logging.INFO, "INFO"

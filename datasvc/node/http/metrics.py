@@ -1,6 +1,6 @@
 """Prometheus metrics for `/metrics`: the numbers of the status document.
 
-They have a separate registry, because other libraries in this process may register metrics in the default one.
+The metrics have a separate registry, because other libraries in this process may register theirs in the default one.
 """
 
 from __future__ import annotations

@@ -28,10 +28,9 @@ from datasvc.node.transfers.sending import Sender
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
 
-# No object is larger. The limit also bounds the number that is parsed.
-_MAX_SIZE = 1 << 50
+_MAX_SIZE = 1 << 50  # bytes; no object is larger
 _RANGE = re.compile(r"bytes[ \t]*=[ \t]*(\d*)-(\d*)[ \t]*", re.IGNORECASE | re.ASCII)
-# A longer number is beyond any object, and int() of megabytes of digits is slow.
+# A position with more digits is beyond any object, and int() of megabytes of digits is slow.
 _MAX_DIGITS = 19
 
 
@@ -128,11 +127,13 @@ def _digest(request: web.Request) -> Digest:
     try:
         return parse_digest(request.match_info["digest"])
     except CorruptDataError as error:
+        # The request is wrong (400); a CorruptDataError would mean damaged data (502).
         raise ConfigError(str(error)) from error
 
 
 def _size(request: web.Request) -> int:
     text = request.query.get("size", "")
+    # Limit the digits before int(), which is slow for megabytes of digits.
     if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) > _MAX_SIZE:
         raise ConfigError(f"?size={text[:40]} is not a valid size; expected the object's bytes from its shard table")
     return int(text)
@@ -148,6 +149,7 @@ def _headers(digest: Digest) -> dict[str, str]:
 
 
 def _range_header(request: web.Request, digest: Digest) -> str | None:
+    """Return the `Range` header; None if there is none, or if its condition `If-Range` is not for this object."""
     condition = request.headers.get("If-Range")
     return request.headers.get("Range") if condition in (None, f'"{digest}"') else None
 
@@ -173,7 +175,7 @@ def parse_range(header: str | None, size_bytes: int) -> tuple[int, int] | None:
         start, stop = max(0, size_bytes - int(last)), size_bytes
     else:
         start, stop = int(first), min(size_bytes, int(last) + 1) if last else size_bytes
-        if last and int(last) < int(first):
+        if last and int(last) < int(first):  # not a valid range
             return None
     if start >= size_bytes or start >= stop:
         raise UnsatisfiableRangeError(f"the range {header!r} has no byte of an object of {size_bytes} bytes")

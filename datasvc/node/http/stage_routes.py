@@ -21,7 +21,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import choose_split, open_dataset
 
 _FIELDS: Final = frozenset({"repo", "ref", "split"})
-# A client that sends its body slower than this cannot keep a request open.
+# Time for the body of a request to arrive, so that a slow client cannot keep a request open.
 _BODY_TIMEOUT_S = 10.0
 
 
@@ -63,13 +63,14 @@ class StageRoutes:
 
     def _start(self, ref: str, repo: str | None, split: str | None) -> StageJob:
         dataset = open_dataset(self._origins.find(repo), ref)
-        # The URL has no credentials, because `/stage` shows the labels.
+        # Remove credentials from the URL, because `/stage` shows the labels to every client.
         labels = {"repo": redact_url(dataset.repository.url), "ref": str(dataset.resolved), "split": split or ""}
         return self._jobs.start(choose_split(dataset, split), labels)
 
 
 async def _read_body(request: web.Request) -> dict[str, str]:
-    # Other types are refused, because a web page in a browser on this machine can send them without a CORS preflight.
+    # Refuse other types: a web page in a browser on this machine can send some of them without the browser asking the
+    # node first (a CORS preflight).
     if request.content_type != "application/json":
         raise ConfigError("expected a body of type application/json")
     try:
@@ -81,7 +82,7 @@ async def _read_body(request: web.Request) -> dict[str, str]:
         raise ConfigError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict) or not all(isinstance(value, str) for value in body.values()):
         raise ConfigError('expected an object of strings, such as {"ref": "pets@1"}')
-    # Unknown fields are refused, because ignoring a misspelled one would stage other data than intended.
+    # Refuse unknown fields, because ignoring a misspelled one would stage other data than intended.
     if unknown := sorted(body.keys() - _FIELDS):
         raise ConfigError(f"unknown fields: {', '.join(unknown)[:200]}; expected {', '.join(sorted(_FIELDS))}")
     if "ref" not in body:
