@@ -1,7 +1,7 @@
-"""Checks of Arrow IPC metadata that is not trusted, before Arrow follows the positions and sizes in it.
+"""Checks Arrow IPC metadata that is not trusted, before Arrow follows the positions and sizes in it.
 
 Arrow trusts some of these numbers: a wrong length ends the process, and a compressed buffer is decompressed to the
-size that it claims. datasvc never compresses a buffer, so every buffer must lie in the bytes that are stored.
+size that it claims. datasvc never compresses a buffer, so every buffer must be inside the bytes that are stored.
 See https://arrow.apache.org/docs/format/Columnar.html, and File.fbs and Message.fbs beside it.
 """
 
@@ -13,20 +13,20 @@ from typing import Final, NamedTuple
 
 import pyarrow as pa
 
-# Numbers of the fields in the tables of File.fbs and Message.fbs.
+# Numbers of the fields in the flatbuffers tables of File.fbs and Message.fbs.
 _FOOTER_DICTIONARIES, _FOOTER_BATCHES = 2, 3
 _MESSAGE_TYPE, _MESSAGE_HEADER, _MESSAGE_BODY_LENGTH = 1, 2, 3
 _BATCH_LENGTH, _BATCH_NODES, _BATCH_BUFFERS, _BATCH_COMPRESSION = 0, 1, 2, 3
 _MAX_FIELDS: Final = 4  # the numbers above are smaller
-_SCHEMA_TYPE, _BATCH_TYPE = 1, 3
+_SCHEMA_TYPE, _BATCH_TYPE = 1, 3  # values of the field `_MESSAGE_TYPE`
 _BLOCK: Final = struct.Struct("<qi4xq")  # offset, length of the metadata, length of the body
-_PAIR: Final = struct.Struct("<qq")  # of a field: length and number of nulls; of a buffer: offset and length
+_PAIR: Final = struct.Struct("<qq")  # of a column: length and number of nulls; of a buffer: offset and length
 _UINT16: Final = struct.Struct("<H")
 _INT32: Final = struct.Struct("<i")
 _UINT32: Final = struct.Struct("<I")
 _INT64: Final = struct.Struct("<q")
 _MAGIC_BYTES: Final = 8  # "ARROW1" and its padding
-_PREFIX: Final = struct.Struct("<Ii")  # before each message: a mark, and the length of the flatbuffer
+_PREFIX: Final = struct.Struct("<Ii")  # before each message: `_MARK`, and the length of the flatbuffer
 _MARK: Final = 0xFFFFFFFF
 _ALIGNMENT: Final = 8
 # A value takes at least a bit, so no array that Arrow makes from a batch is much larger than the batch.
@@ -83,7 +83,7 @@ def checked_messages(stream: pa.Buffer) -> Iterator[pa.Message]:
     """Yield the messages of an Arrow IPC stream, such as the part of a file after its magic bytes.
 
     Raises:
-        ValueError: a message is neither a schema nor a record batch that lies in its bytes.
+        ValueError: a message is neither a schema nor a record batch whose buffers are inside its body.
         pa.ArrowException, OSError, EOFError: a message is not valid.
     """
     for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(stream)):
@@ -92,27 +92,33 @@ def checked_messages(stream: pa.Buffer) -> Iterator[pa.Message]:
 
 
 def _check_header(message: bytes, body_bytes: int) -> bool:
-    """Check a message; return whether it is a record batch, otherwise it is a schema. Raise ValueError."""
+    """Check the flatbuffer of a message with a body of `body_bytes`. Raise ValueError.
+
+    Returns:
+        Whether the message is a record batch. Otherwise, it is a schema.
+    """
     try:
         root = _table(message, 0)
-        kind, header, length = root[_MESSAGE_TYPE], root[_MESSAGE_HEADER], root[_MESSAGE_BODY_LENGTH]
-        if not kind or not header or message[kind] not in {_SCHEMA_TYPE, _BATCH_TYPE}:
+        # Positions of the fields in `message`; 0 if a field is absent.
+        type_at, header_at, length_at = root[_MESSAGE_TYPE], root[_MESSAGE_HEADER], root[_MESSAGE_BODY_LENGTH]
+        if not type_at or not header_at or message[type_at] not in {_SCHEMA_TYPE, _BATCH_TYPE}:
             raise ValueError("it has a message that is neither a schema nor a record batch")
-        # Flatbuffers leave out numbers that are 0.
-        stored_bytes = _INT64.unpack_from(message, length)[0] if length else 0
+        # A flatbuffer leaves out a number that is 0.
+        stored_bytes = _INT64.unpack_from(message, length_at)[0] if length_at else 0
         if stored_bytes != body_bytes:
             raise ValueError(f"a message has {stored_bytes} bytes; expected {body_bytes}")
-        if message[kind] != _BATCH_TYPE:
+        if message[type_at] != _BATCH_TYPE:
             return False
-        batch = _table(message, header)
+        batch = _table(message, header_at)
         if batch[_BATCH_COMPRESSION]:
             raise ValueError("its buffers are compressed, which datasvc never writes")
         num_rows = _INT64.unpack_from(message, batch[_BATCH_LENGTH])[0] if batch[_BATCH_LENGTH] else 0
-        nodes = _vector(message, batch[_BATCH_NODES], _PAIR)
+        columns = _vector(message, batch[_BATCH_NODES], _PAIR)
         buffers = _vector(message, batch[_BATCH_BUFFERS], _PAIR)
     except (struct.error, IndexError) as error:
         raise ValueError(f"a message is not a valid flatbuffer: {error}") from error
-    for length, num_nulls in [(num_rows, 0), *nodes]:
+    # The number of rows has the same limit as the number of values of a column.
+    for length, num_nulls in [(num_rows, 0), *columns]:
         if not 0 <= num_nulls <= length <= MAX_VALUES_PER_BYTE * body_bytes:
             raise ValueError(f"it has a column of {length} values in {body_bytes} bytes, {num_nulls} of them null")
     position = 0
@@ -133,7 +139,7 @@ def _table(content: bytes, position: int) -> tuple[int, ...]:
     """
     table = position + _UINT32.unpack_from(content, position)[0]
     vtable = table - _INT32.unpack_from(content, table)[0]
-    if vtable < 0:
+    if vtable < 0:  # Python would count from the end of the bytes
         raise ValueError("a flatbuffers table is outside of its message")
     # The vtable has two bytes for its length, two for the table's, and two per field: its offset in the table.
     num_fields = _UINT16.unpack_from(content, vtable)[0] // 2 - 2

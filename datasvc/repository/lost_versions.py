@@ -1,9 +1,10 @@
-"""Declares versions lost whose entries cannot be read, so that the rest of the repository works again.
+"""Declares versions lost if their entries cannot be read, so that the rest of the repository works again.
 
 An entry names the objects of its version. While an entry cannot be read, it is unknown which objects it names, so
-`gc` deletes nothing. An entry is immutable and has no digest, so only a backup of the same repository can restore it.
-If there is none, a removal that is marked as `lost` gives the version up: readers treat it as removed, and `gc` runs
-again when the removal is older than its grace period. If the entry is restored later, the version stays removed.
+`gc` deletes nothing. Only a backup of the same repository can restore the entry: another repository may have another
+version under the same number. If there is no backup, a removal that is marked as `lost` gives the version up: readers
+treat it as removed, and `gc` deletes objects again when the removal is older than the grace period of `gc`. If the
+entry is restored later, the version stays removed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class LostVersions:
 def mark_lost(
     repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool = False, message: str = ""
 ) -> LostVersions:
-    """Declare versions lost whose entries cannot be read, with one commit per data set or model.
+    """Declare versions lost if their entries cannot be read, with one commit per data set or model.
 
     Args:
         repository: repository of the versions.
@@ -37,8 +38,8 @@ def mark_lost(
         message: message of the commit.
 
     Raises:
-        ConfigError: the entry of a version can be read, or has a later format, or a reference is a name alone, or a
-            version is tagged and `force` is not set; nothing was changed.
+        ConfigError: nothing was changed, because the entry of a version can be read, or has a later format; because a
+            reference is a name alone; or because a version is tagged and `force` is not set.
         NotFoundError: a version does not exist; nothing was changed.
         ConflictError: another process tagged one of the versions meanwhile; the versions of this name are not lost.
         UnknownOutcomeError, UnavailableError: see `Log.append`.
@@ -52,7 +53,7 @@ def mark_lost(
         _check_unreadable(repository, version)
         numbers.setdefault(version.name, set()).add(version.version)
     tags = {name: _tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
-    tagged = [f"{name}@{tag}" for name, tags_of_one in tags.items() for tag in tags_of_one]
+    tagged = [f"{name}@{tag}" for name, tags_of_name in tags.items() for tag in tags_of_name]
     if tagged and not force:
         raise ConfigError(
             f"{', '.join(tagged)} points at a version to give up; nothing was changed: move the tag first, or delete "
@@ -64,21 +65,25 @@ def mark_lost(
         removals = repository.removals(kind, name)
         removals.declare_lost(versions, message or "entry unreadable")
         # Read the tags after the commit, as `removal.remove` does: a tagged version is not removed.
-        if again := _tags_on(repository, kind, name, versions):
-            removals.restore(versions, f"tagged meanwhile: {', '.join(sorted(again))}")
-            raise ConflictError(f"another process moved tags of {name}: {again}; no version of {name} is marked lost")
+        if new_tags := _tags_on(repository, kind, name, versions):
+            removals.restore(versions, f"tagged meanwhile: {', '.join(sorted(new_tags))}")
+            raise ConflictError(
+                f"another process moved tags of {name}: {new_tags}; no version of {name} is marked lost"
+            )
     lost = (Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name]))
     return LostVersions(tuple(lost), tuple(tagged))
 
 
 def _check_unreadable(repository: Repository, version: Resolved) -> None:
+    """Raise ConfigError if the entry of a version can be read, or if its format is a later one."""
     try:
         repository.entry(version)
     except CorruptDataError:
         return
-    way_out = f"; to remove it, use `datasvc models rm {version}`" if version.kind == "models" else ""
-    raise ConfigError(f"the entry of {version} is intact, so the version is not lost; nothing was changed{way_out}")
+    advice = f"; to remove it, use `datasvc models rm {version}`" if version.kind == "models" else ""
+    raise ConfigError(f"the entry of {version} is intact, so the version is not lost; nothing was changed{advice}")
 
 
 def _tags_on(repository: Repository, kind: Kind, name: str, versions: set[int]) -> dict[str, int]:
+    """Return the tags that point at one of `versions`, each with its version. Raise if a tag cannot be read."""
     return {tag: number for tag, number in repository.tags(kind, name, strict=True).items() if number in versions}

@@ -1,4 +1,7 @@
-"""Derives lanes and block of `shuffle="windowed"`, the same on all ranks, or takes those of a state."""
+"""Derives lanes and block of `shuffle="windowed"`, the same on all ranks, or takes those of a state.
+
+Loaders and samplers use this module if their caller gives the shuffle without an `OrderConfig`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
-_MIN_PREFETCH: Final = 2  # of a loader that prefetches less, so that its state fits one with the default
+# The default of a loader. A loader that prefetches less derives its order as if it had this value, so that both
+# derive the same order.
+_MIN_PREFETCH: Final = 2
 
 
 def derive_windowed(
@@ -75,10 +80,16 @@ def derive_windowed(
                 order.block,
             )
     else:
+        # The order follows from these values and the budget. The budget of data rank 0 is used on all ranks.
         question = repr([[split.digest for split in splits_of(samples)], seed, batches])
+
+        def choose_for_all() -> str:
+            chosen = choose(budget_bytes)
+            return json.dumps([chosen.lanes, chosen.block])
+
         answer = agree(
             hashlib.sha256(f"windowed {question}".encode()).hexdigest(),
-            lambda: json.dumps([choose(budget_bytes).lanes, choose(budget_bytes).block]),
+            choose_for_all,
             is_first=ranks.rank == 0,
             store=store,
         )
@@ -90,8 +101,13 @@ def derive_windowed(
 
 
 def order_of_state(state: Mapping[str, Any], derived: OrderConfig) -> OrderConfig:
-    """Return a derived order with lanes and block of a loader state; unchanged if the state is of another shuffle."""
+    """Return a derived order with the lanes and block of a loader state.
+
+    The order is unchanged if the state is not valid or is of another shuffle. `restore_state` then reports the error.
+    """
     lanes, block = state.get("lanes"), state.get("block")
     if state.get("shuffle") != "windowed" or type(lanes) is not int or type(block) is not int:
         return derived
-    return replace(derived, lanes=lanes, block=block) if lanes > 0 and block > 0 else derived
+    if lanes <= 0 or block <= 0:
+        return derived
+    return replace(derived, lanes=lanes, block=block)

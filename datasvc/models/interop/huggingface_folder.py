@@ -79,6 +79,7 @@ def _read_indexed(
     weight_map = parse_object(path.read_bytes(), str(path)).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CorruptDataError(f"{path} has no weight_map; expected an object with a file per tensor")
+    # The file that the index lists for each tensor.
     files = {
         name: check_file_name(folder, file, listed_in=index_name, suffix=suffix) for name, file in weight_map.items()
     }
@@ -86,7 +87,7 @@ def _read_indexed(
     ignored: list[str] = []
     paths = sorted(set(files.values()))
     for weights_path, stored in zip(paths, read(paths), strict=True):
-        # A name in several files belongs to the file that the index lists for it.
+        # A file may have tensors that the index lists for another file, or not at all: ignore these.
         tensors += [tensor for tensor in stored if files.get(tensor.name) == weights_path]
         ignored += [tensor.name for tensor in stored if files.get(tensor.name) != weights_path]
     missing = files.keys() - {tensor.name for tensor in tensors}
@@ -105,20 +106,21 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
     Weights of other frameworks, subfolders, hidden files and files above the limits are listed in `left_out`.
 
     Raises:
-        ConfigError: `config.json` has more than 64 MiB.
+        ConfigError: `config.json` is not a file, or has more than 64 MiB.
         OSError: a file cannot be read.
     """
     files: dict[str, bytes] = {}
     left_out: list[str] = []
-    room_bytes = _MAX_SMALL_FILES_BYTES
-    # `config.json` first: it must not be left out because of the other files.
+    remaining_bytes = _MAX_SMALL_FILES_BYTES
+    # Read `config.json` first, so that it is not left out because of the other files.
     for path in sorted(folder.iterdir(), key=lambda path: (path.name != CONFIG_FILE, path.name)):
         if path.suffix in _WEIGHT_SUFFIXES or path.name in (INDEX_FILE, TORCH_INDEX_FILE):
-            # The imported weights and their index need no note. Other weights do: their user may expect them.
+            # List the weights of other frameworks, which the user may expect. Files of the formats that an import
+            # reads, and their indexes, are not listed: their weights become the tensors of the version.
             if path.suffix not in (SUFFIX, _TORCH_SUFFIX, ".json"):
                 left_out.append(path.name)
             continue
-        is_small = path.is_file() and path.stat().st_size <= min(_MAX_SMALL_FILE_BYTES, room_bytes)
+        is_small = path.is_file() and path.stat().st_size <= min(_MAX_SMALL_FILE_BYTES, remaining_bytes)
         if path.name == CONFIG_FILE and not is_small:
             raise ConfigError(
                 f"{path} is not a file of at most {_MAX_SMALL_FILE_BYTES} bytes, so it cannot be stored with a "
@@ -128,7 +130,7 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
             left_out.append(path.name)
             continue
         files[path.name] = path.read_bytes()
-        room_bytes -= len(files[path.name])
+        remaining_bytes -= len(files[path.name])
     config = _parse_config(files.get(CONFIG_FILE, b""), folder / CONFIG_FILE)
     return replace(state, config=config, files=files, left_out=tuple(left_out))
 
@@ -137,9 +139,9 @@ def _parse_config(raw: bytes, path: Path) -> Mapping[str, Any]:
     """Return the content of `config.json` for the entry of a version; {} if an entry cannot hold it."""
     if raw and len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
         # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. Then the
-        # entry has no parsed content. An export does not need it, because it uses the bytes.
+        # entry has no parsed content. An export does not need the parsed content, because it uses the stored file.
         with suppress(CorruptDataError, ConfigError):
             parsed = parse_object(raw, str(path))
-            encode_entry(parsed)
+            encode_entry(parsed)  # raises if an entry cannot hold it
             return {"huggingface": parsed}
     return {}

@@ -1,25 +1,27 @@
 """Checks the fields of the entry of a model version, so that code that reads a checked entry need not check types.
 
-An entry with a valid checksum may still have a field of a wrong type: another program, or a faulty one, wrote it.
-Fields that this module does not know are not checked, because a later datasvc may add them.
+An entry with a valid checksum may still have a field of a wrong type, if another program wrote it. Fields that are
+not in `_FIELDS` are not checked, because a later datasvc may add them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import CorruptDataError
 
-_MAX_STEP: Final = (1 << 63) - 1
+_MAX_COUNT: Final = (1 << 63) - 1  # of an int64, as in the version index
 # `VersionMetadata` accepts 100 levels below a field; a loader state and other fields are far flatter.
 _MAX_DEPTH: Final = 120
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_MAX_SHOWN: Final = 60
+_MAX_SHOWN: Final = 60  # characters of a wrong value in a message
 
 
 class _FieldRule(NamedTuple):
+    """Rule for a field; `expected` describes its valid values in messages."""
+
     is_valid: Callable[[Any], bool]
     expected: str
     is_required: bool = True
@@ -34,7 +36,7 @@ def _is_text_or_none(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_STEP  # `isinstance` would accept a boolean
+    return type(value) is int and 0 <= value <= _MAX_COUNT  # `isinstance` would accept a boolean
 
 
 def _is_digest(value: Any) -> bool:
@@ -50,7 +52,7 @@ def _is_metrics(value: Any) -> bool:
 
 
 def _is_metric(value: Any) -> bool:
-    # Integers of JSON are unbounded, but a metric must fit a float.
+    # Integers of JSON are unbounded, but a metric must fit a float. NaN and infinities are stored as text.
     return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 1023)
 
 
@@ -157,7 +159,13 @@ def _is_too_deep(value: Any) -> bool:
         item, depth = stack.pop()
         if depth > _MAX_DEPTH:
             return True
-        children = item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ()
+        children: Iterable[Any]
+        if isinstance(item, Mapping):
+            children = item.values()
+        elif isinstance(item, list):
+            children = item
+        else:
+            continue
         stack.extend((child, depth + 1) for child in children if isinstance(child, Mapping | list))
     return False
 

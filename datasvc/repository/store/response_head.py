@@ -1,7 +1,7 @@
 """Reads the head of an HTTP response (status and headers) within a time limit.
 
 The timeout of a socket applies to each read, so a server that sends one byte at a time would keep its client waiting
-without end. Reads from web servers and from peers use this module; `MinThroughput` limits the body.
+without end. Reads from web servers and from peers use this module. For the body, `MinThroughput` has the same role.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ def read_head(
     Afterwards, the timeout of the socket is `silence_s`.
 
     Args:
-        connection: a connected connection.
+        connection: connection on which a request was sent.
         silence_s: longest time until the first byte. Seconds.
         head_s: longest time from the first byte to the end of the head; None: `silence_s`. Seconds.
 
     Raises:
         OSError, http.client.HTTPException: the connection failed, or the response is not HTTP.
-        TimeoutError: the head did not arrive in time.
+        TimeoutError: the first byte, or the whole head, did not arrive in time.
     """
     connected = connection.sock
     timed = _TimedSocket(connected, silence_s, silence_s if head_s is None else head_s)
-    # http.client creates the response by calling this attribute.
+    # `getresponse` calls this attribute to create the response. Pass the timed socket in the place of the other.
     cast("Any", connection).response_class = lambda _socket, **options: http.client.HTTPResponse(
         cast("socket.socket", timed), **options
     )
     response = connection.getresponse()
-    timed.reader.has_ended = True
+    timed.reader.head_has_ended = True
     connected.settimeout(silence_s)
     return response
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket; until `has_ended`, the deadline of the head limits each read."""
+    """Reads a socket, with time limits until `head_has_ended` is set; afterwards, the timeout of the socket holds."""
 
     def __init__(self, connected: socket.socket, silence_s: float, head_s: float) -> None:
-        # The stream of the socket, because it keeps the socket open until it is closed itself.
+        # Read through a stream of the socket: it keeps the socket open, even if the connection is closed before it.
         self._stream = connected.makefile("rb", buffering=0)
         self._socket = connected
         self._silence_s, self._head_s = silence_s, head_s
-        self._deadline_s: float | None = None
-        self.has_ended = False
+        self._deadline_s: float | None = None  # set when the first byte has arrived
+        self.head_has_ended = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        if self.has_ended:
+        if self.head_has_ended:
             return cast("int | None", cast("Any", self._stream).readinto(buffer))
         remaining_s = self._silence_s if self._deadline_s is None else self._deadline_s - time.monotonic()
         if remaining_s <= 0:
@@ -75,7 +75,7 @@ class _TimedReader(io.RawIOBase):
 
 
 class _TimedSocket:
-    """What `http.client.HTTPResponse` uses of a socket: the creation of its stream."""
+    """Stands for a socket in `http.client.HTTPResponse`, which uses only its method `makefile`."""
 
     def __init__(self, connected: socket.socket, silence_s: float, head_s: float) -> None:
         self.reader = _TimedReader(connected, silence_s, head_s)

@@ -1,8 +1,8 @@
 """Reader of Arrow IPC files that are not trusted: shards, and the tables that describe them.
 
-A digest proves that bytes are those that somebody stored, not that datasvc stored them. So every position, length and
-offset is checked before a value is read through it: a file can only be refused, not crash the process or take much
-more memory than it has bytes.
+A digest proves that bytes are those that were stored, not that datasvc wrote them. Therefore, every position, length
+and offset is checked before a value is read by it. An invalid file is refused: it cannot crash the process, or make
+the process use much more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from datasvc.shards.format.schema import KEY
 
 _TAIL: Final = struct.Struct("<i6s")  # length of the footer and the magic number, at the end of a file
 _MAGIC: Final = b"ARROW1"
-# A hostile type nests more deeply than any reader's recursion.
-_MAX_DEPTH: Final = 32
-# Errors of pyarrow on invalid files. UnicodeDecodeError, a ValueError, is that of a name that is not UTF-8.
+_MAX_DEPTH: Final = 32  # of nested types; without a limit, a hostile type could exceed the limit of recursion
+# Errors of pyarrow on invalid files. They include UnicodeDecodeError, a ValueError, for a name that is not UTF-8.
 PARSE_ERRORS: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, KeyError, OverflowError)
 
 
 class IpcReader:
-    """Reads the record batches of an Arrow IPC file; each is checked first, and its values are validated.
+    """Reads the record batches of an Arrow IPC file; checks the metadata of each before, and its values after it.
 
     Args:
         file: the file; it must not change while it is open.
         name: name of the file for messages.
         columns: names of the columns to read, of which the file may lack some; None for all.
-        otherwise: column to read if the file has none of `columns`.
-        texts: also check that texts are UTF-8; without it, only keys and nested texts are checked, since the check
-            reads all bytes.
+        otherwise: column to read if the file has none of `columns`, for the numbers of samples.
+        texts: whether to check that all texts are UTF-8, which reads all their bytes. If False, only keys and texts
+            in lists and structs are checked.
 
     Attributes:
         schema: schema of the file, with all its columns.
@@ -60,9 +59,10 @@ class IpcReader:
             self.schema = self._reader.schema
             check_schema(self.schema)
             if columns is not None:
-                chosen = [number for number, column in enumerate(self.schema.names) if column in columns]
-                chosen = chosen or [self.schema.names.index(otherwise)]
-                options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=chosen)
+                # Open the file again, because the numbers of the columns are in its schema.
+                selected = [number for number, column in enumerate(self.schema.names) if column in columns]
+                selected = selected or [self.schema.names.index(otherwise)]
+                options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=selected)
                 self._reader = pa.ipc.open_file(file, options=options)
         except PARSE_ERRORS as error:
             raise CorruptDataError(f"{name} is not an Arrow IPC file: {error}") from error
@@ -111,7 +111,7 @@ def read_table(content: bytes, name: str) -> pa.Table:
 def read_stream(content: bytes) -> pa.Table:
     """Return the validated table of an Arrow IPC stream. Raise one of `PARSE_ERRORS`."""
     messages = checked_messages(pa.py_buffer(content))
-    schema = pa.ipc.read_schema(next(messages, b""))
+    schema = pa.ipc.read_schema(next(messages, b""))  # raises if there is no message
     check_schema(schema)
     return pa.Table.from_batches((read_batch(message, schema) for message in messages), schema)
 
@@ -127,8 +127,10 @@ def _validate(batch: pa.RecordBatch, body_bytes: int, *, texts: bool) -> None:
     """Raise ArrowInvalid or ValueError if a value of a batch is not in its bytes; see `IpcReader` for `texts`."""
     batch.validate()
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        # Arrow follows offsets without a check afterwards: one outside of its buffer would end the process.
-        (column if texts or name == KEY else _as_bytes(column)).validate(full=True)
+        # Validate all offsets here, because Arrow later follows them without a check: one outside of its buffer would
+        # end the process. As bytes, the texts themselves are not read.
+        validated = column if texts or name == KEY else _as_bytes(column)
+        validated.validate(full=True)
         if _num_viewed(column) > MAX_VALUES_PER_BYTE * body_bytes:
             raise ValueError(f"column {name!r} has more values in its list views than its bytes can hold")
 
@@ -149,7 +151,9 @@ def _num_viewed(array: pa.Array) -> int:
         return sum(_num_viewed(array.field(number)) for number in range(data_type.num_fields))
     if pa.types.is_map(data_type):
         return _num_viewed(array.keys) + _num_viewed(array.items)
-    return _num_viewed(array.values) if pa.types.is_nested(data_type) and hasattr(array, "values") else 0
+    if pa.types.is_nested(data_type) and hasattr(array, "values"):  # a list; a union has no `values`
+        return _num_viewed(array.values)
+    return 0
 
 
 def check_schema(schema: pa.Schema) -> None:
@@ -161,6 +165,7 @@ def check_schema(schema: pa.Schema) -> None:
 
 
 def _read_blocks(file: pa.NativeFile) -> list[Block]:
+    """Return the positions of the record batches, from the footer at the end of the file. Raise ValueError."""
     size_bytes = file.size()
     if size_bytes < _TAIL.size:
         raise ValueError(f"it has {size_bytes} bytes")
@@ -172,7 +177,11 @@ def _read_blocks(file: pa.NativeFile) -> list[Block]:
 
 
 def _check_type(field: pa.Field, depth: int = 0, *, is_viewed: bool = False) -> None:
-    """Raise ValueError for a type whose values may take more memory than their bytes, or with an invalid name."""
+    """Raise ValueError for a type whose values may take more memory than their bytes, or with an invalid name.
+
+    `is_viewed` is whether the type is part of a list view. Views may overlap, so views in views can have many more
+    values than bytes. The values of one level of views are counted by `_num_viewed`.
+    """
     data_type = field.type
     is_view = pa.types.is_list_view(data_type) or pa.types.is_large_list_view(data_type)
     is_expanding = (

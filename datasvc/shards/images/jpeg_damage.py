@@ -1,8 +1,9 @@
-"""Damage in the compressed pixels of a JPEG, which most decoders repair without an error.
+"""Finds damage in the compressed pixels of a JPEG, which most decoders repair without an error.
 
-libjpeg continues after damage, and only counts warnings; Pillow and GPU decoders ignore them. simplejpeg raises them
-as errors. A run of zeros, as a lost disk sector leaves it, may decode without a warning, because each code of the run
-is valid. It is found because the Huffman tables show that no encoder writes it.
+The decode check of images uses this module. libjpeg continues after damage, and only counts warnings; Pillow and GPU
+decoders ignore them. simplejpeg raises them as errors. A run of zeros, as a lost disk sector leaves it, may decode
+without a warning, because each code of the run is valid. `_find_zeros` finds such a run if the Huffman tables of the
+file show that no encoder writes it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Final
 
 from datasvc.errors import BadSampleError, ConfigError
 
-# libjpeg has other warnings too, such as an unknown Adobe segment, that leave the pixels as they are.
+# Beginnings of the warnings that mean damage. Other warnings, such as that of an unknown Adobe segment, do not
+# concern the pixels.
 _DAMAGE: Final = ("Corrupt JPEG data", "Premature end of JPEG file")
 _MIN_ZEROS: Final = 64
 _SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)
 _HUFFMAN_TABLES, _START_OF_SCAN, _END_OF_IMAGE = 0xC4, 0xDA, b"\xff\xd9"
-_END_OF_BLOCK: Final = 0  # symbol of the AC tables
+_END_OF_BLOCK: Final = 0  # a symbol of the AC tables, which encode all frequencies of a block but the first
 
 
 def decode_jpeg(content: bytes | memoryview) -> bool:
@@ -32,6 +34,7 @@ def decode_jpeg(content: bytes | memoryview) -> bool:
     Raises:
         BadSampleError: the compressed pixels are damaged; the message has the report of the decoder.
         ConfigError: simplejpeg is not installed.
+        IndexError: a segment is too short. The caller runs in `open_image`, which maps it to BadSampleError.
     """
     try:
         import simplejpeg  # here, so that everything else works where it is not installed
@@ -41,7 +44,7 @@ def decode_jpeg(content: bytes | memoryview) -> bool:
     if offset is not None:
         raise BadSampleError(f"does not decode: Corrupt JPEG data: {_MIN_ZEROS} zero bytes at byte {offset}")
     try:
-        # In grey, because all colours are decompressed anyway, and this skips their conversion.
+        # Decode to grey: libjpeg decompresses all colours anyway, and this skips their conversion.
         simplejpeg.decode_jpeg(content, "gray", strict=True)
     except ValueError as error:
         if str(error).startswith(_DAMAGE):
@@ -53,13 +56,14 @@ def decode_jpeg(content: bytes | memoryview) -> bool:
 def _find_zeros(raw: bytes) -> int | None:
     """Return the offset of a run of zero bytes in compressed pixels that no encoder writes; None without one.
 
-    In a Huffman table, the code of zeros belongs to the first symbol. If that is not the end of a block, the run sets
-    frequencies of at least one whole block to the same value, which no block of pixels has. Only files with one
-    sequential scan are searched: others may have long runs of zeros.
+    In a Huffman table, the code that is all zero bits belongs to the first symbol. If this symbol is the end of a
+    block, the run means empty blocks, which encoders write for plain areas. Otherwise, the run sets the frequencies
+    of at least one whole block to the same value, which no block of pixels has. Only files with one sequential scan
+    are searched: others may have long runs of zeros.
     """
-    first_symbols: dict[int, int] = {}
+    first_symbols: dict[int, int] = {}  # by AC table
     num_components = None
-    offset = 2
+    offset = 2  # after the marker at the start of the file
     while offset + 4 <= len(raw) and raw[offset] == 0xFF:
         marker, stop = raw[offset + 1], offset + 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
         segment = raw[offset + 4 : stop]
@@ -69,9 +73,10 @@ def _find_zeros(raw: bytes) -> int | None:
             first_symbols |= _first_symbols(segment)
         elif marker == _START_OF_SCAN:
             if segment[0] != num_components:
-                return None
-            used = {segment[position] & 15 for position in range(2, 2 * num_components + 1, 2)}
-            if all(first_symbols.get(table) == _END_OF_BLOCK for table in used):
+                return None  # more scans follow, or the frame is not sequential
+            # Two bytes per component: its id, and the numbers of its DC table (4 bits) and AC table (4 bits).
+            ac_tables = {segment[position] & 15 for position in range(2, 2 * num_components + 1, 2)}
+            if all(first_symbols.get(table) == _END_OF_BLOCK for table in ac_tables):
                 return None
             found = raw.find(bytes(_MIN_ZEROS), stop, raw.find(_END_OF_IMAGE, stop))
             return found if found >= 0 else None
@@ -82,9 +87,10 @@ def _find_zeros(raw: bytes) -> int | None:
 def _first_symbols(segment: bytes) -> dict[int, int]:
     """Return the first symbol of each AC table of a segment, by the number of the table."""
     symbols: dict[int, int] = {}
+    # Each table: a byte with its class and number, 16 bytes with the number of codes per length, and the symbols.
     while len(segment) > 17:
         num_symbols = sum(segment[1:17])
-        if segment[0] >> 4:
+        if segment[0] >> 4:  # the class of AC tables is 1
             symbols[segment[0] & 15] = segment[17]
         segment = segment[17 + num_symbols :]
     return symbols
