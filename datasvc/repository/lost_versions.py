@@ -64,7 +64,7 @@ def mark_lost(
             repository.untag(kind, name, tag, expect=number)
         removals = repository.removals(kind, name)
         removals.declare_lost(versions, message or "entry unreadable")
-        # Read the tags after the commit, as `removal.remove` does: a tagged version is not removed.
+        # Read the tags again after the commit, as `models.remove` does: a tagged version must not be removed.
         if new_tags := _tags_on(repository, kind, name, versions):
             removals.restore(versions, f"tagged meanwhile: {', '.join(sorted(new_tags))}")
             raise ConflictError(

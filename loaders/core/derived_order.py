@@ -64,7 +64,7 @@ def derive_windowed(
         )
 
     if cache is None:
-        return choose(None)  # the same on all ranks
+        return choose(None)  # depends only on the data, so it is the same on all ranks
     with use_cache(cache) as opened:
         budget_bytes = find_available_bytes(samples, opened)
     store = find_store() if ranks.world_size > 1 else None

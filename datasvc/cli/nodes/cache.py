@@ -262,7 +262,7 @@ def open_existing_cache(cache: Path) -> Cache:
     Raises:
         NotFoundError: the folder is not a cache.
     """
-    # `Cache` creates a missing folder, which a command that only reads must not do.
+    # Check this first, because `Cache` would create a cache in the folder.
     if not (cache / "catalogue").is_dir():
         raise NotFoundError(
             f"{cache} is not a cache; create one with `datasvc stage REF --cache {cache} --budget SIZE`"

@@ -70,6 +70,7 @@ def plan(
     table = open_dataset(Repository.open(repo), ref)[split].table
     # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
     budget_bytes = parse_budget(budget, Path.cwd())
+    # As in a loader, a windowed shuffle without further settings derives its lanes and block.
     is_derived = shuffle == "windowed" and block is None and lanes == 1 and not sticky
     if is_derived:
         # Deriving the order needs a workload, which needs an order. `derive_order` takes only the seed of this one.

@@ -62,11 +62,11 @@ def status_text(status: Status) -> str:
     return console.file.getvalue().rstrip()
 
 
-def byte_rates(before: Status, after: Status, elapsed_s: float) -> dict[str, float]:
+def byte_rates(earlier: Status, later: Status, elapsed_s: float) -> dict[str, float]:
     """Return bytes per second for each byte counter, from two readings of the status `elapsed_s` apart."""
-    old, new = before["cache"]["counters"], after["cache"]["counters"]
     if elapsed_s <= 0:
         return {}
+    old, new = earlier["cache"]["counters"], later["cache"]["counters"]
     rates: dict[str, float] = {}
     for _, name in _RATE_COUNTERS:
         # A counter restarts at 0 when its process restarts, so the difference may be negative.

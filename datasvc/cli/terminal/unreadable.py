@@ -44,12 +44,12 @@ def report_unreadable() -> Iterator[None]:
     token = _messages.set(messages)
     try:
         with warnings.catch_warnings():
-            # By default, Python shows only one warning with the same text per place in the code, or none.
+            # By default, Python shows a warning only once per text and place in the code.
             warnings.simplefilter("always", UnreadableVersionWarning)
             show_other, warnings.showwarning = warnings.showwarning, show
             yield
     except SystemExit as end:
-        # Typer ends each command with SystemExit.
+        # Typer ends each command with SystemExit, also one that succeeds.
         if messages and end.code in {None, 0}:
             sys.exit(CorruptDataError.exit_code)
         raise

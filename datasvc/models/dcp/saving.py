@@ -102,10 +102,10 @@ def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
 def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int) -> list[Box]:
     """Return the boxes of the chunks of a rank's block in a tensor of `tensor_shape`; [] for an empty block."""
     if shape == tensor_shape:
-        # The same chunks as in an ordinary save, so that equal tensors are stored only once.
+        # Plan the same chunks as an ordinary save does, so that equal tensors are stored only once.
         chunk_bytes = CHUNK_BYTES
     else:
-        # Smaller chunks, because a load on another number of ranks needs parts of the block, but reads whole chunks.
+        # Plan smaller chunks: a load on another number of ranks needs parts of the block, but reads whole chunks.
         tensor_bytes = math.prod(tensor_shape) * item_bytes
         chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
     # `plan_chunks` counts from the first element of the block; add its index in the tensor.
@@ -125,6 +125,7 @@ def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:
 
 
 def _join_tensors(metadata: Metadata, shares: Sequence[RankShare]) -> list[TensorRecord]:
+    """Return the records of all tensors, sorted by name."""
     shapes: dict[str, Shape] = {
         key: tuple(stored.size)
         for key, stored in metadata.state_dict_metadata.items()

@@ -49,7 +49,7 @@ def picklable_errors() -> Iterator[None]:
 class DcpWriter(CheckpointIdMixin, StorageWriter):
     """Save the checkpoints of torch.distributed.checkpoint as versions of a model. Create one on every rank.
 
-    The arguments from `step` on are those of `datasvc.models.save`. The coordinator stores its own values of them.
+    The arguments from `step` on are those of `datasvc.models.save`. Only the values of the coordinator are stored.
 
     Args:
         path: repository: local folder or fsspec URL; created if it does not exist.

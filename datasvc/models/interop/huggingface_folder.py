@@ -87,7 +87,7 @@ def _read_indexed(
     ignored: list[str] = []
     paths = sorted(set(files.values()))
     for weights_path, stored in zip(paths, read(paths), strict=True):
-        # A file may have tensors that the index lists for another file, or not at all: ignore these.
+        # Leave out a tensor that the index lists for another file, or not at all; report its name as ignored.
         tensors += [tensor for tensor in stored if files.get(tensor.name) == weights_path]
         ignored += [tensor.name for tensor in stored if files.get(tensor.name) != weights_path]
     missing = files.keys() - {tensor.name for tensor in tensors}

@@ -82,7 +82,7 @@ class BoundedConnections:
         self._pending[connection] = None
 
     def remove(self, connection: _FirstHead) -> None:
-        """End the count of a pending connection; removing it again does nothing."""
+        """Count a connection no longer as pending; removing it again does nothing."""
         self._pending.pop(connection, None)
 
     def drop(self, connection: _FirstHead) -> None:

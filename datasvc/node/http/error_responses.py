@@ -97,7 +97,7 @@ def check_access(
         if not is_authorized(request.headers.get("Authorization"), token):
             refusal = error_response(401, "this node requires a token: Authorization: Bearer TOKEN")
             refusal.headers["WWW-Authenticate"] = "Bearer"
-            refusal.force_close()
+            refusal.force_close()  # so that the connection does not count towards the limits any longer
             return refusal
         host = request.headers.get("Host")
         # A browser always sends `Host`, so a request without this header is not from a web page.

@@ -31,25 +31,25 @@ def read_head(
         OSError, http.client.HTTPException: the connection failed, or the response is not HTTP.
         TimeoutError: the first byte, or the whole head, did not arrive in time.
     """
-    connected = connection.sock
-    timed = _TimedSocket(connected, silence_s, silence_s if head_s is None else head_s)
-    # `getresponse` calls this attribute to create the response. Pass the timed socket in the place of the other.
+    sock = connection.sock
+    timed = _TimedSocket(sock, silence_s, silence_s if head_s is None else head_s)
+    # `getresponse` calls this attribute to create the response. Replace its socket by the timed one.
     cast("Any", connection).response_class = lambda _socket, **options: http.client.HTTPResponse(
         cast("socket.socket", timed), **options
     )
     response = connection.getresponse()
     timed.reader.head_has_ended = True
-    connected.settimeout(silence_s)
+    sock.settimeout(silence_s)
     return response
 
 
 class _TimedReader(io.RawIOBase):
     """Reads a socket, with time limits until `head_has_ended` is set; afterwards, the timeout of the socket holds."""
 
-    def __init__(self, connected: socket.socket, silence_s: float, head_s: float) -> None:
+    def __init__(self, sock: socket.socket, silence_s: float, head_s: float) -> None:
         # Read through a stream of the socket: it keeps the socket open, even if the connection is closed before it.
-        self._stream = connected.makefile("rb", buffering=0)
-        self._socket = connected
+        self._stream = sock.makefile("rb", buffering=0)
+        self._socket = sock
         self._silence_s, self._head_s = silence_s, head_s
         self._deadline_s: float | None = None  # set when the first byte has arrived
         self.head_has_ended = False
@@ -77,8 +77,8 @@ class _TimedReader(io.RawIOBase):
 class _TimedSocket:
     """Stands for a socket in `http.client.HTTPResponse`, which uses only its method `makefile`."""
 
-    def __init__(self, connected: socket.socket, silence_s: float, head_s: float) -> None:
-        self.reader = _TimedReader(connected, silence_s, head_s)
+    def __init__(self, sock: socket.socket, silence_s: float, head_s: float) -> None:
+        self.reader = _TimedReader(sock, silence_s, head_s)
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         return io.BufferedReader(self.reader)

@@ -26,13 +26,15 @@ PARSE_ERRORS: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeErr
 
 
 class IpcReader:
-    """Reads the record batches of an Arrow IPC file; checks the metadata of each before, and its values after it.
+    """Reads the record batches of an Arrow IPC file.
+
+    The metadata of a record batch is checked before Arrow reads the batch, and its values are validated afterwards.
 
     Args:
         file: the file; it must not change while it is open.
         name: name of the file for messages.
         columns: names of the columns to read, of which the file may lack some; None for all.
-        otherwise: column to read if the file has none of `columns`, for the numbers of samples.
+        otherwise: column to read if the file has none of `columns`, so that batches still have their number of rows.
         texts: whether to check that all texts are UTF-8, which reads all their bytes. If False, only keys and texts
             in lists and structs are checked.
 
@@ -128,7 +130,7 @@ def _validate(batch: pa.RecordBatch, body_bytes: int, *, texts: bool) -> None:
     batch.validate()
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         # Validate all offsets here, because Arrow later follows them without a check: one outside of its buffer would
-        # end the process. As bytes, the texts themselves are not read.
+        # end the process. An array of bytes has only offsets to validate, so the texts are not read.
         validated = column if texts or name == KEY else _as_bytes(column)
         validated.validate(full=True)
         if _num_viewed(column) > MAX_VALUES_PER_BYTE * body_bytes:

@@ -15,7 +15,7 @@ from datasvc.errors import BadSampleError, ConfigError
 # Beginnings of the warnings that mean damage. Other warnings, such as that of an unknown Adobe segment, do not
 # concern the pixels.
 _DAMAGE: Final = ("Corrupt JPEG data", "Premature end of JPEG file")
-_MIN_ZEROS: Final = 64
+_MIN_ZEROS: Final = 64  # bytes
 _SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)
 _HUFFMAN_TABLES, _START_OF_SCAN, _END_OF_IMAGE = 0xC4, 0xDA, b"\xff\xd9"
 _END_OF_BLOCK: Final = 0  # a symbol of the AC tables, which encode all frequencies of a block but the first
@@ -76,6 +76,7 @@ def _find_zeros(raw: bytes) -> int | None:
                 return None  # more scans follow, or the frame is not sequential
             # Two bytes per component: its id, and the numbers of its DC table (4 bits) and AC table (4 bits).
             ac_tables = {segment[position] & 15 for position in range(2, 2 * num_components + 1, 2)}
+            # One table that rules the run out is enough, because the run spans blocks of all components.
             if all(first_symbols.get(table) == _END_OF_BLOCK for table in ac_tables):
                 return None
             found = raw.find(bytes(_MIN_ZEROS), stop, raw.find(_END_OF_IMAGE, stop))
