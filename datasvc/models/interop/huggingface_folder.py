@@ -115,8 +115,8 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
     # Read `config.json` first, so that it is not left out because of the other files.
     for path in sorted(folder.iterdir(), key=lambda path: (path.name != CONFIG_FILE, path.name)):
         if path.suffix in _WEIGHT_SUFFIXES or path.name in (INDEX_FILE, TORCH_INDEX_FILE):
-            # List the weights of other frameworks, which the user may expect. Files of the formats that an import
-            # reads, and their indexes, are not listed: their weights become the tensors of the version.
+            # List the weights of other frameworks, which the user may expect. The imported weights and their index
+            # need no note; they are recognised by their suffix.
             if path.suffix not in (SUFFIX, _TORCH_SUFFIX, ".json"):
                 left_out.append(path.name)
             continue
