@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         if arguments[:1] == ["profile"]:
             from datasvc.trainer.recipes.profiling.command import main as profile
 
-            profile(arguments[1:])
+            profile(arguments[1:], prog=f"{prog} profile")
             return
         options = parse_options(arguments, prog=prog)
         # Only `--show-config` permits missing options. Options that are complete are validated for it too.

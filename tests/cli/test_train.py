@@ -9,6 +9,7 @@ from tests.cli import command
 @pytest.mark.parametrize("words", [["--preset", "jia2018", "--show-config"], ["--data", "d"], ["--help"]])
 def test_it_is_the_training_program(capsys, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("DATASVC_REPO", raising=False)
     done = command.run("train", *words)
     status = 0
     try:

@@ -77,16 +77,16 @@ DIES_ON_RANK_1 = """
 import os, signal
 import datasvc.trainer as hvd
 from datasvc.trainer.__main__ import main
-from datasvc.trainer.recipes.profiling import command
+from datasvc.trainer.recipes.profiling import profile_steps
 
-measure = command.measure_traffic
+measure = profile_steps.measure_traffic
 
 def die(*arguments):
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return measure(*arguments)
 
-command.measure_traffic = die
+profile_steps.measure_traffic = die
 main()
 """
 

@@ -16,7 +16,7 @@ from datasvc.trainer.recipes.profiling import command
     ],
 )
 def test_what_ends_a_profile_is_said_in_a_line(monkeypatch, capsys, error, status, says):
-    def fail(_words):
+    def fail(_words, prog):
         raise error
 
     monkeypatch.setattr(command, "main", fail)

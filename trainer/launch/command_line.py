@@ -16,6 +16,7 @@ from pathlib import Path
 
 from datasvc.trainer.launch.config_file import read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
+from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.launch.ranks.hosts import parse_hosts, read_allocation, read_host_file
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.rank_output import print_message
@@ -193,7 +194,7 @@ def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="datasvc.trainer.launch", description="Run a program as the ranks of one data-parallel job."
     )
     parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")

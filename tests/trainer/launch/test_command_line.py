@@ -128,6 +128,12 @@ def test_values_out_of_range_are_usage_errors(capsys, flags):
     assert "error:" in refusal(capsys, "-np", "2", *flags)
 
 
+def test_a_mistake_is_one_line_with_a_hint(capsys):
+    said = refusal(capsys, "-np", "two")
+    assert said.count("\n") == 1
+    assert said.endswith("--help)\n")
+
+
 def test_elastic_flags_make_the_job_elastic():
     flags = ["--min-np", "2", "--max-np", "4", "--host-discovery-script", "./find", "--slots-per-host", "2"]
     flags += ["--elastic-timeout", "60", "--reset-limit", "3", "--blacklist-cooldown-range", "10", "100"]

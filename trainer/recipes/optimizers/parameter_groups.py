@@ -5,11 +5,12 @@ By default, biases and normalisations have neither weight decay nor the layer-wi
 
 from __future__ import annotations
 
-from typing import Any, Final
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 DECAYED: Final = ("weights", "all")
 

@@ -10,22 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-_TYPES: Final = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # None: no autocast
-PRECISIONS: Final = tuple(_TYPES)
+PRECISIONS: Final = ("fp32", "bf16", "fp16")
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which the forward pass uses `precision` for all operations that torch autocasts."""
-    dtype = _TYPES[precision]
+    import torch
+
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def make_loss_scale(precision: str, device: torch.device) -> torch.amp.GradScaler:
     """Return a dynamic loss scale for "fp16"; for other precisions, a disabled one."""
+    import torch
+
     return torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 

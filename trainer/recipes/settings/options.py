@@ -1,5 +1,7 @@
 """The command line of the training program: options override a preset, which overrides the defaults of `TrainConfig`.
 
+The variables `DATASVC_REPO`, `DATASVC_CACHE` and `DATASVC_PEERS` stand for options that are not given.
+
 The options and their help texts are made from the fields and the docstring of `TrainConfig`.
 """
 
@@ -8,17 +10,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import os
 import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset
 
 _REQUIRED = dataclasses.MISSING
+# The variables that also count for the other commands of datasvc, by the setting that they give.
+_VARIABLES: Final = {"repo": "DATASVC_REPO", "cache": "DATASVC_CACHE", "peers": "DATASVC_PEERS"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,8 @@ class Setting:
 
     Attributes:
         value: value of the setting; `dataclasses.MISSING` if it is required and not given.
-        source: "default", "command line", "required", or the preset with the section of its paper.
+        source: "default", "command line", "required", "variable" with the name of an environment variable, or the
+            preset with the section of its paper.
     """
 
     value: Any
@@ -70,18 +77,25 @@ class Options:
         return "\n".join(lines)
 
 
-def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> Options:
+def parse_options(
+    arguments: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m datasvc.trainer",
+    environ: Mapping[str, str] | None = None,
+) -> Options:
     """Parse a command line. It has one option per field of `TrainConfig`, `--preset` and `--show-config`.
 
-    Exits the process with a usage message if the command line is not valid or a required option is missing.
+    Exits the process with a message of one line if the command line is not valid or a required option is missing.
 
     Args:
         arguments: arguments of the command line; None for those of this process.
         prog: name of the program in usage messages.
+        environ: environment variables; None for those of this process.
 
     Raises:
         ConfigError: there is no such preset.
     """
+    environ = os.environ if environ is None else environ
     parser = _make_parser(prog)
     given = vars(parser.parse_args(arguments))
     # Options that are not given are absent (SUPPRESS), so that a preset can set them.
@@ -95,21 +109,27 @@ def parse_options(arguments: Sequence[str] | None = None, *, prog: str = "python
         elif field.name in choices:
             choice = choices[field.name]
             setting = Setting(choice.value, f"preset {preset_name}: {choice.source}")
+        elif value := environ.get(_VARIABLES.get(field.name, "")):
+            setting = Setting(value, f"variable {_VARIABLES[field.name]}")
         else:
             setting = Setting(field.default, "required" if field.default is _REQUIRED else "default")
         settings[field.name] = setting
     if "batch_size" in given and "global_batch" not in given:
         # Remove the global batch of a preset, because it would override the user's --batch-size.
         settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
+    if "peers" not in given and settings["cache"].value is None:
+        # The variable may be set for all commands of a node: without a cache, peers are ignored, and are no error.
+        settings["peers"] = Setting(None, "default")
     options = Options(settings, preset_name, show_config)
     # With `--show-config` this is no error: missing options are shown as "?".
     if options.missing and not show_config:
-        parser.error(f"the following arguments are required: {', '.join(options.missing)}")
+        hint = f"; {_VARIABLES['repo']} may stand for --repo" if "--repo" in options.missing else ""
+        parser.error(f"the following arguments are required: {', '.join(options.missing)}{hint}")
     return options
 
 
 def _make_parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=prog,
         description="Train a model on this rank. Several ranks: datasvc-run -np 2 python -m datasvc.trainer ...",
         argument_default=argparse.SUPPRESS,
@@ -120,6 +140,8 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     for field in dataclasses.fields(TrainConfig):
         has_default = field.default not in (_REQUIRED, None)
         text = f"{helps[field.name]} [{_format(field.default)}]" if has_default else helps[field.name]
+        if field.name in _VARIABLES:
+            text += f" [the variable {_VARIABLES[field.name]}]"
         parser.add_argument(_option(field.name), help=text.replace("%", "%%"), **_parse_as(types_by_name[field.name]))
     return parser
 

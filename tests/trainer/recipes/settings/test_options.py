@@ -1,16 +1,21 @@
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 
 from datasvc.errors import ConfigError
+from datasvc.models.saving.queue import OVERLAPS
+from datasvc.models.tensors.write import CODECS
 from datasvc.trainer.__main__ import main
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import _CHOICES, TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
 from datasvc.trainer.recipes.settings.presets import PRESETS
 from datasvc.trainer.recipes.start import build_schedule
 
 REQUIRED = {"data": "d@1", "repo": "r", "name": "m"}
+ENVIRON = {"DATASVC_REPO": "/r", "DATASVC_CACHE": "/c", "DATASVC_PEERS": "http://a:1"}
 WORDS = ["--data", "d@1", "--repo", "r", "--name", "m"]
 
 
@@ -137,10 +142,73 @@ def test_show_config_prints_every_setting_with_its_source_and_runs_nothing(progr
     assert lines["data"].split() == ["data", "?", "required"]
 
 
-def test_what_is_missing_or_unknown_ends_with_a_usage_message(program):
+def test_variables_stand_for_options_that_are_not_given():
+    options = parse_options(["--data", "d", "--name", "m"], environ=ENVIRON)
+    config = options.config()
+    assert (config.repo, config.cache, config.peers) == ("/r", "/c", "http://a:1")
+    assert options.settings["repo"].source == "variable DATASVC_REPO"
+    flags = ["--cache", "/other", "--peers", "ranks"]
+    config = parse_options([*WORDS, *flags], environ=ENVIRON).config()
+    assert (config.repo, config.cache, config.peers) == ("r", "/other", "ranks")
+    # An empty variable is one that is not set.
+    assert parse_options(WORDS, environ={"DATASVC_CACHE": ""}).config().cache is None
+
+
+def test_peers_of_the_environment_are_no_error_without_a_cache():
+    assert parse_options(WORDS, environ={"DATASVC_PEERS": "http://a:1"}).config().peers is None
+    with pytest.raises(ConfigError, match="peers need a node cache"):
+        parse_options([*WORDS, "--peers", "ranks"], environ={}).config()
+
+
+def test_the_choices_of_the_checkpoint_options_are_those_of_the_manager():
+    assert (_CHOICES["checkpoint_overlap"], _CHOICES["codec"]) == (OVERLAPS, CODECS)
+
+
+MISTAKES = [
+    [],
+    [*WORDS, "--epochs", "many"],
+    [*WORDS, "--epoch\ns", "1"],
+    [*WORDS, "--epochs", "0"],
+    [*WORDS, "--codec", "zip"],
+    [*WORDS, "--grace", "soon"],
+    [*WORDS, "--patience", "1", "--evaluate-every", "1", "--stop-metric", "reward"],
+    [*WORDS, "--log-to", "paper:here"],
+    ["profile", *WORDS[:4], "--steps", "few"],
+    ["profile", *WORDS[:4], "--steps", "0"],
+    ["profile", *WORDS[:4], "--bandwidth", "wide"],
+]
+TELL = """
+import contextlib, io, sys
+from datasvc.trainer.__main__ import main
+
+for words in {mistakes!r}:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main(words)
+        except SystemExit as end:
+            assert end.code == 2, (words, end.code)
+        else:
+            raise AssertionError(words)
+    lines = said.getvalue().splitlines()
+    assert len(lines) == 1 and "error: " in lines[0], (words, lines)
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_a_mistake_on_the_command_line_is_one_line_before_torch_is_imported():
+    code = TELL.format(mistakes=MISTAKES)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_is_missing_or_unknown_ends_with_a_message_of_one_line(program, monkeypatch):
+    monkeypatch.delenv("DATASVC_REPO", raising=False)
     status, _, said = program("--data", "d")
     assert status == 2
-    assert "required: --repo, --name" in said
+    assert said == (
+        "python -m datasvc.trainer: error: the following arguments are required: --repo, --name; "
+        "DATASVC_REPO may stand for --repo (see python -m datasvc.trainer --help)\n"
+    )
     with pytest.raises(ConfigError, match="goyal2017"):
         parse_options(["--preset", "nobody1999"])
 
