@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,11 +18,15 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
-from datasvc.errors import BusyError, ConfigError
-from datasvc.models import Checkpoint, CheckpointManager
+from datasvc.errors import BusyError, ConfigError, StateMismatchError
+from datasvc.loaders.core.mixture import splits_of
+from datasvc.models import Checkpoint, CheckpointManager, load_into
+from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.tensors.name_filter import select_names
 from datasvc.models.tensors.write import Codec
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -106,14 +111,14 @@ def report_commits(run: Run) -> None:
             run.events.report(event, **details)
 
 
-def restore(run: Run, ref: str) -> Checkpoint:
+def restore(run: Run, ref: str, *, only: Collection[str] = ()) -> Checkpoint:
     """Read the checkpoint that the run continues; report the time and bytes of this rank. Every rank calls this.
 
-    Rank 0 shows a progress bar on a terminal. See `CheckpointManager.restore` for the errors.
+    Rank 0 shows a progress bar on a terminal. See `CheckpointManager.restore` for `only` and the errors.
     """
     bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
     with bar as progress:
-        checkpoint = run.checkpoints.restore(ref, progress=progress)
+        checkpoint = run.checkpoints.restore(ref, only=only, progress=progress)
     report = checkpoint.report
     run.events.report(
         "restored",
@@ -143,7 +148,19 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
                 "use another --name, or --resume never"
             )
     # Load the loader's state first: the loader refuses a checkpoint of other data before anything else changes.
-    run.loader.load_state_dict(state["loader"])
+    try:
+        run.loader.load_state_dict(state["loader"])
+    except StateMismatchError as error:
+        read = {split.dataset for split in splits_of(run.loader.split)}
+        trained_on = {use["dataset"] for use in checkpoint.entry["data"]}
+        if read <= trained_on:
+            raise  # the order differs, not the data
+        # The loader's message has digests of shard tables, because a state does not name its data set.
+        raise StateMismatchError(
+            f"{checkpoint.version} was trained on {' and '.join(sorted(trained_on))}, this run reads "
+            f"{' and '.join(sorted(read))}; give --data the version that it was trained on, or start a new run with "
+            f"its weights: another --name, and --init-from {checkpoint.version}"
+        ) from error
     try:
         run.model.load_state_dict(state["model"])
     except RuntimeError as error:
@@ -173,6 +190,46 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     else:
         # With another world size, seed again. The step is part of the seed, so that no random numbers are repeated.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
+
+
+def initialise(run: Run, repo: DataRepository, ref: str) -> None:
+    """Load the weights of a version into the model of a new run; the version is the parent of the run's first one.
+
+    Every rank calls this. The version is a checkpoint of this program, or one whose tensors have the model's names.
+
+    Raises:
+        ConfigError: the tensors that are not excluded are not those of the model; the message lists the differences.
+        NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
+    """
+    stored = call_on_first_rank(
+        lambda: [record.name for record in read_version(repo.repository, ref).records], name="init_from"
+    )
+    expected = list(run.model.state_dict())
+    # A checkpoint of this program has the weights below "model". So may a model have, whose version is bare.
+    prefix = "model."
+    below = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+    if len(below.keys() & set(expected)) < len(set(stored) & set(expected)):
+        prefix, below = "", {name: name for name in stored}
+    kept = set(select_names([*dict.fromkeys([*expected, *below])], exclude=run.config.init_exclude))
+    chosen = [old for name, old in below.items() if name in kept]
+    if not kept & below.keys() & set(expected):
+        raise ConfigError(
+            f"{ref} has no weights for the model {run.config.model!r}, whose tensors are {', '.join(expected[:3])}, "
+            "...; give --model the model of that version, or --init-from a version with these names"
+        )
+    checkpoint = restore(run, ref, only=chosen)
+    report = load_into(run.model, checkpoint, prefix=prefix, strict=False, cast=True)
+    report = replace(report, missing={name: spec for name, spec in report.missing.items() if name in kept})
+    if not report.is_exact:
+        differing = [*(mismatch.name for mismatch in report.mismatched), *report.missing, *report.unexpected]
+        modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
+        raise ConfigError(
+            f"{checkpoint.version} does not fit the model {run.config.model!r} of this run: {report}\n"
+            "train tensors that differ from random weights, and leave out those that the model lacks, with "
+            f"--init-exclude {' '.join([*modules[:3], *(['...'] if len(modules) > 3 else [])])}"
+        )
+    if run.average is not None:
+        run.average.restart()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

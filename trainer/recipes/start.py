@@ -21,7 +21,7 @@ from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.shards.sources.text.tokens import TOKENS
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.checkpoints import open_checkpoints, restore, resume
+from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, restore, resume
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
@@ -47,7 +47,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     """
     repo = datasvc.open(config.repo)
     # Resolve names on one rank only, because `latest` may move while the ranks start.
-    data, version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
+    data, version, origin = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
@@ -80,6 +80,8 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
         if run.version is not None:
             resume(run, restore(run, run.version))
+        elif origin is not None:
+            initialise(run, repo, origin)
         run.reading = ConsumptionTracker(run.loader, step=run.step)
         compile_model(run.model, config.compile)
         if hvd.rank() == 0:
@@ -110,8 +112,11 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
     )
 
 
-def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None]:
-    """Return the data version to train on and the checkpoint to continue (None for a new run).
+def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None, str | None]:
+    """Return the versions that a run starts from.
+
+    These are the data version, the checkpoint to continue (None for a new run), and the version whose weights a new
+    run starts with (None for random weights).
 
     Called on one rank: a name such as `digits@latest` must mean the same version on all ranks.
     """
@@ -121,7 +126,10 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str |
         checkpoint = str(repo.models.resolve(config.resume))
     elif config.resume == "auto" and (versions := repo.models.versions(config.name)):
         checkpoint = str(versions[-1])
-    return data, checkpoint
+    origin = None
+    if config.init_from is not None and checkpoint is None:
+        origin = str(repo.models.resolve(config.init_from))
+    return data, checkpoint, origin
 
 
 def choose_task(config: TrainConfig, split: Split) -> Task:

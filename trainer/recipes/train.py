@@ -39,6 +39,16 @@ def train(config: TrainConfig) -> str:
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     random_state.seed_all(config.seed)
     run = start(config, events)
+    if run.is_over and hvd.rank() == 0:
+        limits = [
+            "--epochs",
+            *(["--max-steps"] if config.max_steps else []),
+            *(["--patience"] if config.patience else []),
+        ]
+        sys.stderr.write(
+            f"nothing is left to train: {run.version} is complete, at step {run.step}; to continue it, raise "
+            f"{' or '.join(limits)}\n"
+        )
     with run.checkpoints:
         go_through_epochs(run)
         if run.checkpoints.stop_signal is not None:

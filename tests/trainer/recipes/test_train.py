@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import datasvc
-from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, NotFoundError, StateMismatchError, UnavailableError
 from datasvc.models import describe_model, model_log
 from datasvc.models.registry.removal import remove
 from datasvc.models.restoring.stored_version import read_version
@@ -195,6 +197,72 @@ def test_a_run_continues_the_version_that_it_is_told_to(repository):
     assert describe_model(repository, "trunk").entry["parent"] is None
     with pytest.raises(NotFoundError):
         run(repository, "branch", resume="trunk@99")
+
+
+def test_a_new_run_starts_with_the_weights_of_a_version_and_records_it(repository, few, capsys):
+    run(repository, "base", max_steps=2)
+    tuning = {"data": few, "init_from": "base@1", "learning_rate": 0.0, "weight_decay": 0.0, "ema_decay": 0.9}
+    with pytest.raises(ConfigError, match=r"base@1 does not fit(?s:.*)\[3(?s:.*)--init-exclude ") as refused:
+        run(repository, "tuned", **tuning)
+    (head,) = str(refused.value).rpartition("--init-exclude ")[2].split()
+    run(repository, "tuned", capsys, max_steps=1, init_exclude=(head,), **tuning)
+    assert describe_model(repository, "tuned").entry["parent"] == "base@1"
+    base, tuned = state_of(repository, "base"), state_of(repository, "tuned")
+    names = [name for name in parameters_of(base) if not name.startswith(head)]
+    assert names
+    assert all(torch.equal(base["model"][name], tuned["model"][name]) for name in names)
+    assert all(torch.allclose(base["model"][name], tuned["ema"]["averages"][name]) for name in names)
+    assert tuned["loader"]["epoch"] == 0
+    # Started again, the run continues its own checkpoint.
+    events = run(repository, "tuned", capsys, max_steps=2, init_exclude=(head,), **tuning)
+    assert [event["version"] for event in restored(events)] == ["tuned@1"]
+    assert describe_model(repository, "tuned").entry["parent"] == "tuned@1"
+    with pytest.raises(ConfigError, match="no tensor matches 'tail'"):
+        run(repository, "tuned-without", init_exclude=("tail",), **tuning)
+
+
+def test_a_new_run_starts_with_a_version_whose_tensors_are_those_of_the_model_alone(repository):
+    run(repository, "whole", max_steps=1)
+    weights = state_of(repository, "whole")["model"]
+    models = datasvc.open(repository.url).models
+    models.save("bare", weights, step=0)
+    run(repository, "from-bare", max_steps=1, learning_rate=0.0, weight_decay=0.0, init_from="bare")
+    after = state_of(repository, "from-bare")["model"]
+    assert all(torch.equal(weights[name], after[name]) for name in parameters_of({"model": weights}))
+    assert describe_model(repository, "from-bare").entry["parent"] == "bare@1"
+    models.save("alien", {"other": torch.zeros(3)}, step=0)
+    with pytest.raises(ConfigError, match="alien@1 has no weights for the model 'small-cnn'"):
+        run(repository, "from-alien", init_from="alien@1")
+
+
+@pytest.fixture(scope="module")
+def few(repository, digits_folder, tmp_path_factory):
+    """A data set of three classes of digits, without a validation split."""
+    folder = tmp_path_factory.mktemp("few")
+    for name in ("0", "1", "2"):
+        shutil.copytree(digits_folder / "val" / name, folder / "train" / name)
+    ingest(repository, str(folder), "few")
+    return "few"
+
+
+def parameters_of(state):
+    """The names of the weights, without the statistics that a forward pass changes."""
+    return [name for name in state["model"] if not re.search("running_|num_batches", name)]
+
+
+def test_a_checkpoint_of_other_data_is_refused_by_the_names_of_the_versions(repository, few):
+    run(repository, "on-digits", max_steps=1)
+    with pytest.raises(StateMismatchError, match=r"on-digits@1 was trained on digits@1, this run reads few@1; give"):
+        run(repository, "on-digits", max_steps=2, data=few, size=16)
+
+
+def test_a_finished_run_says_that_nothing_is_left(repository, capsys):
+    run(repository, "finished", max_steps=1)
+    assert capsys.readouterr().err == ""
+    run(repository, "finished", max_steps=1)
+    assert capsys.readouterr().err == (
+        "nothing is left to train: finished@1 is complete, at step 1; to continue it, raise --epochs or --max-steps\n"
+    )
 
 
 def test_a_run_comes_back_through_its_cache_and_says_how_long_it_took_and_whence(repository, tmp_path, capsys):

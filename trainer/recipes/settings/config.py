@@ -15,7 +15,7 @@ from typing import Any, Final
 from datasvc.errors import ConfigError
 from datasvc.models.registry.metric_mode import choose_metric_mode
 from datasvc.models.saving.save_policy import parse_duration, parse_policy
-from datasvc.repository.logs.references import check_name
+from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.trainer.recipes.optimizers.parameter_groups import DECAYED
 from datasvc.trainer.recipes.optimizers.precision import PRECISIONS
 from datasvc.trainer.recipes.optimizers.schedules import RATE_SCALINGS, SHAPES
@@ -138,6 +138,10 @@ class TrainConfig:
         grace: time in which the run ends after SIGTERM or Ctrl-C, including a last checkpoint.
         resume: "auto" continues the newest version of `name` if there is one; "never" starts a new run; a model
             version such as "digits-cnn@3" continues that version.
+        init_from: model version whose weights a new run starts with, such as "digits-cnn@3", for fine-tuning on other
+            data; a run that continues a checkpoint ignores it. None: random weights.
+        init_exclude: tensors that keep their random weights with `init_from`, such as "head": names, prefixes of
+            whole segments, or patterns with `*`.
         device: "cpu", or "cuda" for the GPU of this rank.
         log_to: experiment trackers: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
         report_every: steps between reports; each report waits for the device.
@@ -206,6 +210,8 @@ class TrainConfig:
     codec: str = "delta"
     grace: str = "30s"
     resume: str = "auto"
+    init_from: str | None = None
+    init_exclude: tuple[str, ...] = ()
     device: str = "cpu"
     log_to: tuple[str, ...] = ()
     report_every: int = 1
@@ -285,6 +291,15 @@ class TrainConfig:
             raise ConfigError(
                 f"resume is {self.resume!r}; expected 'auto', 'never' or a version such as 'digits-cnn@3'"
             )
+        if self.init_from is not None:
+            parse_reference(self.init_from, "model")
+            if self.resume not in ("auto", "never"):
+                raise ConfigError(
+                    f"resume is {self.resume!r} and init_from is {self.init_from!r}; give one of them: a run that "
+                    "continues a version has its weights"
+                )
+        elif self.init_exclude:
+            raise ConfigError("init_exclude names tensors of the version of --init-from; give that too")
         if self.nesterov and not (self.momentum and self.optimizer in ("sgd", "lars")):
             raise ConfigError(
                 "nesterov works with the optimizers 'sgd' and 'lars' only, and needs a momentum above 0"
